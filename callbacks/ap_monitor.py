@@ -1,9 +1,9 @@
-"""How far the loss and the batches of a training run are from the metric that is reported: AP over the full set.
+"""Measures how far the loss and the batches of a training run are from the reported metric: AP over the full set.
 
 `train/AP_e` is the error of the loss: |AP_pred - AP| of Smooth-AP (Brown et al., ECCV 2020, eq. 8). The decomposability
 gap of ROADMAP (Ramzi et al., NeurIPS 2021) is the mean AP within batches of a set, minus the mean AP of the full set.
-Training optimises the lists of batches, but the list of the set is reported. In a batch a query has fewer candidates
-that could come before its positives, so AP within batches is higher.
+Training optimises the lists within batches, but the reported AP is that of lists over the full set. Within a batch, a
+query has fewer candidates that could rank above its positives, so AP is higher.
 """
 
 import copy
@@ -43,11 +43,11 @@ _AP = QueryMetric(average_precision, "AP", "mAP")
 def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -> Float[Tensor, ""]:
     """Mean AP of the queries within batches of the set, minus mAP of the set.
 
-    This is a collective operation of the metric's processes, like `compute`, and has the same result for any number of
-    them.
+    Like `compute`, this is a collective operation of the metric's processes. The result does not depend on their
+    number.
 
     Args:
-        metrics: holds the embeddings of the set.
+        metrics: the metric that holds the embeddings of the set.
         classes: number of classes of a batch.
         samples: number of images of each class in a batch.
     """
@@ -56,27 +56,27 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=float64_device(rows.ids.device))
     for first in range(0, len(batches), shard.count):
         batch = _local_batch(rows, batches[first : first + shard.count], shard)
-        if len(batch.ids) == 0:  # the last batches are of other processes
+        if len(batch.ids) == 0:  # the remaining batches belong to other processes
             continue
         index = first + shard.index
         lists = metrics.query_gallery(batch)
         ap = query_values(lists, [_AP])["AP"]
         sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
-    shard.add_up(sums)  # other processes have zeros for each batch: the sum is exact
+    shard.add_up(sums)  # for each batch, all other processes have zeros, so the sum is exact
     total, queries = sums.sum(0)
     gap: Tensor = total / queries - metrics.compute()["mAP"]
     return gap
 
 
 def _local_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Shard) -> Rows:
-    """The rows of this process's batch, as a metric would gather them, with the finest level of labels.
+    """Send the rows of each batch to its process, and return the rows of this process's batch.
 
-    This is a collective operation if there are several processes.
+    Labels are those of the finest level. With several processes, this is a collective operation.
 
     Args:
         rows: all rows of the set.
         batches: the rows of each process's batch; the last processes may have none.
-        shard: which of the processes this one is.
+        shard: the shard of this process.
     """
     nothing = batches[0][:0]
     of_process = [batch.sort().values for batch in batches] + [nothing] * (shard.count - len(batches))
@@ -89,14 +89,14 @@ def _local_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Sh
 def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " _"]]:
     """Cut a set into batches like those of a PK sampler.
 
-    The images of each class are cut into groups of `samples` images, in random order; the last group of a class may be
-    smaller. Batches take `classes` groups at a time: the first group of every class, then the second groups, and so on.
-    The groups of a batch are from different classes, except in a batch that contains, for example, both first and
+    The images of each class are cut, in random order, into groups of `samples` images; the last group of a class may be
+    smaller. Each batch takes the next `classes` groups: first the first groups of all classes, then all second groups,
+    and so on. The groups of a batch are from different classes, unless the batch holds, for example, both first and
     second groups. The last batch is dropped if it has fewer groups, unless it is the only one. The random order is
     always the same.
 
     Args:
-        labels: of the images of the set.
+        labels: labels of the images of the set.
         classes: number of groups in a batch.
         samples: number of images in a group.
 
@@ -110,7 +110,7 @@ def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) ->
     class_starts = class_sizes.cumsum(0) - class_sizes
     position_in_class = torch.arange(len(rows)) - class_starts[class_of_row]
     random_class_order = torch.randperm(len(class_sizes), generator=generator)
-    # All first groups of the classes, then all second groups, and so on.
+    # Order: all first groups of the classes, then all second groups, and so on.
     group_round = position_in_class // samples
     group_key = (group_round * len(class_sizes) + random_class_order[class_of_row]).sort(stable=True)
     group = torch.unique_consecutive(group_key.values, return_inverse=True)[1]
@@ -128,7 +128,7 @@ _SURROGATES = (SmoothAPLoss, FastAPLoss, QuantizedAPLoss, SupAPLoss, BlackboxAPL
 
 
 def find_surrogate(loss: nn.Module) -> RetrievalLoss | None:
-    """Return the loss itself or the first of its terms that approximates AP, None if there is none."""
+    """Return the loss, or the first of its terms, that approximates AP; None if there is none."""
     if isinstance(loss, WeightedSum):
         for part in loss.parts.values():
             surrogate = find_surrogate(part)
@@ -142,17 +142,17 @@ def find_surrogate(loss: nn.Module) -> RetrievalLoss | None:
 
 @torch.no_grad()
 def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Tensor, "3"]:
-    """Sum over this process's queries that have a positive: AP, the AP that the surrogate predicts, and 1.
+    """Sums over this process's queries with a positive: of AP, of the AP predicted by the surrogate, and of 1.
 
     Args:
         surrogate: a loss that approximates AP, or None.
-        batch: what the loss ranks, and which of the queries are those of this process.
+        batch: the batch that the loss ranks, with the range of queries of this process.
     """
     local = _local_queries(batch)
     sums = torch.zeros(3, dtype=torch.float64, device=float64_device(batch.embeddings.device))
     if len(local.embeddings) == 0:
         return sums
-    exact = BlackboxAPLoss(margin=0.0)  # its ranks are exact: without a margin its value is 1 - AP
+    exact = BlackboxAPLoss(margin=0.0)  # with exact ranks and without a margin, its value is 1 - AP
     ap = _ap_per_query(exact, local)
     has_positive = ~ap.isnan()
     sums[0] = ap[has_positive].sum()
@@ -179,47 +179,47 @@ def _local_queries(batch: RankedBatch) -> RankedBatch:
 
 
 def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " query"]:
-    """Return 1 - the loss of each query, which is not in its own list; NaN if the query has no positive."""
+    """Return 1 - the loss of each query, with the query excluded from its list; NaN if it has no positive."""
     loss = copy.copy(loss)
     loss.reduction, loss.class_balanced, loss.include_self = "none", False, False
     loss._warned_of_no_positive = True  # the original loss gives the warning
-    # The method of the class is called, because the copy has the attributes of the original, also the monitor's.
+    # Call the method of the class: the copied instance attribute `of_batch` is the one that the monitor has set.
     return 1 - to_float64(type(loss).of_batch(loss, batch))
 
 
 class APMonitor(pl.Callback):
-    """Logs the AP of the training batches, the loss's error on it, and by how much it exceeds the AP of the full set.
+    """Logs the AP of the training batches, the loss's approximation error, and the gap to the AP of the full set.
 
     `train/AP` is the exact AP of the lists that the loss ranks. `train/AP_e` is the approximation error |AP_pred - AP|
     of Smooth-AP (Brown et al., ECCV 2020, eq. 8 and Fig. 4), where AP_pred is 1 - the value of the loss on the same
     lists. AP and AP_pred are means over the queries. Both are logged whenever the Trainer logs a training step
     (`log_every_n_steps`). For a `WeightedSum` or ROADMAP, AP_pred is that of the first term that approximates AP.
 
-    `val/decomposability_gap` and `test/decomposability_gap` are those of ROADMAP (Ramzi et al., NeurIPS 2021) on the
-    evaluation set. Its images are split at random, the same way each time, into batches with as many classes, and
-    images of each, as the first training batch has. The gap is the mean AP within these batches minus the AP of the
+    `val/decomposability_gap` and `test/decomposability_gap` are the gap of ROADMAP (Ramzi et al., NeurIPS 2021) on the
+    evaluation set. The images of the set are split at random, the same way each time, into batches with as many classes
+    and images per class as the first training batch. The gap is the mean AP within these batches minus the AP of the
     full set. It is rarely below 0, because the lists of batches are shorter than those of the set.
 
     Raises:
         ValueError: if the Trainer has no `RetrievalEvaluation`.
-        TypeError: if the module's `loss` is not one of this library, as that of `RetrievalModule` is.
+        TypeError: if the module has no `loss` with the interface of this library. `RetrievalModule` has one.
 
     Example:
         >>> from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
         >>> callbacks = [RetrievalEvaluation(), APMonitor()]
 
     Cost:
-        In each training step that is logged, the value of the loss is computed once more and its lists are sorted once,
-        without gradient. In each evaluation, the ranks within the batches are computed.
+        In each logged training step, the loss is computed once more and its lists are sorted once, without gradient. In
+        each evaluation, the ranks within the batches are computed.
 
     Relations:
-        If a memory makes the lists of the loss longer, it also makes those of `train/AP` longer. AP and AP_e ignore
-        class weights and a query in its own list (`class_balanced`, `include_self`). Losses that do not approximate AP
-        in [0, 1] have no AP_e, and a warning says so. The gap is logged only after a training batch.
+        If a memory extends the lists of the loss, it also extends the lists of `train/AP`. AP and AP_e ignore class
+        weights and a query in its own list (`class_balanced`, `include_self`). For losses that do not approximate AP in
+        [0, 1], AP_e is not logged and a warning is issued. The gap is logged only after a training batch.
     """
 
     def __init__(self) -> None:
-        self._classes, self._samples = 0, 0  # of the first training batch: classes, and images of each class
+        self._classes, self._samples = 0, 0  # classes and images per class of the first training batch
         self._warned: set[str] = set()
         self._observed: BatchLoss | None = None  # the loss, in a step whose AP is computed
         self._sums: Tensor | None = None  # over the queries of this process: AP, AP_pred, 1
@@ -247,7 +247,7 @@ class APMonitor(pl.Callback):
         # Lightning has no public way to ask whether it logs this step.
         if self._classes == 0 or trainer._logger_connector.should_update_logs:
             loss: Any = pl_module.loss
-            loss.of_batch = functools.partial(self._value_of_batch, loss)  # until the step has ended
+            loss.of_batch = functools.partial(self._value_of_batch, loss)  # removed at the end of the step
             self._observed = loss
 
     def on_train_batch_end(
@@ -279,19 +279,19 @@ class APMonitor(pl.Callback):
             self._observed = None
 
     def _value_of_batch(self, loss: BatchLoss, batch: RankedBatch) -> Any:
-        """The value of the loss, whose lists are then ranked for AP."""
+        """Compute the loss, then the AP of the same lists; return the loss."""
         value = type(loss).of_batch(loss, batch)
         self._compute_ap(loss, batch)
         return value
 
     def _compute_ap(self, loss: BatchLoss, batch: RankedBatch) -> None:
-        """Compute the AP of the lists that the loss has just ranked; of several calls in a step only the first counts.
+        """Compute the AP of the lists that the loss has just ranked, only for the first call in a step.
 
-        That first call is the one whose lists are those of the batch.
+        In the first call, the lists are those of the batch.
         """
         if self._sums is not None:
             return
-        if isinstance(loss, ThirdPartyLoss):  # which may not rank the references
+        if isinstance(loss, ThirdPartyLoss):  # it may not rank the references
             batch = RankedBatch(batch.embeddings, batch.labels)
         if self._classes == 0:
             counts = torch.unique(finest(batch.labels), return_counts=True)[1]

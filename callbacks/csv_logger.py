@@ -1,4 +1,4 @@
-"""A run that is started several times: its folder, the checkpoint it continues from, and one `metrics.csv`."""
+"""Support for runs that are continued: the run's folder, its newest checkpoint, and a single `metrics.csv`."""
 
 import csv
 import io
@@ -22,9 +22,10 @@ from lightning_retrieval.training.checkpoint_files import find_damage
 
 
 def run_folder(trainer: Any) -> Path:
-    """The folder of a run's logs, pictures and config. Call it on all ranks, which all get the same answer.
+    """The folder for a run's logs, figures and config. A collective call: all ranks get the same folder.
 
-    A logger without a folder for each run (Weights & Biases) gets the one into which Lightning puts the checkpoints.
+    For a logger without a folder for each run (Weights & Biases), this is the folder that holds Lightning's
+    checkpoints.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -40,11 +41,11 @@ def run_folder(trainer: Any) -> Path:
 
 
 def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
-    """Find the newest checkpoint that is not damaged; a kill may leave one that is half written.
+    """Find the newest checkpoint that is not damaged. A killed run may leave a truncated checkpoint.
 
     Args:
         owner: prefix of messages.
-        folders: that hold checkpoints; those that do not exist are skipped.
+        folders: folders with checkpoints; folders that do not exist are skipped.
 
     Returns:
         The path; None if there is no checkpoint.
@@ -69,19 +70,20 @@ def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
     return None
 
 
-_POSITION = ("step", "epoch")  # columns with the time of a row, not with metrics
+_POSITION = ("step", "epoch")  # columns that are not metrics
 
 
 class ResumableCSVLogger(CSVLogger):
-    """Lightning's `CSVLogger` with one folder for all starts of a run, whose `metrics.csv` is continued.
+    """Lightning's `CSVLogger`, but a run that is continued uses the same folder and appends to its `metrics.csv`.
 
-    Lightning's logger gives each start a new folder or, with a fixed version, deletes the rows of the start before.
-    Here a row stays until the same metrics are logged for the same step again. Each row is written at once, so
-    that a kill loses none; a line that a kill has cut off is removed by the next start.
+    With Lightning's logger, a continued run gets a new folder or, with a fixed version, deletes the earlier rows. Here,
+    a row stays until the same metrics are logged for the same step again. Each row is written immediately, so that a
+    kill loses none; a line that a kill has truncated is removed when the run continues.
 
     Args:
-        folder: of the run. Checkpoints are in its folder `checkpoints`, unless a `ModelCheckpoint` has a `dirpath`.
-        prefix: of the names of all metrics.
+        folder: folder of the run. Checkpoints are in its subfolder `checkpoints`, unless a `ModelCheckpoint` has a
+            `dirpath`.
+        prefix: prefix of the names of all metrics.
 
     Raises:
         ValueError: if `folder` is empty, or the path of a file.
@@ -94,8 +96,8 @@ class ResumableCSVLogger(CSVLogger):
         'runs/smooth-ap'
 
     Relations:
-        `lightning-retrieval fit --run_folder FOLDER` uses it, and continues from the newest checkpoint. In Python,
-        `trainer.fit(module, data, ckpt_path="last")` does, with a `ModelCheckpoint(save_last=True)`.
+        `lightning-retrieval fit --run_folder FOLDER` uses this logger, and continues from the newest checkpoint. In
+        Python, continue with `trainer.fit(module, data, ckpt_path="last")` and a `ModelCheckpoint(save_last=True)`.
     """
 
     def __init__(self, folder: str | Path, prefix: str = "") -> None:
@@ -112,37 +114,37 @@ class ResumableCSVLogger(CSVLogger):
 
     @rank_zero_only
     def log_before_checkpoint(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write a row that Lightning will log again after the checkpoint of this step; it is written only once."""
+        """Write a row before the checkpoint of its step. Lightning logs the row again later, which is then ignored."""
         self.experiment.log_early(dict(metrics), step)
 
     @property
     def experiment(self) -> Any:
-        """What writes the file, on the first process; Lightning's other processes get an object that does nothing."""
+        """The writer of the file on the first process; on all others, an object that does nothing."""
         if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self._experiment = _ContinuedFile(self.log_dir)
         return super().experiment
 
 
 def other_loggers(configured: Any) -> list[Any]:
-    """The configured loggers except Lightning's CSVLogger, which the logger of `--run_folder` replaces."""
+    """The configured loggers, except Lightning's CSVLogger, which the logger for `--run_folder` replaces."""
     if not isinstance(configured, (list, tuple)):
         configured = [configured]
     return [logger for logger in configured if isinstance(logger, Logger) and not isinstance(logger, CSVLogger)]
 
 
 class _ContinuedFile(ExperimentWriter):
-    """Writes rows into `metrics.csv`, in place of those with the same metrics of the same steps."""
+    """Appends rows to `metrics.csv`; a row replaces earlier rows with the same metrics for the same step."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
         self._file = Path(self.metrics_file_path)
-        self._replaceable: dict[str, list[set[str]]] = {}  # metrics of rows that may be logged again, by step
-        self._written_early: dict[str, Any] | None = None  # a row that Lightning has yet to log
+        self._replaceable: dict[str, list[set[str]]] = {}  # metrics of earlier rows, by step
+        self._written_early: dict[str, Any] | None = None  # a row that Lightning has not logged yet
         if self._file.exists():
             self._read_earlier()
 
     def _check_log_dir_exists(self) -> None:
-        """Leave the files of earlier starts where they are."""
+        """Override Lightning's method, which would delete an earlier file."""
 
     def _read_earlier(self) -> None:
         content = self._file.read_bytes()
@@ -154,14 +156,14 @@ class _ContinuedFile(ExperimentWriter):
             self._replaceable.setdefault(row["step"], []).append(_metrics_of(row))
 
     def log_early(self, metrics: dict[str, float], step: int) -> None:
-        """Write a row that Lightning will log again."""
+        """Write a row now that Lightning will log later."""
         self.log_metrics(metrics, step)
         early = self.metrics[-1]
         self.save()
         self._written_early = early
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Keep a row until it is saved; one that was written early is skipped or, if it has grown, replaced."""
+        """Buffer a row until `save`. A row written early is skipped or, if it has new metrics, replaced."""
         super().log_metrics(metrics_dict, step)
         early, self._written_early = self._written_early, None
         if early is None:
@@ -185,12 +187,12 @@ class _ContinuedFile(ExperimentWriter):
         self.metrics = []
 
     def _replaces(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of the file holds a metric of this row for the same step."""
+        """Whether the file has a row for the same step with one of the metrics of this row."""
         replaceable = self._replaceable.get(str(row["step"]), [])
         return any(metrics & _metrics_of(row) for metrics in replaceable)
 
     def _rewrite(self) -> None:
-        """Write all rows to a new file, which then takes the place of the old one."""
+        """Write all rows to a new file, which then replaces the old file."""
         rows: list[Mapping[str, Any]] = []
         if self._file.exists():
             rows += _read(self._file)[1]
@@ -205,7 +207,7 @@ class _ContinuedFile(ExperimentWriter):
 
 
 def _put(rows: list[Mapping[str, Any]], new: Mapping[str, Any]) -> None:
-    """Put a row at the place of those with a metric of it for the same step, else at the end."""
+    """Replace the rows for the same step that share a metric with the new row; without any, append the new row."""
     replaced = []
     for position, row in enumerate(rows):
         if str(row["step"]) == str(new["step"]) and _metrics_of(row) & _metrics_of(new):
@@ -229,11 +231,11 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 class SameCheckpoint(pl.Callback):
-    """Raises on all processes if they would continue from different checkpoints, before any of them is loaded.
+    """Raises on all processes if they would continue from different checkpoints, before one is loaded.
 
     Args:
         owner: prefix of the message.
-        checkpoint: from which this process continues; None for a new run.
+        checkpoint: the checkpoint from which this process continues; None for a new run.
     """
 
     def __init__(self, owner: str, checkpoint: Path | None) -> None:
@@ -241,7 +243,7 @@ class SameCheckpoint(pl.Callback):
         self.checkpoint = checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Compare the checksums that the files contain of their records."""
+        """Compare the checksums of the records in the checkpoint files."""
         if stage != "fit":
             return
         found = gather_objects((str(self.checkpoint), _fingerprint(self.checkpoint)))
@@ -254,12 +256,12 @@ class SameCheckpoint(pl.Callback):
 
 
 class RowsBeforeCheckpoints(pl.Callback):
-    """Writes the metrics of a step before a checkpoint of it; Lightning logs them afterwards, which a kill may prevent.
+    """Writes the metrics of a step before its checkpoint. Lightning logs them afterwards, which a kill may prevent.
 
-    It must come before the callbacks that write checkpoints.
+    This callback must come before the callbacks that write checkpoints.
 
     Args:
-        logger: that writes them.
+        logger: the logger that writes the metrics.
     """
 
     def __init__(self, logger: ResumableCSVLogger) -> None:
@@ -275,7 +277,7 @@ class RowsBeforeCheckpoints(pl.Callback):
 
 
 def _fingerprint(checkpoint: Path | None) -> tuple[tuple[str, int], ...]:
-    """Names and checksums of the records of a checkpoint."""
+    """Names and checksums of the records in a checkpoint."""
     if checkpoint is None:
         return ()
     with zipfile.ZipFile(checkpoint) as archive:

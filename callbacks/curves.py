@@ -1,7 +1,8 @@
-"""Figures of training and of evaluation sets: PNG files in the run's log folder, which loggers of images get, too.
+"""Figures of training and of evaluation sets: PNG files in the run's log folder, also sent to loggers of images.
 
-They are the base class of the callbacks that draw each evaluation set, the mean precision at each recall, the densities
-of the similarities of positive and of negative pairs, and a metric with the training loss over the optimizer steps.
+This file has the base class of the callbacks that draw each evaluation set, and the callbacks for three figures: the
+mean precision at each recall, the densities of the similarities of positive and of negative pairs, and a metric with
+the training loss over the optimizer steps.
 """
 
 import io
@@ -33,7 +34,7 @@ Drawing = Union[Image.Image, "Figure"]
 
 
 def new_figure(width: float = 6.4, height: float = 3.6) -> "Figure":
-    """Create an empty figure; sizes are in inches. It does not use pyplot, which would keep global state."""
+    """Create an empty figure; sizes are in inches. Avoids pyplot, which has global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
@@ -43,8 +44,8 @@ def save_and_log(trainer: pl.Trainer, path: Path, key: str, drawing: Drawing) ->
     """Write a drawing as a PNG file, and send it to every logger that accepts images.
 
     Args:
-        trainer: with the loggers.
-        path: of the file. An existing file is replaced at once.
+        trainer: the trainer with the loggers.
+        path: path of the file. An existing file is replaced atomically.
         key: the name in the loggers, the same for all steps.
         drawing: an image, or a figure of matplotlib.
     """
@@ -70,11 +71,11 @@ def _as_image(drawing: Drawing) -> Image.Image:
 
 
 class EvaluationFigure(pl.Callback, ABC):
-    """Base class of the callbacks that draw each evaluation set that `RetrievalEvaluation` has collected.
+    """Base class of the callbacks that draw each evaluation set collected by `RetrievalEvaluation`.
 
     The PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights &
     Biases) gets them too. A subclass defines `draw`, and may set `file_prefix`, the prefix of its file names, and
-    `ranked_by_label_only = False` if it can also draw sets that are not evaluated by `RetrievalMetrics`.
+    `ranked_by_label_only = False` if it can draw sets of any metric, not only of `RetrievalMetrics`.
 
     Args:
         every_n_epochs: number of epochs between two figures of the validation sets, >= 1. Test sets are always drawn.
@@ -98,7 +99,7 @@ class EvaluationFigure(pl.Callback, ABC):
             pl_module: the module that is evaluated.
             metrics: the metric with the set's embeddings.
             dataset: the data set, or None if the set's data loader has none.
-            prefix: of the names of the set's metrics, such as `val/` or `test/small/`.
+            prefix: prefix of the names of the set's metrics, such as `val/` or `test/small/`.
         """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -136,7 +137,7 @@ class EvaluationFigure(pl.Callback, ABC):
 
 
 class PrecisionRecallCurve(EvaluationFigure):
-    """Plots the mean precision of the queries' ranked lists at 101 levels of recall.
+    """Plots the precision at 101 levels of recall, averaged over the queries.
 
     The precision of a query at recall r is interpolated as in TREC and PASCAL VOC: it is the highest precision at any
     recall of at least r. The curve is the mean over the queries that have a positive, at r = 0, 0.01, ..., 1. The area
@@ -177,23 +178,23 @@ class PrecisionRecallCurve(EvaluationFigure):
         return figure
 
 
-_FINE_BINS = 20_000  # from -1 to 1, in which pairs are counted before the occupied range is known
+_FINE_BINS = 20_000  # bins from -1 to 1 for counting pairs before the occupied range is known
 _COLOURS = {"positive": "tab:green", "negative": "tab:red"}
 
 
 def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor, "2 bins"], Float[Tensor, " edge"]]:
-    """Merge fine bins into at most `bins` equal bins that cover the occupied range, and return them with their edges.
+    """Merge fine bins into at most `bins` equal bins over the occupied range; returns the bins and their edges.
 
     Args:
-        counts: positive and negative pairs in equal bins from -1 to 1.
-        bins: largest number of merged bins.
+        counts: numbers of positive and of negative pairs in equal bins from -1 to 1.
+        bins: maximum number of merged bins.
     """
     occupied = counts.sum(0).nonzero()[:, 0].tolist()
     if not occupied:
         occupied = [0]
     first = occupied[0]
     length = occupied[-1] + 1 - first
-    width = -(-length // bins)  # of a merged bin, in fine bins, rounded up
+    width = -(-length // bins)  # number of fine bins in a merged bin, rounded up
     number = -(-length // width)
     positions = first + width * torch.arange(number + 1, dtype=torch.float64)
     edges = -1 + positions * (2 / counts.shape[1])
@@ -205,7 +206,7 @@ def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor,
 class ScoreHistogram(EvaluationFigure):
     """Plots the densities of the similarities of positive and of negative pairs, and logs their overlap.
 
-    The pairs are all (query, candidate) of the evaluation set, not a sample of them. A query is not its candidate.
+    The pairs are all pairs (query, candidate) of the evaluation set, not a sample. A query is not its own candidate.
     `val/score_overlap` is the area under both densities, computed from the bins: 0 if a threshold separates positives
     from negatives, 1 if the densities are equal, and NaN if the set has no positive pair. The PNG files are in
     `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them
@@ -263,14 +264,14 @@ class ScoreHistogram(EvaluationFigure):
 class TrainingCurve(pl.Callback):
     """Plots a logged metric and the training loss against the optimizer steps: `curve.png` in the run's log folder.
 
-    The figure is written anew after each validation, and is sent to every logger that accepts images (TensorBoard,
-    Weights & Biases). The checkpoint contains its points, so a resumed run continues the same curve.
+    The figure is redrawn after each validation, and sent to every logger that accepts images (TensorBoard, Weights &
+    Biases). The checkpoint contains the points of the curve, so a resumed run continues it.
 
     Args:
         metric: the name under which the metric is logged.
 
     Raises:
-        ValueError: if the metric is not logged when a validation ends.
+        ValueError: if the metric has not been logged by the end of a validation.
         TypeError: if `metric` is not a string.
 
     Example:

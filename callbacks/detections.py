@@ -1,4 +1,4 @@
-"""A picture of detections, and the AP of each class."""
+"""A picture of detections, with the AP of each class."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +23,8 @@ class DetectionPicture(pl.Callback):
 
     Args:
         images: number of images, >= 1.
-        detections: number of detections that are drawn in an image, >= 1: those of the highest scores. There is no
-            threshold, since a loss of ranks determines the order of scores and not their size.
+        detections: number of detections to draw in an image, >= 1: those with the highest scores. There is no
+            threshold, since a rank-based loss determines only the order of scores, not their values.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -43,7 +43,7 @@ class DetectionPicture(pl.Callback):
         self._shown: list[tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]] = []
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the images of the last test."""
+        """Remove the images of the last test."""
         self._shown = []
 
     def on_test_batch_end(
@@ -55,7 +55,7 @@ class DetectionPicture(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the first images; a module that returns no detections gets no picture."""
+        """Store the first images. If the module returns no detections, nothing is drawn."""
         if "detections" not in outputs:
             return
         found = zip(outputs["images"], outputs["targets"], outputs["detections"])
@@ -93,7 +93,7 @@ class DetectionPicture(pl.Callback):
 
 
 def _class_values(trainer: pl.Trainer) -> dict[str, float]:
-    """{class: AP50} as the module has logged it."""
+    """{class: AP50}, as logged by the module."""
     prefix = "test/AP50/"
     found = {}
     for key, value in trainer.callback_metrics.items():

@@ -1,6 +1,6 @@
-"""Write the embeddings of `Trainer.predict` to the files that `lightning-retrieval embed` writes.
+"""Writes the embeddings of `Trainer.predict` to a folder, in the format of `lightning-retrieval embed`.
 
-Each process embeds the images of the files that are missing, by a loader of these images alone.
+Each process embeds the images of some of the missing files, with a loader of only these images.
 """
 
 import hashlib
@@ -36,12 +36,12 @@ DISTRACTOR = -1  # the label of images without a class
 
 
 class LoadedSet:
-    """A data set whose batches `predict_step` embeds.
+    """A prediction set, whose batches `predict_step` embeds.
 
     Args:
         owner: prefix of error messages.
-        dataset: an `ImageSet`, which has paths, and may skip images that it cannot read; or any other data set.
-        about: what an index of the embeddings should say, with `checkpoint_sha256` and `preparation`.
+        dataset: any data set. An `ImageSet` has paths, and may skip unreadable images.
+        about: plain values to store in an index of the embeddings, with `checkpoint_sha256` and `preparation`.
     """
 
     def __init__(self, owner: str, dataset: Any, about: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class LoadedSet:
         self.begin([])
 
     def fields(self, images: int) -> Iterator[Sequence[Any]]:
-        """Of each image path and box, or the position alone, and the label."""
+        """For each image, its path and box (or else its position) and its label."""
         labels = getattr(self.dataset, "labels", None)
         for position in range(images):
             fields: list[Any] = [position]
@@ -70,11 +70,11 @@ class LoadedSet:
         return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
 
     def begin(self, ranges: Sequence[range]) -> None:
-        """Expect the images at these positions."""
+        """Set the positions of the images to expect."""
         self._expected: Iterator[int] = chain.from_iterable(ranges)
 
     def dim_of(self, outputs: Any) -> int:
-        """The dimension of the embeddings; raise unless `predict_step` has returned what fits together."""
+        """The dimension of the embeddings; raises if the outputs of `predict_step` are invalid."""
         if not isinstance(outputs, dict) or not isinstance(outputs.get("embeddings"), Tensor):
             raise TypeError(
                 f"{self.owner}: `predict_step` must return a dict with the tensor `embeddings`, as that of "
@@ -96,7 +96,7 @@ class LoadedSet:
         return dim
 
     def collect(self, outputs: Any, collector: ShardCollector) -> None:
-        """Pass the rows of a batch on, with the paths and labels that the data set knows."""
+        """Pass the rows of a batch to the collector, with the paths and labels from the data set."""
         embeddings = outputs["embeddings"].detach().float().cpu()
         count = len(embeddings)
         ids = outputs.get("ids")
@@ -112,7 +112,7 @@ class LoadedSet:
         skipped = set(self.dataset.skipped)
         for row, position in enumerate(ids.tolist()):
             path = self.index.paths[position]
-            if path in skipped:  # the black image that stands for a batch of which no image could be read
+            if path in skipped:  # the black image in place of a batch without a readable image
                 continue
             self._skip_to(position, skipped, collector)
             part = slice(row, row + 1)
@@ -120,12 +120,12 @@ class LoadedSet:
             collector.add([position], rows)
 
     def finish(self, collector: ShardCollector) -> None:
-        """Record the images after the last row."""
+        """Record the skipped images after the last row."""
         if self.index is not None:
             self._skip_to(None, set(self.dataset.skipped), collector)
 
     def _skip_to(self, position: int | None, skipped: set[str], collector: ShardCollector) -> None:
-        """Record the expected images before a position, all of which must be among those that were skipped."""
+        """Record the expected images before a position as unreadable; raise if one of them was not skipped."""
         for between in self._expected:
             if between == position:
                 return
@@ -139,7 +139,7 @@ class LoadedSet:
 
 
 def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) -> dict[str, Any]:
-    """What an index of the embeddings should say: the model, the preparation and the folder of the images."""
+    """Plain values to store in an index of the embeddings: the model, the preparation and the folder of the images."""
     checkpoint = trainer.ckpt_path
     about: dict[str, Any] = {"preparation": _preparation(trainer), "preparation_from": "checkpoint"}
     if checkpoint is not None and Path(checkpoint).is_file():
@@ -154,7 +154,7 @@ def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) ->
 
 
 def _index_of(dataset: Any) -> Any:
-    """The index of the images of an `ImageSet`; None for another data set."""
+    """The `ImageIndex` of an `ImageSet`; None for other data sets."""
     index = getattr(dataset, "index", None)
     if not hasattr(index, "paths") or not hasattr(dataset, "skipped"):
         return None
@@ -178,7 +178,7 @@ def _label_texts(labels: Tensor | None, index: Any, rows: int) -> list[str | Non
 
 
 def _preparation(trainer: pl.Trainer) -> dict[str, Any]:
-    """What the data module does to an image, as plain data; empty if it has no preparation."""
+    """The preparation of the data module, as plain data; empty if there is none."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     if datamodule is None:
         return {}
@@ -205,15 +205,15 @@ KEPT = (
     "multiprocessing_context",
     "generator",
     "prefetch_factor",
-)  # settings of a `DataLoader` that the new one has, too
+)  # settings of a `DataLoader` that the new loader copies
 
 
 class RangeBatches(Sampler[list[int]]):
-    """Yields the positions of each batch.
+    """Yields batches of positions.
 
     Args:
-        ranges: positions, in the order in which they are loaded.
-        batch_size: number of images of a batch; the last one of a range may have fewer.
+        ranges: positions, in loading order.
+        batch_size: number of images per batch; the last batch of a range may have fewer.
     """
 
     def __init__(self, ranges: Sequence[Sequence[int]], batch_size: int) -> None:
@@ -230,10 +230,10 @@ class RangeBatches(Sampler[list[int]]):
 
 
 def is_in_order(loader: Any) -> bool:
-    """Whether a loader gives all images of a data set once, in order, so that they can be distributed in shards."""
+    """Whether a loader yields all images of a data set once, in order, so that they can be distributed in shards."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    if type(loader).__iter__ is not DataLoader.__iter__:  # a subclass that does more than to load
+    if type(loader).__iter__ is not DataLoader.__iter__:  # a subclass that does more than loading
         return False
     batches = loader.batch_sampler
     is_plain = type(batches) is BatchSampler and not batches.drop_last
@@ -241,14 +241,14 @@ def is_in_order(loader: Any) -> bool:
 
 
 class ShardLoader:
-    """Loads the images of some ranges of positions, as another loader would load them.
+    """Loads only the images in some ranges of positions, with the settings of another loader.
 
-    It is no `DataLoader`, because Lightning would replace the batch sampler of one.
+    This class is not a `DataLoader`, because Lightning would replace the batch sampler of a `DataLoader`.
 
     Args:
-        loader: of all images, see `is_in_order`.
-        ranges: positions of the images; no batch reaches from one range into the next.
-        has_length: whether Lightning is to know the number of batches, which it does only if no process has none.
+        loader: a loader of all images, see `is_in_order`.
+        ranges: positions of the images; no batch spans two ranges.
+        has_length: whether `len` works. It must not if a process has no batch.
     """
 
     def __init__(self, loader: DataLoader[Any], ranges: Sequence[range], *, has_length: bool) -> None:
@@ -264,7 +264,7 @@ class ShardLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """A generator, so workers start with the first batch: Lightning also calls `iter` to check the loader."""
+        """A generator, so that workers do not start before the first batch: Lightning also calls `iter` as a check."""
         yield from self._loader
 
 
@@ -272,7 +272,7 @@ def wait_for_other_processes(owner: str) -> None:
     """Wait until all processes have written their files.
 
     Raises:
-        ConnectionError: if one of them has ended before it has written all of its files.
+        ConnectionError: if a process ended before it had written all its files.
     """
     try:
         gather_objects(None)
@@ -284,30 +284,29 @@ def wait_for_other_processes(owner: str) -> None:
 
 
 class EmbeddingWriter(pl.Callback):
-    """Writes what `predict_step` returns to a folder of Parquet or .npy files, instead of keeping it in memory.
+    """Writes the outputs of `predict_step` to a folder of Parquet or .npy files, instead of keeping them in memory.
 
     Each file has the embeddings of `shard_size` images with their ids, paths and labels, and appears when it is
-    complete. Several prediction sets get a folder each, by their names or numbers.
+    complete. With several prediction sets, each gets a folder, named after the set or its number.
 
-    Each process embeds the images of entire files that are missing, whatever the number of processes. So no image is
-    embedded twice, the files are the same for any number, and after a kill the same command continues, also with
-    another number.
+    Each process embeds the images of entire missing files. So no image is embedded twice, the files do not depend on
+    the number of processes, and after a kill the same command continues, even with another number of processes.
 
     Args:
-        output: folder of the embeddings: new, or one that was begun with the same model and images; files that are
-            there are not written again, unless the size or the modification time of one of their images has changed.
-        file_format: `"parquet"`, or `"npy"` with a JSON file beside each.
-        shard_size: number of images of a file, >= 1.
-        dtype: type of the numbers in the files, `"float32"` or `"float16"`, which takes half of the space.
+        output: folder of the embeddings: new, or begun with the same model and images. Existing files are written again
+            only if the size or the modification time of one of their images has changed.
+        file_format: `"parquet"`, or `"npy"` with a JSON file for each .npy file.
+        shard_size: number of images per file, >= 1.
+        dtype: type of the numbers in the files, `"float32"` or `"float16"`, which takes half the space.
 
     Raises:
         ValueError: if a value is out of its range; when the prediction begins, on all processes, if the folder holds
-            embeddings of another model or of other images, a damaged file, or something else, if processes have
-            different images, or if there are several processes and the loader does not give all images in order; with
-            any batch, if ids or labels do not fit the embeddings, or images do not come in the order of their ids.
+            embeddings of another model or of other images, a damaged file, or other files, if processes have different
+            images, or if there are several processes and the loader does not yield all images in order; for a batch, if
+            the numbers of ids or labels and of embeddings differ, or images do not come in the order of their ids.
         ModuleNotFoundError: when the prediction begins, if pyarrow is not installed and the format is Parquet.
-        TypeError: if `predict_step` returns no dict with `embeddings`.
-        ConnectionError: at the end, if another process has ended early.
+        TypeError: if `predict_step` does not return a dict with `embeddings`.
+        ConnectionError: at the end, if another process has died.
 
     Example:
         >>> import pytorch_lightning as pl, torch
@@ -323,14 +322,14 @@ class EmbeddingWriter(pl.Callback):
         (10, 4)
 
     Cost:
-        Memory for the embeddings of one file. At the end, processes wait for each other, at most for the timeout of the
-        process group, which is 30 minutes by default.
+        Memory for the embeddings of one file. At the end, processes wait for each other, but not longer than the
+        timeout of the process group (by default 30 minutes).
 
     Relations:
-        `lightning-retrieval predict` uses it, and `lightning-retrieval embed`, which needs no data module.
-        `lightning-retrieval index --embeddings` makes an index of the folder. A loader that does not give all images in
-        order, or `limit_predict_batches`, needs a single process; complete files are then embedded, but not written
-        again.
+        `lightning-retrieval predict` uses this callback. `lightning-retrieval embed` writes the same files without a
+        data module. `lightning-retrieval index --embeddings` builds an index of the folder. A loader that does not
+        yield all images in order, or `limit_predict_batches`, needs a single process; the images of existing files are
+        then embedded again, but the files are not written again.
     """
 
     owner = "EmbeddingWriter"  # prefix of error messages
@@ -348,16 +347,16 @@ class EmbeddingWriter(pl.Callback):
         self.shard_size = check_integer(self.owner, "shard_size", shard_size, least=1)
         self.dtype = check_choice(self.owner, "dtype", dtype, DTYPES)
         self.written = 0
-        """Number of files that the last prediction has written, in all processes."""
+        """Number of files that the last prediction wrote, in all processes."""
         self.renewed = 0
-        """Number of these files that were there, with images that have changed since."""
+        """Number of these files that already existed, and were written again because images had changed."""
         self._begun: list[_BegunSet] = []
         self._current: _BegunSet | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let Lightning load those images only that this process embeds.
+        """Make Lightning load only the images that this process embeds.
 
-        The loaders are replaced where the prediction loop asks for them, which is after the weights were restored.
+        The loaders are replaced when the prediction loop requests them, which is after the weights have been restored.
         """
         if stage != "predict":
             return
@@ -374,7 +373,7 @@ class EmbeddingWriter(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Collect the embeddings of a batch, and write a file that is complete."""
+        """Collect the embeddings of a batch, and write each file as soon as it is complete."""
         current = self._begun[dataloader_idx]
         if current is not self._current:
             self._finish()
@@ -394,11 +393,11 @@ class EmbeddingWriter(pl.Callback):
         self._forget(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Drop the rows of the file that is not complete."""
+        """Drop the rows of the incomplete file."""
         self._forget(trainer)
 
     def _distribute(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> Any:
-        """The loaders of the images that this process embeds, in the place of loaders of all images."""
+        """Replace the loaders of all images by loaders of the images that this process embeds."""
         if isinstance(loaders, CombinedLoader):
             loaders = loaders.iterables
         if isinstance(loaders, Mapping):
@@ -411,7 +410,7 @@ class EmbeddingWriter(pl.Callback):
         return [self._distribute_set(trainer, pl_module, one, name) for name, one in zip(names, loaders)]
 
     def _distribute_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, name: str) -> Any:
-        """The loader of one set, whose folder is begun or continued."""
+        """Begin or continue the folder of a set, and return the loader of the set."""
         is_distributed = is_in_order(loader) and trainer.limit_predict_batches == 1.0
         about = describe_prediction(trainer, pl_module, loader.dataset)
         images = LoadedSet(self.owner, loader.dataset, about)
@@ -427,7 +426,7 @@ class EmbeddingWriter(pl.Callback):
         return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
 
     def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
-        """What is going to be in the folder; raise if the files cannot be written."""
+        """The manifest of the folder to write; raises if the loader cannot be distributed."""
         if self.file_format == "parquet":
             load_pyarrow(self.owner)
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
@@ -451,13 +450,13 @@ class EmbeddingWriter(pl.Callback):
         )
 
     def _finish(self) -> None:
-        """Write the last file of the set that was embedded until now."""
+        """Write the last file of the current set."""
         if self._current is not None:
             self._current.finish()
         self._current = None
 
     def _forget(self, trainer: pl.Trainer) -> None:
-        """Release the folders, and the rows that are not written."""
+        """Release the locks of the folders, and drop rows that have not been written."""
         vars(trainer.predict_loop._data_source).pop("dataloader", None)
         for begun in self._begun:
             begun.shared.close()
@@ -470,8 +469,8 @@ class _BegunSet:
     """A prediction set with the folder that it is written to.
 
     Args:
-        shared: whose lock is held.
-        images: what is known of the images.
+        shared: the folder, whose lock is held.
+        images: the data set.
     """
 
     shared: SharedFolder
@@ -494,7 +493,7 @@ class _BegunSet:
 
 
 def _number_of_images(owner: str, loader: Any, limit: float) -> int:
-    """Number of images that the loader gives, at most those of the batches that `limit_predict_batches` allows."""
+    """Number of images that the loader yields, limited by `limit_predict_batches`."""
     try:
         images = len(loader.dataset)
     except TypeError:

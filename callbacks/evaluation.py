@@ -35,7 +35,7 @@ from lightning_retrieval.ranking.labels import check_dims
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and afterwards each of its submodules back into the mode it had before."""
+    """Context with a module in evaluation mode; on exit, each submodule returns to its previous mode."""
     was_training = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -75,7 +75,7 @@ def is_count(name: str) -> bool:
 
 
 def update_best(best: dict[str, float], results: Mapping[str, float]) -> None:
-    """Replace the best value of each metric by the current one if that is higher; NaN and counts are ignored."""
+    """Replace the best value of each metric by the current value if it is higher; NaN and counts are ignored."""
     for name, value in results.items():
         if math.isnan(value) or is_count(name):
             continue
@@ -92,7 +92,7 @@ def log_best(trainer: pl.Trainer, best: Mapping[str, float]) -> None:
             score = getattr(trainer.checkpoint_callback, "best_model_score", None)
             values = dict(named)
             if score is not None:
-                values["hp_metric"] = float(score)  # TensorBoard's table of hyperparameters has a column for it
+                values["hp_metric"] = float(score)  # TensorBoard's table of hyperparameters has a column `hp_metric`
             logger.log_metrics(values, trainer.global_step)
         elif isinstance(logger, CSVLogger):
             logger.log_hyperparams({"best": dict(best)})
@@ -105,7 +105,7 @@ def log_best(trainer: pl.Trainer, best: Mapping[str, float]) -> None:
 
 _COLUMN_WIDTH = 12
 _DIGITS = 4
-# Titles of the columns before that of the trained network, and what they are of.
+# The columns before the trained network: their titles, and the network that each describes.
 _BEFORE = {"backbone": "the pooled features of its backbone", "untrained": "the untrained network"}
 
 
@@ -113,8 +113,8 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
     """Format metrics as a table with one row for each metric.
 
     Args:
-        columns: title of each column, and its metrics by name. The last column decides which metrics are shown. Titles
-            are shown if there are several columns.
+        columns: maps the title of each column to its metrics. Only metrics of the last column are shown. Titles are
+            shown only if there are several columns.
     """
     names = list(list(columns.values())[-1])
     width = max(len(name) for name in names)
@@ -135,10 +135,10 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
-    """One sentence, with what to do, if training has made a network worse; None if it has not.
+    """A warning with advice if training has made a network worse; None if it has not.
 
     Args:
-        columns: as for `results_table`: `"backbone"` and `"untrained"`, where there are such, and the trained network.
+        columns: as for `results_table`: optionally `"backbone"` and `"untrained"`, then the trained network.
     """
     trained = list(columns.values())[-1]
     for name in _leading_metrics(trained):
@@ -155,15 +155,15 @@ def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
 
 
 def _leading_metrics(results: Mapping[str, float]) -> list[str]:
-    """The mAP of each set; the first metric where there is no mAP."""
+    """For each set, the name of mAP, or of the first metric if there is no mAP."""
     leading = [name for name in results if name.rpartition("/")[2] == "mAP"]
     return leading or [name for name in results if not is_count(name)][:1]
 
 
 def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
-    """Log values that are equal on all processes; averaging them once more would change their last digits."""
+    """Log values that are equal on all processes without averaging them, which would change their last digits."""
     for name in values:
-        # Lightning recommends sync_dist=True with several processes.
+        # With several processes, Lightning recommends sync_dist=True.
         warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
     pl_module.log_dict(values, rank_zero_only=False, sync_dist=False)
 
@@ -173,21 +173,21 @@ class RetrievalEvaluation(pl.Callback):
 
     The module's `validation_step` and `test_step` return a dict with `embeddings`, `labels` and, if the batches have
     them, `ids`, `roles` (1 for a query, 2 for a gallery image, 3 for both), `instances` (the images of an instance are
-    averaged) and `cameras` (images of the query's own label and camera are not in its list). All processes compute and
+    averaged) and `cameras` (images with the query's label and camera are not in its list). All processes compute and
     log the same values, so `ModelCheckpoint(monitor="val/mAP", mode="max")` and early stopping work. Several evaluation
     sets are logged as `val/0/mAP` and `val/1/mAP`, or by the names of a dict of data loaders, as `val/small/mAP`. The
-    sanity check is skipped, because it sees only a part of the set.
+    sanity check is skipped, because it covers only a few batches.
 
     A data set with another evaluation protocol has a method `metrics(ks, **settings)` that returns another
     `EmbeddingMetric`, as `lightning_retrieval.callbacks.evaluation_sets.MetricProvider` declares.
 
     Args:
         ks: the k of R@k, each >= 1.
-        before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...`
-            at step 0. Of an `Embedder`, the backbone's pooled features without the new head are evaluated too, and
-            logged as `backbone/test/...`: what the pretrained weights are worth without training. The table of a test
-            after training compares the three, and warns if training has made the network worse. A resumed run skips
-            this.
+        before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...` at
+            step 0. For an `Embedder`, also evaluate the backbone's pooled features without the new head, logged as
+            `backbone/test/...`; they show the quality of the pretrained weights alone. The table of a test after
+            training compares the three, with a warning if training has made the network worse. A resumed run skips this
+            evaluation.
         map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with another metric ignore this and the next
             three arguments.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
@@ -195,15 +195,16 @@ class RetrievalEvaluation(pl.Callback):
             and `"NDCG@10"`, see `RetrievalMetrics`.
         dims: numbers of dimensions, in ascending order, at which the metrics are also computed, from the first
             dimensions of the embeddings, and logged as `val/mAP/64d` and so on; for models trained with `NestedLoss`.
-        query_expansion: applied before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for no expansion.
-        database_augmentation: applied to the gallery before that, such as `DatabaseAugmentation()`; None for none.
-        embeddings_on_cpu: keep the embeddings in main memory until they are ranked, and move them to the device block
-            by block.
+        query_expansion: applied to the queries before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for no
+            expansion.
+        database_augmentation: applied to the gallery before the query expansion, such as `DatabaseAugmentation()`; None
+            for none.
+        embeddings_on_cpu: keep the embeddings in main memory, and move them to the device block by block for ranking.
 
     Raises:
         ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, or `before_fit` is set and
             there is no test set, or `dims` does not ascend; in an evaluation, if `dims` is larger than the embeddings.
-        TypeError: if a flag is not a bool, or `query_expansion` or `database_augmentation` cannot be called; in an
+        TypeError: if a flag is not a bool, or `query_expansion` or `database_augmentation` is not callable; in an
             evaluation, if the module's step does not return `embeddings` and `labels`.
 
     Example:
@@ -212,15 +213,14 @@ class RetrievalEvaluation(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[RetrievalEvaluation(ks=(1, 10))], logger=False, enable_checkpointing=False)
 
     Cost:
-        Each process keeps the embeddings of its own images, and one more copy of 1 / W of all while metrics are
-        computed, see `RetrievalMetrics`. `QueryExpansion` and `DatabaseAugmentation` take another copy of these, and k
-        neighbours of each row; for your class or function in their place, each process gathers all
-        embeddings.
+        Each of W processes keeps the embeddings of its images and, while metrics are computed, a copy of 1 / W of all
+        embeddings, see `RetrievalMetrics`. `QueryExpansion` and `DatabaseAugmentation` need another such copy, and k
+        neighbours of each row; for any other class or function, each process gathers all embeddings.
 
     Relations:
-        `RetrievalGallery` draws what this callback collects. The highest value of each metric of a training run is
-        logged as `best/val/mAP` and so on: to `hparams.yaml` by `CSVLogger`, as a scalar by `TensorBoardLogger`, and to
-        the summary of the run by `WandbLogger`.
+        `RetrievalGallery` draws the evaluation sets that this callback collects. The highest value of each metric of a
+        training run is logged as `best/val/mAP` and so on: to `hparams.yaml` by `CSVLogger`, as a scalar by
+        `TensorBoardLogger`, and to the summary of the run by `WandbLogger`.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class RetrievalEvaluation(pl.Callback):
         embeddings_on_cpu: bool = False,
     ) -> None:
         owner = "RetrievalEvaluation"
-        # Raises now what the metrics would raise after the first epoch.
+        # Raises errors of the metrics' settings now instead of after the first epoch.
         self.ks = check_counts(owner, "ks", ks)
         self.map_ks = check_counts(owner, "map_ks", map_ks, may_be_empty=True)
         self.map_divisor: Divisor = check_choice(owner, "map_divisor", map_divisor, get_args(Divisor))
@@ -252,13 +252,13 @@ class RetrievalEvaluation(pl.Callback):
         )
         self.before_fit = check_bool(owner, "before_fit", before_fit)
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
-        self.sets: list[EvaluationSet] = []  # with their embeddings, from the start of an evaluation to its end
-        # Of the last evaluation: "val", "test", "untrained" and "backbone".
+        self.sets: list[EvaluationSet] = []  # hold embeddings from the start to the end of an evaluation
+        # The results of the last evaluation, for "val", "test", "untrained" and "backbone".
         self.results: dict[str, dict[str, float]] = {}
         self.best: dict[str, float] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":  # a resumed run loads its best values after this
+        if stage == "fit":  # a resumed run loads its best values later
             self.best = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -268,7 +268,7 @@ class RetrievalEvaluation(pl.Callback):
         logged = dict(self.results["untrained"])
         embedder = getattr(pl_module, "embedder", None)
         whitening = getattr(pl_module, "whitening", None)
-        is_whitened = whitening is not None and whitening.learned is not None  # of embeddings, not of features
+        is_whitened = whitening is not None and whitening.learned is not None  # not applicable to features
         if isinstance(embedder, Embedder) and not is_whitened:
             with embedder.without_head():
                 self.results["backbone"] = self._test_untrained(trainer, pl_module, ())
@@ -283,7 +283,7 @@ class RetrievalEvaluation(pl.Callback):
         loaders = find_test_loaders(trainer, pl_module)
         results: dict[str, float] = {}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
-            # Without a sharded sampler each process evaluates the full set.
+            # Without a sharded sampler, each process evaluates the full set.
             metrics = self._create_metrics(loader, sync_on_compute=is_sharded(loader), dims=dims)
             evaluation_set = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
             collect_test_set(trainer, pl_module, evaluation_set)
@@ -334,7 +334,7 @@ class RetrievalEvaluation(pl.Callback):
         self._log_results("test", pl_module, trainer.num_test_batches)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.sets = []  # all callbacks have seen the embeddings: free them
+        self.sets = []  # free the embeddings, which no callback needs any more
         if trainer.state.fn == "validate":
             self._print(trainer, "val")
 
@@ -421,23 +421,23 @@ def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
         if isinstance(callback, RetrievalEvaluation):
             return callback
     raise ValueError(
-        f"{owner}: the Trainer must have the callback RetrievalEvaluation, which collects what {owner} shows, and it "
-        "has none; pass both."
+        f"{owner}: the Trainer must have the callback RetrievalEvaluation, whose evaluation sets {owner} uses, but "
+        "it has none; pass both callbacks."
     )
 
 
 def is_ranked_by_label(metrics: EmbeddingMetric) -> bool:
-    """Return whether each query has one list, the full gallery, in which images of the same label are relevant."""
+    """Return whether each query is ranked against the full gallery, with images of the same label as relevant."""
     return isinstance(metrics, RetrievalMetrics) and not isinstance(metrics, RandomGalleryMetrics)
 
 
 def sets_ranked_by_label(owner: str, trainer: pl.Trainer, warned: set[str]) -> Iterator[EvaluationSet]:
-    """Yield the evaluation sets that are ranked by label, and warn of each other set once.
+    """Yield the evaluation sets that are ranked by label; for each other set, warn once.
 
     Args:
         owner: name of the callback, for the messages.
-        trainer: with a `RetrievalEvaluation`.
-        warned: prefixes of the sets that a warning was given of; updated.
+        trainer: a trainer with a `RetrievalEvaluation`.
+        warned: prefixes of the sets for which a warning was issued; updated.
     """
     for evaluation_set in find_evaluation(owner, trainer).sets:
         prefix, metrics = evaluation_set.prefix, evaluation_set.metrics

@@ -1,4 +1,4 @@
-"""Evaluation sets: what is known of their loaders, what evaluation steps return for them, and their metrics."""
+"""Evaluation sets: their loaders, the outputs of evaluation steps for them, and their metrics."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from lightning_retrieval.metrics import EmbeddingMetric
 
 @runtime_checkable
 class MetricProvider(Protocol):
-    """A data set with another evaluation protocol than `RetrievalMetrics`.
+    """A data set with an evaluation protocol other than that of `RetrievalMetrics`.
 
     `RetrievalEvaluation` evaluates such a data set with the metric that `metrics` returns, and any other data set with
     `RetrievalMetrics`. A data set needs no base class for this, only the method.
@@ -93,7 +93,7 @@ def find_test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any
 
 
 def check_step_outputs(module_name: str, outputs: Any) -> None:
-    """Raise unless an evaluation step has returned embeddings and labels, and roles, if any, that are integers."""
+    """Raise unless an evaluation step has returned embeddings, labels and, optionally, integer roles."""
     if not isinstance(outputs, Mapping) or not outputs.keys() >= {"embeddings", "labels"}:
         received = type(outputs).__name__
         if isinstance(outputs, Mapping):
@@ -118,7 +118,7 @@ class EvaluationSet:
     """An evaluation set with its metric, which collects the embeddings batch by batch.
 
     Args:
-        prefix: of the names of the set's metrics, such as `val/` or `test/small/`.
+        prefix: prefix of the names of the set's metrics, such as `val/` or `test/small/`.
         loader: the data loader of the set.
         metrics: the metric that collects the embeddings.
     """
@@ -135,15 +135,16 @@ class EvaluationSet:
         return getattr(self.loader, "dataset", None)
 
     def add(self, module_name: str, outputs: Any) -> None:
-        """Add what an evaluation step has returned for one batch.
+        """Add the outputs of an evaluation step for one batch.
 
         Args:
             module_name: name of the module's class, for error messages.
-            outputs: what the step returned.
+            outputs: the return value of the step.
 
         Raises:
-            TypeError: if the outputs are not what `RetrievalEvaluation` expects. With several processes the error is
-                raised later, on all of them, when the metrics are computed; otherwise the others would wait forever.
+            TypeError: if the outputs are not those that `RetrievalEvaluation` expects. With several processes, the
+                error is raised later, on all processes, when the metrics are computed; otherwise the other processes
+                would wait forever.
         """
         indices = None
         if self._batch_indices is not None:
@@ -163,9 +164,9 @@ class EvaluationSet:
         self.metrics.update(embeddings, outputs["labels"], ids, **optional)
 
     def compute(self) -> dict[str, Tensor]:
-        """Compute the metrics, under their names with the prefix."""
+        """Compute the metrics; the prefix is added to their names."""
         with warnings.catch_warnings():
-            # A process that has read no batch of this set still takes part in the computation.
+            # A process without a batch of this set still takes part in the computation.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
             values = self.metrics.compute()
         return {f"{self.prefix}{name}": value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Images of queries and of what the model ranks first for them: one row of tiles for each query."""
+"""Draws queries and the images that the model ranks first for them, one row of pictures for each query."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ from lightning_retrieval.training.step import unpack
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
 _TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # pixels
 _SIDE = _TILE + 2 * _BORDER
-_BLOCK_GALLERY = 1 << 14  # images of the gallery that are scored at a time
+_BLOCK_GALLERY = 1 << 14  # number of gallery images that are scored at a time
 
 Order = Literal["spread", "hardest", "quantiles"]
 Colour = tuple[int, int, int]
@@ -47,10 +47,10 @@ class GalleryRow(NamedTuple):
 
 
 def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image.Image:
-    """Load one image of a data set as the model sees it.
+    """Load an image of a data set, as the input of the model, and convert it to RGB.
 
     Raises:
-        ValueError: if there is no such image, if it has another id, or if it cannot be drawn.
+        ValueError: if there is no such image, its id is not its index, or it cannot be drawn.
     """
     try:
         item = dataset[index]
@@ -78,14 +78,14 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
 
 
 def as_image(tensor: Shaped[Tensor, "channel height width"], transform: Any = None) -> Image.Image:
-    """Convert a tensor to an RGB image with its true colours, as far as they are known.
+    """Convert a tensor to an RGB image, with its true colours if they are known.
 
-    Values from 0 to 1 and uint8 are colours. If the transform of the data set ends in a normalisation, this is undone.
-    Other values are stretched to the full range, all channels alike.
+    Values from 0 to 1 and uint8 are colours. If the transform of the data set ends with a normalisation, it is undone.
+    Other values are stretched to the full range, by the same factor for all channels.
 
     Args:
-        tensor: the image as the model sees it.
-        transform: that of the data set.
+        tensor: the input of the model.
+        transform: the transform of the data set.
     """
     levels = _levels(tensor, transform)
     rgb = levels[:3]
@@ -109,8 +109,8 @@ def _levels(tensor: Tensor, transform: Any) -> Tensor:
 
 
 def _normalization(transform: Any, channels: int) -> Preparation | None:
-    """What undoes the normalisation of a transform: itself, or one with the numbers of its last step."""
-    transform = getattr(transform, "current", transform)  # of a data module, which may exchange it
+    """A `Preparation` that can undo the normalisation of a transform: the transform, or one made from its last step."""
+    transform = getattr(transform, "current", transform)  # a data module's transform, which may change
     if isinstance(transform, Preparation) and transform.channels == channels:
         return transform
     steps = getattr(transform, "transforms", None)
@@ -127,9 +127,9 @@ def draw_gallery(rows: Sequence[GalleryRow], load: Callable[[int], Image.Image],
     """Draw the rows one below the other, with the ranks above the columns.
 
     Args:
-        rows: to draw.
+        rows: the rows to draw.
         load: returns the image with an id.
-        k: number of columns after the query's.
+        k: number of columns after the column of the queries.
     """
     width = (k + 1) * (_SIDE + _GAP) + 3 * _GAP
     height = len(rows) * (_SIDE + _TITLE) + _TITLE + _GAP
@@ -166,14 +166,14 @@ def _draw_tile(canvas: Image.Image, column: int, top: int, image: Image.Image, c
     ImageDraw.Draw(canvas).rectangle((left, top, left + _SIDE - 1, top + _SIDE - 1), colour)
     resampling = Image.Resampling.LANCZOS
     if image.width <= _TILE:
-        resampling = Image.Resampling.NEAREST  # shows the pixels of small images
+        resampling = Image.Resampling.NEAREST  # small images keep sharp pixels
     canvas.paste(image.resize((_TILE, _TILE), resampling), (left + _BORDER, top + _BORDER))
 
 
 def query_ap(
     metrics: EmbeddingMetric, query_ids: Int[Tensor, " query"]
 ) -> tuple[Int[Tensor, " query"], Float[Tensor, " query"] | None]:
-    """Return the ids of the queries in ascending order, and the AP of each in the list that is drawn, if known."""
+    """Return the ids of the queries in ascending order, and the AP of each list, None if it is not known."""
     if isinstance(metrics, RetrievalMetrics) and is_ranked_by_label(metrics):
         table = metrics.per_query()
         return table["ids"], table["AP"]
@@ -197,7 +197,7 @@ def choose_queries(
 def nearest_images(
     metrics: EmbeddingMetric, lists: QueryGallery, chosen: Int[Tensor, " chosen"], k: int
 ) -> list[tuple[int, list[Hit]]]:
-    """Return the id of each chosen query and the first k images of its list, ranked as for the metrics."""
+    """Return, for each chosen query, its id and the first k images of its list, ranked as for the metrics."""
     ids = lists.gallery_ids
     if len(chosen) == 0 or len(ids) == 0:
         return [(query, []) for query in chosen.tolist()]
@@ -235,11 +235,11 @@ def ap_caption(ap: float) -> str:
 
 
 class RetrievalGallery(EvaluationFigure):
-    """Draws some queries, each followed by its nearest images, in green if they are relevant and in red if not.
+    """Draws some queries, each followed by its nearest images, framed green if relevant and red if not.
 
-    As in Fig. 3 of Smooth-AP (ECCV 2020) and Fig. 4 of RaMBO (CVPR 2020). The AP of each query is written above it. The
-    PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights &
-    Biases) gets them too.
+    The figures look like Fig. 3 of Smooth-AP (ECCV 2020) and Fig. 4 of RaMBO (CVPR 2020). The AP of each query is
+    written above it. The PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images
+    (TensorBoard, Weights & Biases) gets them too.
 
     Images have their true colours: their normalisation is undone if the transform of the data set is a
     `Preparation` or ends with a step `Normalize`, and values from 0 to 1 are colours. Other values are stretched to the
@@ -249,13 +249,12 @@ class RetrievalGallery(EvaluationFigure):
         queries: number of queries, >= 1.
         k: number of nearest images of each query, >= 1.
         every_n_epochs: number of epochs between two galleries of the validation sets, >= 1. Test sets are always drawn.
-        order: which queries are drawn: `"spread"` evenly over the evaluation set, the same each time; the `"hardest"`,
-            with the lowest AP first; or at evenly spaced `"quantiles"` of AP, from the lowest to the highest. Queries
-            without a relevant candidate have no AP; only `"spread"` draws them.
+        order: which queries to draw: `"spread"`: spread evenly over the evaluation set, the same each time;
+            `"hardest"`: those with the lowest AP, in ascending order; `"quantiles"`: at evenly spaced quantiles of AP,
+            in ascending order. Queries without a relevant candidate have no AP; only `"spread"` draws them.
 
     Raises:
-        ValueError: if a number is below 1, if `order` is none of the three, or if the Trainer has no
-            `RetrievalEvaluation`.
+        ValueError: if a number is below 1, `order` is unknown, or the Trainer has no `RetrievalEvaluation`.
         TypeError: if a number is not an integer.
 
     Example:
@@ -263,14 +262,14 @@ class RetrievalGallery(EvaluationFigure):
         >>> callbacks = [RetrievalEvaluation(), RetrievalGallery(queries=4, every_n_epochs=5, order="hardest")]
 
     Cost:
-        The images that are drawn are read again from the data set; images are not kept in memory. The processes gather
-        the gallery once more, block by block.
+        The drawn images are read again from the data set; images are not kept in memory. The processes gather the
+        gallery once more, block by block.
 
     Relations:
-        The lists are those from which the metrics are computed, after post-processing. An instance is represented by
-        its first image, and junk images are not drawn. A set whose images cannot be drawn (its ids do not index it, or
-        it holds vectors) gets a warning instead. Sets with another metric than `RetrievalMetrics` have no AP of the
-        list that is drawn; their queries are chosen by `"spread"`.
+        The lists are the same as for the metrics, including post-processing. An instance is represented by its first
+        image, and junk images are not drawn. If the images of a set cannot be drawn (its ids do not index it, or it
+        holds vectors), a warning is issued instead. For sets with another metric than `RetrievalMetrics`, the AP of the
+        drawn list is not known, and queries are chosen by `"spread"`.
     """
 
     ranked_by_label_only = False
@@ -304,6 +303,6 @@ class RetrievalGallery(EvaluationFigure):
         gallery = [GalleryRow(query, captions.get(query, ""), hits) for query, hits in hits_of_queries]
         try:
             return draw_gallery(gallery, partial(load_image, pl_module, dataset), self.k)
-        except (ValueError, TypeError, RuntimeError) as error:  # a run must not fail because of an image
+        except (ValueError, TypeError, RuntimeError) as error:  # a drawing must not stop a run
             warnings.warn(f"{error} {prefix} is not drawn.", stacklevel=2)
             return None

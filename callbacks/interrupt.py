@@ -1,9 +1,10 @@
-"""Ctrl-C leaves a checkpoint from which a training continues exactly, with one process and with several.
+"""Saves a checkpoint on Ctrl-C, from which training continues exactly, with one or several processes.
 
-Several processes must write it after the same step, but the signal may reach them in different steps, or only one of
-them. They agree by the key-value store of their process group: whoever has received the signal writes there after which
-step to stop, before it takes part in that step, and all look after each step. A step is a collective operation, so none
-can complete it before the others have begun it. So all see the number in time.
+Several processes must save it after the same step, but the signal may reach them in different steps, or reach only one
+of them. They agree through the key-value store of their process group: before a step, a process that has received the
+signal writes the number of this step to the store, as the last step; after each step, all processes read the store. A
+step is a collective operation, so no process can complete it before all have begun it. So all processes see the number
+in time.
 """
 
 import os
@@ -19,19 +20,18 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_retrieval.checks import check_string
 
 INTERRUPTED = "last-interrupted.ckpt"
-EXIT_CODE = 130  # of a program that Ctrl-C has ended
+EXIT_CODE = 130  # usual exit code after Ctrl-C
 _KEY = "lightning_retrieval/last_step"
 
 
 class CheckpointOnInterrupt(pl.Callback):
-    """Writes the checkpoint `last-interrupted.ckpt` when Ctrl-C ends a training.
+    """Saves the checkpoint `last-interrupted.ckpt` when Ctrl-C ends training.
 
-    One process completes the step that is being computed, so that the checkpoint is one between two steps. Several
-    processes complete this step or the next one, and a validation in between. A second Ctrl-C ends the training at
-    once.
+    A single process first completes the current step, so that the checkpoint lies between two steps. Several processes
+    complete the current or the next step, and a validation in between. A second Ctrl-C ends training immediately.
 
     Args:
-        option: the option of the program that continues from the checkpoint, which the message at the end names.
+        option: the command-line option that continues from the checkpoint, for the final message.
 
     Raises:
         TypeError: if `option` is not a string.
@@ -42,21 +42,21 @@ class CheckpointOnInterrupt(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[CheckpointOnInterrupt("--resume")], logger=False)
 
     Relations:
-        The command `fit` has it without being asked. `ModelCheckpoint(save_last=True)` saves as the training goes on;
-        its folder is that of this checkpoint.
+        The command `fit` always has this callback. `ModelCheckpoint(save_last=True)` saves regularly during training;
+        both save to the same folder.
     """
 
     def __init__(self, option: str = "--ckpt_path last") -> None:
         self.option = check_string("CheckpointOnInterrupt", "option", option)
         self._requested = False
         self._in_step = False
-        self._steps = 0  # completed in this run
-        self._store: Any = None  # of several processes
-        self._process: int | None = None  # while the signal is received
+        self._steps = 0  # number of steps completed in this run
+        self._store: Any = None  # key-value store, if there are several processes
+        self._process: int | None = None  # id of this process while its signal handler is installed
         self._previous: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Receive the signal of Ctrl-C."""
+        """Install the handler of the signal of Ctrl-C."""
         if threading.current_thread() is not threading.main_thread():
             return
         if trainer.world_size > 1:
@@ -65,20 +65,20 @@ class CheckpointOnInterrupt(pl.Callback):
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """A step begins: several processes will stop after it if one of them has received the signal before."""
+        """If this is one of several processes and has received the signal, tell all to stop after this step."""
         self._in_step = True
         if self._store is not None and self._requested:
             self._store.compare_set(_KEY, "", str(self._steps + 1))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """A step is complete: end the training if Ctrl-C was pressed."""
+        """End training after this step if Ctrl-C was pressed."""
         self._in_step = False
         self._steps += 1
         if self._is_last_step():
             raise KeyboardInterrupt
 
     def on_exception(self, trainer: Any, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write the checkpoint, if the training was interrupted after a step."""
+        """Save the checkpoint if training was interrupted after a step."""
         if not isinstance(exception, KeyboardInterrupt):
             self._restore()
             return
@@ -95,7 +95,7 @@ class CheckpointOnInterrupt(pl.Callback):
         rank_zero_info(f"Interrupted after step {trainer.global_step}; {self.option} continues from {path}.")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the handler of the signal that was there before, and forget this training."""
+        """Restore the previous signal handler, and reset the state of this run."""
         self._restore()
         self._requested = False
         self._steps = 0
@@ -108,10 +108,11 @@ class CheckpointOnInterrupt(pl.Callback):
         return bool(self._store.check([_KEY])) and self._steps == int(self._store.get(_KEY))
 
     def _on_signal(self, *_: Any) -> None:
-        if os.getpid() != self._process:  # a worker of a data loader, which the training needs until it ends
+        if os.getpid() != self._process:  # a data-loader worker, which training needs until the end
             return
         is_second = self._requested
-        # Python drops an exception that is raised while it deletes an object; then the next step is the last one.
+        # Python ignores an exception raised during the deletion of an object. In that case, the next step is the last
+        # one.
         self._requested = True
         waits = self._in_step or self._store is not None
         if is_second or not waits:

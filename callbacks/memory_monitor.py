@@ -1,4 +1,4 @@
-"""How far the stored embeddings of a memory are from those that the network would compute now."""
+"""Measures the difference between the stored embeddings of a memory and those that the network would compute now."""
 
 import math
 from typing import Any
@@ -22,21 +22,21 @@ _STATE = ("images", "labels", "embeddings", "values", "interval", "measured")
 
 
 class MemoryMonitor(pl.Callback):
-    """Logs how out of date the rows of a `CrossBatchMemory` are, and begins one with `start_step="auto"`.
+    """Logs how outdated the rows of a `CrossBatchMemory` are, and ends the warm-up of one with `start_step="auto"`.
 
     A few images of the first training batch, the probe, are embedded again at regular intervals, in evaluation mode and
     without a gradient. The interval is the age of the oldest rows of a full memory, in steps.
 
-    `train/memory_drift` is 1 minus the mean cosine of each image's embedding with that of one interval before. It is
-    the error of the oldest rows: near 0 they are ranked as new ones would be. `train/negative_cosine` is the mean
-    cosine of the pairs of probe images of different classes. Where a memory makes it rise, the list without a gradient
-    draws all images together. Both are logged from the first interval on, also before the memory begins.
+    `train/memory_drift` is 1 minus the mean cosine between the embedding of each probe image now and one interval ago.
+    It is the error of the oldest rows: if it is near 0, they are ranked like new rows. `train/negative_cosine` is the
+    mean cosine of the pairs of probe images of different classes. If it rises with a memory, the references without a
+    gradient pull all images together. Both are logged from the first interval on, even before the memory begins.
 
-    A memory with `start_step="auto"` begins as soon as the drift is below `start_drift`, at the earliest after one
-    interval.
+    A memory with `start_step="auto"` begins as soon as the drift is below `start_drift`, but not before the end of the
+    first interval.
 
     Args:
-        probe: number of images of the first batch, of all processes together, >= 2.
+        probe: number of images of the first global batch, >= 2.
         start_drift: drift below which a memory with `start_step="auto"` begins, > 0 and at most 2.
 
     Raises:
@@ -51,24 +51,24 @@ class MemoryMonitor(pl.Callback):
         >>> callbacks = [MemoryMonitor()]
 
     Cost:
-        One forward pass of the probe in each interval, on each process. While a memory waits for its begin, checkpoints
-        hold the images of the probe, so that a resumed run begins at the same step.
+        One forward pass of the probe per interval, on each process. Until a memory begins, checkpoints hold the images
+        of the probe, so that the memory of a resumed run begins at the same step.
 
     Relations:
-        The embeddings are those of `forward`, as the memory stores them. A run that is resumed after the memory has
-        begun takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared
-        distance of the same pairs; for embeddings on the unit sphere it is twice this one. Another callback with
-        an attribute `begins_memory = True` may call `CrossBatchMemory.begin` instead, on all processes.
+        The embeddings are those of `forward`, as stored by the memory. A run that is resumed after the memory has begun
+        takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared distance;
+        for embeddings on the unit sphere it is twice the drift here. Another callback with an attribute `begins_memory
+        = True` may call `CrossBatchMemory.begin` instead, on all processes.
     """
 
     begins_memory = True  # RetrievalModule requires such a callback for a memory with start_step="auto"
     _images: Tensor | None
     _labels: Tensor | None
-    _embeddings: Tensor | None  # of one interval before
+    _embeddings: Tensor | None  # embeddings of the probe one interval ago
     _values: dict[str, Tensor]
     _interval: int
-    _measured: int  # the last step before which the probe was embedded
-    _waits: bool  # whether a memory has yet to begin
+    _measured: int  # the step before which the probe was last embedded
+    _waits: bool  # whether a memory waits for its begin
 
     def __init__(self, probe: int = 64, start_drift: float = 0.01) -> None:
         self.probe = check_integer("MemoryMonitor", "probe", probe, least=2)
@@ -76,12 +76,12 @@ class MemoryMonitor(pl.Callback):
         self._restart()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget an earlier run, before the state of a checkpoint is loaded."""
+        """Reset the state of an earlier run, before the state of a checkpoint is loaded."""
         if stage == "fit":
             self._restart()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise if there is no memory; move what a checkpoint held to the device."""
+        """Raise if there is no memory; move the state of a checkpoint to the device."""
         if not isinstance(getattr(pl_module, "memory", None), CrossBatchMemory):
             raise ValueError(
                 "MemoryMonitor: the module must have a memory, got none; give RetrievalModule(memory=...), or remove "
@@ -94,13 +94,13 @@ class MemoryMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Embed the probe if an interval is over: before the step, so that its state is that of a complete step."""
+        """Embed the probe if an interval is over. This is done before a step, when the state of a step is complete."""
         memory: Any = pl_module.memory
         if self._images is None:
             images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
             self._take_probe(images, labels, memory)
         self._waits = memory.start_step == "auto" and not memory.started
-        # A run that is resumed from a checkpoint within a step starts this step again.
+        # A run that is resumed from a checkpoint written during a step repeats this step.
         if memory.steps % self._interval == 0 and memory.steps != self._measured:
             self._measured = memory.steps
             self._measure(trainer, pl_module, memory.steps)
@@ -110,7 +110,7 @@ class MemoryMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what was measured last."""
+        """Log the latest measurement."""
         if self._values:
             log_without_sync(pl_module, self._values)
 
@@ -131,7 +131,7 @@ class MemoryMonitor(pl.Callback):
         self._restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """The probe, its embeddings and the last values while a memory waits for its begin, else nothing."""
+        """The probe, its embeddings and the latest values until the memory begins; afterwards empty."""
         if not self._waits:
             return {}
         return {name: getattr(self, f"_{name}") for name in _STATE}
@@ -149,7 +149,7 @@ class MemoryMonitor(pl.Callback):
         self._waits = False
 
     def _take_probe(self, images: Tensor, labels: Tensor, memory: CrossBatchMemory) -> None:
-        """Keep the first images of the batch of all processes, in rank order, on each of them."""
+        """Store the first images of the global batch, in rank order, on each process."""
         shapes = gather_objects(tuple(images.shape[1:]))
         if len(set(shapes)) > 1:
             raise ValueError(
@@ -193,12 +193,14 @@ class MemoryMonitor(pl.Callback):
 def sums_of_cosines(
     before: Float[Tensor, "image dim"], now: Float[Tensor, "image dim"], labels: Int[Tensor, " image"]
 ) -> Float[Tensor, "4"]:
-    """Sum of the cosines of each image with itself, number of images, and both for pairs of different classes.
+    """Two sums of cosines, each with its number of terms: of images with themselves, and of negative pairs.
+
+    Images are compared with themselves between `before` and `now`; negative pairs are those of different classes.
 
     Args:
-        before: unit rows of one interval before.
+        before: unit rows of one interval ago.
         now: unit rows of the same images now.
-        labels: of the images.
+        labels: labels of the images.
     """
     same = (before * now).sum()
     is_negative = labels[:, None] != labels

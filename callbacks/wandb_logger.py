@@ -17,7 +17,7 @@ from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
 
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # of the metrics of evaluation sets
+_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # metrics of evaluation sets
 
 
 def has_wandb_key() -> bool:
@@ -39,7 +39,7 @@ def _netrc_files() -> list[Path]:
 
 
 def _has_password(path: Path, hosts: Sequence[str]) -> bool:
-    """Return whether a netrc file has a password for one of the hosts; a file that cannot be read has none."""
+    """Return whether a netrc file has a password for one of the hosts; False if it cannot be read."""
     try:
         entries = netrc.netrc(path)
         for host in hosts:
@@ -55,23 +55,24 @@ class RetrievalWandbLogger(WandbLogger):
     """Lightning's `WandbLogger`, which works offline without a key and keeps best values and the best checkpoint.
 
     Args:
-        name: of the run; if None, Weights & Biases generates one.
+        name: name of the run; if None, Weights & Biases generates one.
         save_dir: the folder in which `wandb/` with the files of the run is created.
         project: the project of the run.
-        id: of the run. A run that is started again with the same id and with `ckpt_path="last"` continues the same run
-            and uses the same folder of checkpoints.
-        offline: keep the run on this machine, from which `wandb sync` uploads it. If None, the run is offline if
-            `WANDB_MODE` is not set and there is no key: neither in the environment variable `WANDB_API_KEY`, nor in
-            `~/.netrc`, where `wandb login` writes it, for the server (`WANDB_BASE_URL` if that is set).
-        artifact: upload the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of type "model". Its
-            alias is the monitored metric with its value, such as "val-mAP-0.7660". The first `ModelCheckpoint` that
-            monitors a metric also gets the alias "best"; one that monitors none gets "last".
-        prefix: of the names of all metrics.
+        id: id of the run. Training with the same id and with `ckpt_path="last"` continues the run, and uses the same
+            folder of checkpoints.
+        offline: keep the run on this machine; `wandb sync` uploads it later. If None, the run is offline if
+            `WANDB_MODE` is not set and there is no key for the server (`WANDB_BASE_URL`, if set): neither in the
+            environment variable `WANDB_API_KEY` nor in `~/.netrc`, where `wandb login` writes it.
+        artifact: upload the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of type "model". The
+            alias of the artifact is the monitored metric with its value, such as "val-mAP-0.7660". The artifact of the
+            first `ModelCheckpoint` that monitors a metric also gets the alias "best"; without a monitored metric, the
+            alias is "last".
+        prefix: prefix of the names of all metrics.
         kwargs: further arguments of `WandbLogger` and of `wandb.init`, such as `tags`, `group` or `notes`.
 
     Raises:
-        TypeError: if `offline` is not True, False or None, `artifact` is not True or False, or a name or path
-            is of another type.
+        TypeError: if `offline` is not True, False or None, `artifact` is not True or False, or a name or path has the
+            wrong type.
 
     Example:
         >>> from lightning_retrieval.callbacks import RetrievalWandbLogger
@@ -81,10 +82,10 @@ class RetrievalWandbLogger(WandbLogger):
 
     Relations:
         The summary of the run contains the highest and the last value of each metric of the evaluation sets, as
-        `summary["val/mAP"]["max"]`, and the lowest training loss. `RetrievalEvaluation` logs the highest value over all
-        parts of a resumed run as `summary["best/val/mAP"]`. `RetrievalModule` logs the config with data set, sampler
-        and batch, and `RetrievalGallery` and the other figures log images. Lightning's other loggers get all of this
-        too.
+        `summary["val/mAP"]["max"]`, and the lowest training loss. `RetrievalEvaluation` logs the highest value of a
+        run, including the time before it was resumed, as `summary["best/val/mAP"]`. `RetrievalModule` logs the config
+        with data set, sampler and batch, and `RetrievalGallery` and the other figures log images. These three also work
+        with Lightning's other loggers.
     """
 
     def __init__(
@@ -115,27 +116,27 @@ class RetrievalWandbLogger(WandbLogger):
         self.artifact = artifact
         self.prefix = prefix
         self._checkpoints: dict[int, ModelCheckpoint] = {}
-        self._uploaded: set[tuple[str, float]] = set()  # path and time of change of the checkpoints
+        self._uploaded: set[tuple[str, float]] = set()  # path and modification time of each checkpoint
         self._defined: set[str] = set()  # metrics whose summary is defined
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics, and define the first time which values of each metric are kept in the summary."""
+        """Log metrics; the first time, define which values of each metric the summary keeps."""
         for name in metrics.keys() - self._defined:
             self._define_summary(name)
             self._defined.add(name)
         super().log_metrics(metrics, step)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Remember the callback, whose best checkpoint is uploaded at the end."""
+        """Remember the callback, so that its best checkpoint is uploaded at the end."""
         super().after_save_checkpoint(checkpoint_callback)
         self._checkpoints[id(checkpoint_callback)] = checkpoint_callback
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Upload the best checkpoints, also those of an interrupted run."""
+        """Upload the best checkpoints, even after an interrupted run."""
         super().finalize(status)
-        # The base class has no public attribute that tells whether the run was begun; `experiment` would begin it.
+        # The base class has no public attribute for whether the run has begun; `experiment` would begin it.
         if not self.artifact or self._experiment is None:
             return
         for checkpoint in self._checkpoints.values():
@@ -148,7 +149,7 @@ class RetrievalWandbLogger(WandbLogger):
             self._uploaded.add(version)
             try:
                 self._upload(checkpoint, path)
-            except Exception as error:  # a finished run must not fail because of its artifact
+            except Exception as error:  # a failed upload must not make a finished run fail
                 rank_zero_warn(f"RetrievalWandbLogger: {path} could not be uploaded as an artifact: {error}")
 
     def _define_summary(self, name: str) -> None:
@@ -175,7 +176,7 @@ class RetrievalWandbLogger(WandbLogger):
         elif math.isfinite(score):
             aliases.append(re.sub(r"[^\w.@-]+", "-", f"{checkpoint.monitor}-{float(score):.4f}"))
             metadata[checkpoint.monitor] = float(score)
-            # Lightning's own alias "best" also goes to the first one.
+            # Lightning gives its alias "best" to the first one, too.
             monitoring = [other for other in self._checkpoints.values() if other.monitor is not None]
             if checkpoint is monitoring[0]:
                 aliases.append("best")

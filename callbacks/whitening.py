@@ -1,4 +1,4 @@
-"""Learns the whitening of the module from training images."""
+"""The callback that learns the whitening of a module from training images."""
 
 import copy
 from typing import Any
@@ -23,21 +23,21 @@ from lightning_retrieval.training.module import RetrievalModule
 class LearnWhitening(pl.Callback):
     """Fits `RetrievalModule(whitening=...)` on training images at the start of each validation of a fit.
 
-    The metrics are therefore those of whitened embeddings, and a checkpoint that is written after a validation contains
-    the whitening of its weights. One that is written between validations contains that of the last validation.
+    The metrics are therefore those of whitened embeddings, and a checkpoint written after a validation contains the
+    whitening for its weights. A checkpoint written between validations contains the whitening of the last validation.
     `validate`, `test` and `predict` learn the whitening only if the checkpoint has none. The sanity check and the
     evaluation before a fit are not whitened.
 
     The images are spread evenly over the training set. They are read as in evaluation: with the data module's
-    `eval_transform` instead of the data set's `transform`, and without `augment`, if these attributes exist. The
-    processes distribute the work, and all of them end with the same whitening.
+    `eval_transform` instead of the data set's `transform`, and without `augment`, if these attributes exist. The work
+    is distributed over the processes, and all of them get the same whitening.
 
     Args:
         images: number of images, more than the whitening's `dim`; all images if there are fewer.
 
     Raises:
-        ValueError: if the module has no whitening, if there are fewer images than needed, or if the training images are
-            not known: in `validate`, `test` and `predict`, of a data module that has no `train_set`.
+        ValueError: if the module has no whitening, if there are too few images, or if the training images are not
+            known: `validate`, `test` and `predict` need a data module with a `train_set`.
         TypeError: if `images` is not an integer.
 
     Example:
@@ -48,14 +48,14 @@ class LearnWhitening(pl.Callback):
         >>> callbacks = [LearnWhitening(images=5000), RetrievalEvaluation()]
 
     Cost:
-        Each time, the images are embedded once. Each process keeps the embeddings of its own images, and sends sums of
-        their products; for another whitening class, every process gathers all embeddings
+        Each time, the images are embedded once. Each process keeps the embeddings of its images, and sends only sums of
+        their products. For a whitening class of your own, each process gathers all embeddings
         (`Whitening.fit_over_processes`).
 
     Relations:
-        `PCAWhitening.fit` and `SupervisedWhitening.fit` learn a whitening from given embeddings, also from those of
-        another data set. A `SupervisedWhitening` pairs the images by their labels, so `images` must be large enough for
-        several of a class: the chosen images are spread over the data set.
+        `PCAWhitening.fit` and `SupervisedWhitening.fit` learn a whitening from any embeddings, such as those of another
+        data set. A `SupervisedWhitening` pairs images of the same label. Since the chosen images are spread over the
+        data set, `images` must be large enough to include several images of a class.
     """
 
     def __init__(self, images: int = 20_000) -> None:
@@ -99,7 +99,7 @@ class LearnWhitening(pl.Callback):
                 "images."
             )
         if world_size() > 1:
-            for buffer in pl_module.buffers():  # of batch norm; DDP also does this before it evaluates
+            for buffer in pl_module.buffers():  # of batch norm, as DDP does before it evaluates
                 dist.broadcast(buffer, 0)
         chosen = torch.arange(count) * len(dataset) // count
         shard = chosen.tensor_split(world_size())[rank()]
@@ -146,7 +146,7 @@ def _create_loader(dataset: Any, indices: list[int], evaluation_loader: Any) -> 
         sampler=indices,
         num_workers=getattr(evaluation_loader, "num_workers", 0),
         collate_fn=getattr(evaluation_loader, "collate_fn", None),
-        generator=torch.Generator(),  # leaves the global random state alone
+        generator=torch.Generator(),  # does not change the global random state
     )
 
 
@@ -160,7 +160,7 @@ def _embed(
             images, labels_of_batch, _ = pl_module.unpack_batch(batch)
             rows = pl_module.embed(images, whiten=False)
             if isinstance(batch, dict) and "roles" in batch:
-                is_image = batch["roles"] > 0  # placeholders of images that cannot be read have role 0
+                is_image = batch["roles"] > 0  # placeholders for unreadable images have role 0
                 rows, labels_of_batch = rows[is_image], labels_of_batch[is_image]
             embeddings.append(rows.to(torch.promote_types(rows.dtype, torch.float32)))
             labels.append(labels_of_batch)

@@ -42,6 +42,6 @@ from lightning_retrieval.datamodules.samplers.category import CategorySampler as
 from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
 from lightning_retrieval.preparation.training_transforms import training_transform as training_transform
 
-if not TYPE_CHECKING:  # type checkers export what is imported `as` itself; a computed list would hide it from them
+if not TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
     PACKAGES = (f"{__name__}.", "lightning_retrieval.preparation.")
     __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(PACKAGES))

@@ -1,10 +1,10 @@
 """The base class of all data modules: a loader of global batches for training, plain loaders for evaluation.
 
-The constructor of a data module takes the arguments of its base class as `**settings`, so that each argument is written
-once. For type checkers and editors, a `TypedDict` lists their names and types. At run time the signature of a class
-lists them with the defaults of the base class, which is what `help`, notebooks and `inspect.signature` show. A
-constructor that passes no further arguments on takes the others as `**unknown`, for `check_no_unknown_arguments`:
-Python's error would name the base class.
+The constructor of a data module takes the arguments of its base class as `**settings`, so that each argument is defined
+once. For type checkers and editors, a `TypedDict` lists their names and types. At run time, the signature of a class
+lists them with the defaults of the base class; `help`, notebooks and `inspect.signature` show this signature. The
+constructor of the last base class takes `**unknown` and calls `check_no_unknown_arguments`, because Python's own error
+would name the base class instead of the user's class.
 """
 
 import difflib
@@ -41,20 +41,20 @@ else:
     class Unpack:
         """At run time `**settings: Unpack[ImageSettings]` means `**settings: Any`.
 
-        jsonargparse, which makes the options of the command line, would take the names of the `TypedDict` without the
-        defaults and descriptions that it finds in the base class.
+        jsonargparse generates the command line's options. From the `TypedDict` it would take only the names; from the
+        base class it also takes defaults and descriptions.
         """
 
         def __class_getitem__(cls, settings: Any) -> Any:
             return Any
 
 
-UNKNOWN = "unknown"  # name of the arguments that a constructor does not pass on
-ALIKE = 0.6  # least similarity of a name that a message suggests
+UNKNOWN = "unknown"  # name of the `**` argument of a constructor that passes nothing on
+ALIKE = 0.6  # minimum similarity of a name that a message suggests
 
 
 class ShownArguments:
-    """Base class of classes whose `inspect.signature` lists what their `**settings` pass on to their base classes."""
+    """Base class of classes whose `inspect.signature` lists the base classes' arguments instead of `**settings`."""
 
     __signature__: ClassVar[Signature]
 
@@ -64,7 +64,7 @@ class ShownArguments:
 
 
 def all_arguments(cls: type) -> dict[str, Parameter]:
-    """The arguments of a constructor by name, with the keyword-only ones that its `**settings` pass on."""
+    """The arguments of a constructor by name, including the keyword-only arguments that `**settings` stands for."""
     found: dict[str, Parameter] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base):
@@ -81,11 +81,11 @@ def all_arguments(cls: type) -> dict[str, Parameter]:
 
 
 def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
-    """Raise if no constructor of a class has an argument; the message suggests the most similar argument.
+    """Raise if there is an argument that no constructor of a class has; the message suggests the most similar one.
 
     Args:
         cls: the class that the user calls.
-        unknown: the arguments that are left for the last of its base classes.
+        unknown: the arguments that no constructor has taken.
 
     Raises:
         TypeError: if there are any.
@@ -101,7 +101,7 @@ def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
 
 
 def _similarity(name: str, other: str) -> float:
-    """How similar two names are: the number of their common words, and the ratio of their common letters."""
+    """The similarity of two names: the number of common words, and the ratio of common letters."""
     words = set(name.split("_")) & set(other.split("_"))
     return len(words) + difflib.SequenceMatcher(None, name, other).ratio()
 
@@ -134,12 +134,12 @@ class LabelledImages(Protocol):
 
 
 def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise unless the training images are those that a checkpoint was written with.
+    """Raise unless the training images are the same as when a checkpoint was written.
 
     Args:
         owner: prefix of the error message.
-        before: what identifies the images of the checkpoint; `count` is their number.
-        now: the same of the images that the run would continue with.
+        before: values that identify the images of the checkpoint; `count` is their number.
+        now: the same values for the present images.
     """
     if now == before:
         return
@@ -153,7 +153,7 @@ def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 class LoaderSettings(TypedDict, total=False):
-    """Arguments of `RetrievalDataModule` whose defaults all data modules share."""
+    """Arguments of `RetrievalDataModule` that have the same defaults in all data modules."""
 
     classes_per_batch: int
     samples_per_class: int
@@ -171,7 +171,7 @@ class RetrievalSettings(LoaderSettings, total=False):
 
 
 class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
-    """Base class of the data modules: training batches of P classes with K images each, and evaluation in order.
+    """Base class of the data modules: training batches of P classes with K images each, evaluation sets in order.
 
     A subclass defines the three sets `train_set`, `val_set` and `test_set`; the latter two may be dicts of several sets
     by name.
@@ -187,9 +187,9 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
             categories per batch, from the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, with
             P K images per batch); or a `GlobalBatchSampler` made with the labels of the training set, which ignores P
             and K.
-        pin_memory: whether batches are copied to page-locked memory, from which the transfer to a GPU is faster; if
-            None, only if there is a GPU.
-        persistent_workers: whether the workers are kept between epochs; if None, they are.
+        pin_memory: whether batches are copied to page-locked memory, which makes the transfer to a GPU faster; if None,
+            only if there is a GPU.
+        persistent_workers: whether workers stay alive between epochs; None means True.
 
     Raises:
         ValueError: if a number is out of its range, `sampler` is unknown, or `persistent_workers` is True without
@@ -202,7 +202,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         continues with the next batch; it raises an error if the list of training images has changed meanwhile.
     """
 
-    published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # of each set, for `check`
+    published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # for `check`
 
     def __init__(
         self,
@@ -248,10 +248,10 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         """The set for which results are reported, or several such sets by name."""
 
     def train_sampler(self) -> GlobalBatchSampler:
-        """Return the sampler of the training batches, which the argument `sampler` chooses.
+        """Return the sampler of the training batches, according to the argument `sampler`.
 
-        It is called when training begins. Override it only in a subclass whose sampler has to be built from the
-        training set itself, for example from a grouping of its labels.
+        Called when training begins. Override it only in a subclass whose sampler must be built from the training set,
+        for example from a grouping of its labels.
         """
         labels, P, K = self.train_set.labels, self.classes_per_batch, self.samples_per_class
         if isinstance(self.sampler, GlobalBatchSampler):
@@ -269,31 +269,31 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         return PKSampler(labels, classes_per_batch=P, samples_per_class=K, seed=self.seed)
 
     def train_dataloader(self) -> RetrievalDataLoader:
-        """A loader of the batches of `train_sampler`, which begins where a resumed run continues."""
+        """A loader of the batches of `train_sampler`, which begins at the batch where a resumed run continues."""
         self._images_of_run = self._training_images()
         dataset = self._set_of_loader(self.train_set)
         return training_loader(self.trainer, dataset, self.train_sampler(), **self._loader_settings(dataset))
 
     def state_dict(self) -> dict[str, Any]:
-        """What identifies the training images of the run, for its checkpoints."""
+        """Values that identify the training images, for the checkpoints of the run."""
         if self._images_of_run is None:
             return {}
         return {"training_images": self._images_of_run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise on all processes if a run would continue with other training images than it began with.
+        """Raise, on all processes, if the training images have changed since the checkpoint.
 
         Raises:
-            ValueError: if the list of a process has changed.
+            ValueError: if the list of images of any process has changed.
         """
         before = state_dict.get("training_images")
         if before is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             together(lambda: check_unchanged(type(self).__name__, before, self._training_images()))
 
     def _training_images(self) -> dict[str, Any]:
-        """What identifies the training images, as plain values: their number, and a digest of their labels.
+        """Plain values that identify the training images: their number, and a digest of their labels.
 
-        Override it in a subclass that knows more of them.
+        Override it in a subclass that can identify the images better.
         """
         labels = as_array(type(self).__name__, "labels", self.train_set.labels)
         return {"count": len(labels), "digest": digest_of_arrays({"labels": labels})}
@@ -333,11 +333,11 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings(dataset))
 
     def _set_of_loader(self, dataset: Any) -> Any:
-        """What a loader reads for a set. Override it for loaders that read the same images in another form."""
+        """The dataset that a loader reads. Override it if loaders need the images of `dataset` in another form."""
         return dataset
 
     def _loader_settings(self, dataset: Any) -> dict[str, Any]:
-        """Arguments that the loaders for training and for evaluation have in common."""
+        """The common arguments of the loaders for training and for evaluation."""
         return loader_settings(
             self.num_workers,
             pin_memory=self.pin_memory,

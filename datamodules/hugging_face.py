@@ -1,4 +1,4 @@
-"""The user's images in a data set of Hugging Face's `datasets`: from the hub, of `save_to_disk`, or of Parquet."""
+"""The user's images in a data set of Hugging Face's `datasets`: from the hub, `save_to_disk`, or Parquet files."""
 
 import io
 import itertools
@@ -18,7 +18,7 @@ from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "HuggingFaceImages"
 _DEFAULT_TEST_FRACTION = 0.5
-_VALIDATION_NAMES = ("validation", "valid", "dev")  # that the data sets of the hub use for "val"
+_VALIDATION_NAMES = ("validation", "valid", "dev")  # names on the hub for the split "val"
 
 
 def load_splits(path: str, config: str | None, revision: str | None) -> dict[str, Any]:
@@ -30,9 +30,9 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
         revision: commit, tag or branch on the hub; None for the newest.
 
     Raises:
-        FileNotFoundError: if a path does not exist, or the hub does not have or cannot be asked for the name.
+        FileNotFoundError: if a path does not exist, the hub does not have the name, or the hub cannot be reached.
         ModuleNotFoundError: if `datasets` is not installed.
-        ValueError: if it cannot be read.
+        ValueError: if the data set cannot be read.
     """
     datasets = _import_datasets()
     local = Path(path).expanduser()
@@ -48,7 +48,7 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
             found = datasets.load_dataset(str(local))
         else:
             found = datasets.load_dataset(path, config, revision=revision)
-    except OSError as error:  # errors of the hub, too, among them the one for a missing network
+    except OSError as error:  # includes errors of the hub, such as a missing network
         raise FileNotFoundError(
             f"{OWNER}: `path` must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the "
             f"hub has, got {path} ({first_line(error)}); without a network, download it elsewhere, save it with "
@@ -70,14 +70,14 @@ def _import_datasets() -> Any:
 
 
 def with_encoded_images(dataset: Any, image_column: str | None) -> tuple[Any, str]:
-    """The data set with encoded images instead of decoded ones, and the name of their column.
+    """The data set with images that are not decoded, and the name of their column.
 
     Args:
         dataset: one split.
         image_column: name of the column; None if there is only one column of images.
 
     Raises:
-        ValueError: if there is no such column, or it has no images.
+        ValueError: if there is no such column, or it does not hold images.
     """
     datasets = _import_datasets()
     features = dataset.features
@@ -99,7 +99,7 @@ def with_encoded_images(dataset: Any, image_column: str | None) -> tuple[Any, st
 
 
 def _can_be_images(feature: Any) -> bool:
-    """Whether a column has images, their bytes, their paths, or both, as `datasets` stores images."""
+    """Whether the type of a column allows images: type Image, bytes, paths, or a dict of bytes and path."""
     if isinstance(feature, Mapping):
         return feature.keys() == {"bytes", "path"}
     dtype = getattr(feature, "dtype", "")
@@ -117,7 +117,7 @@ def _listed(features: Mapping[str, Any]) -> str:
 
 
 def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
-    """The values of a column of integers or text, as names of classes if the data set has names for its integers.
+    """The values of a column of integers or text; integers that have class names in the data set become these names.
 
     Args:
         dataset: one split.
@@ -129,7 +129,8 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
         ValueError: if a value is missing, or is neither an integer nor text.
     """
     check_column(setting, name, dataset.features)
-    # Without the other columns: reading a row would decode its image. `dataset.data` would ignore a selection of rows.
+    # Select the column first: reading a full row would decode its image. `dataset.data` would ignore a selection of
+    # rows.
     values = dataset.select_columns([name])[name][:]
     class_names = getattr(dataset.features[name], "names", None)
     for row, value in enumerate(values):
@@ -151,7 +152,7 @@ class HuggingFaceSet(ImageSet):
         index: labels and other annotations; the path of an image is its split and its row, `<split>/<row>`.
         root: the data set's folder, or its name.
         transform: as for `ImageSet`.
-        tables: the splits, with images that are not decoded.
+        tables: the splits, with encoded images.
         image_column: name of the column of images.
         settings: further settings of `ImageSet`.
     """
@@ -191,7 +192,7 @@ class HuggingFaceSet(ImageSet):
 class HuggingFaceImages(ImageDataModule):
     """Images and labels in a data set of Hugging Face's `datasets`, which stays on the disk and is memory-mapped.
 
-    Images are decoded as all others are: transparency, EXIF orientation and 16 bits are handled alike. Training and
+    Images are decoded like those of `ImageFolder`, including transparency, EXIF orientation and 16 bits. Training and
     evaluation must have different classes: a data set for classification, with the same classes in each split, needs
     `test_fraction`.
 
@@ -203,19 +204,19 @@ class HuggingFaceImages(ImageDataModule):
         image_column: the column of images; None if there is only one column of that type.
         label_column: the column of classes, integers or text.
         category_column: the column of coarser classes, for `sampler="category"`; None for none.
-        split_names: names of the data set's splits by their use, such as `{"train": "train", "test": "validation"}`. If
-            None, all splits under their names; `"validation"` is the split `"val"`.
-        test_fraction: fraction of the classes, between 0 and 1, that form the test set, whatever split they are in. If
-            None, the data set's splits are used, or half of the classes if there is one split, which `split_names` does
-            not name for evaluation.
+        split_names: maps a use to the name of a split, such as `{"train": "train", "test": "validation"}`. If None, all
+            splits are used under their names; `"validation"` becomes `"val"`.
+        test_fraction: fraction of the classes, between 0 and 1, that form the test set; the data set's splits are then
+            ignored. If None, the data set's splits are used; if there is only one, and `split_names` does not assign it
+            to evaluation, half of its classes form the test set.
         split_seed: determines which classes form the test set.
-        settings: arguments of `ImageDataModule` but `root`, and of `RetrievalDataModule`.
+        settings: arguments of `ImageDataModule`, except `root`, and of `RetrievalDataModule`.
 
     Raises:
-        FileNotFoundError: if `path` does not exist, and is not on the hub or the hub cannot be reached.
+        FileNotFoundError: if `path` neither exists nor can be loaded from the hub.
         ModuleNotFoundError: if `datasets` is not installed.
         ValueError: if a column or a split does not exist, a row has no label, or a class is in training and evaluation.
-        TypeError: if an argument is of another type than its annotation.
+        TypeError: if an argument does not have the type of its annotation.
 
     Example:
         >>> from PIL import Image
@@ -229,7 +230,7 @@ class HuggingFaceImages(ImageDataModule):
         (4, 2)
 
     Relations:
-        `ImageFolder` and `ImageTable` read image files, which need not be converted to a data set first.
+        `ImageFolder` and `ImageTable` read image files without converting them to a data set first.
     """
 
     reads_in_check = True
@@ -267,7 +268,7 @@ class HuggingFaceImages(ImageDataModule):
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """The splits of the data set by name, with images that are not decoded."""
+        """The splits of the data set by name, with encoded images."""
         return self._tables_and_column[0]
 
     @cached_property
@@ -352,7 +353,7 @@ def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str
 
 
 def _splits_by_use(names: Iterable[str]) -> dict[str, str]:
-    """The data set's splits under the names of their uses; raise if two splits have the same use."""
+    """Maps each use to the name of a split; raises if two splits have the same use."""
     splits: dict[str, str] = {}
     for name in names:
         use = name

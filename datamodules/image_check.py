@@ -1,7 +1,7 @@
 """Checks of a data set before training, and their report.
 
-They count images and classes, look for missing files, and read every image: which cannot be read, which occur twice,
-and their sizes.
+They count images and classes, look for missing files, and read every image to find unreadable images, duplicates and
+the range of sizes.
 """
 
 import hashlib
@@ -24,25 +24,25 @@ from lightning_retrieval.preparation.decoding import truncated_images
 Count = tuple[int, int]  # images and classes
 
 MAX_SHOWN = 10  # missing or unreadable files in the printed report
-MAX_PAIRS = 5  # in the report
-IMAGES_PER_TASK = 16  # that a thread reads before it takes the next ones
+MAX_PAIRS = 5  # listed in the report
+IMAGES_PER_TASK = 16  # batch of images that a thread reads
 HEADER = ("split", "images", "classes", "published: images", "classes")
 
 
 @dataclass
 class DataReport:
-    """What `check()` of a data module found: counts of each split with the published ones, and what is wrong.
+    """The result of `check()` of a data module: found and published counts of each split, and problems.
 
     Args:
-        splits: by name, the (images, classes) that were found, and the published (images, classes): an empty sequence
-            if none were published, several if papers differ; the found counts may equal any of them.
+        splits: for each split, the found (images, classes) and a sequence of the published ones: empty if none were
+            published, several if papers differ. The found counts may equal any of them.
         missing_files: paths of images that are listed but do not exist.
         problems: sentences about any other problem.
         unreadable_files: paths of images that cannot be decoded, each with the reason.
-        notes: sentences about what is worth knowing and no problem.
+        notes: sentences about findings that are not problems.
 
     Raises:
-        TypeError: if `splits` is no dict, or one of the others is no sequence of strings.
+        TypeError: if `splits` is not a dict, or another argument is not a sequence of strings.
 
     Example:
         >>> from lightning_retrieval.datamodules import DataReport
@@ -71,7 +71,7 @@ class DataReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no file is missing or unreadable, there is no problem, and all counts are published ones."""
+        """Whether no file is missing or unreadable, there is no problem, and all counts equal published counts."""
         for found, published in self.splits.values():
             if published and found not in published:
                 return False
@@ -87,7 +87,7 @@ class DataReport:
 
 
 def _file_lines(what: str, files: Sequence[str]) -> list[str]:
-    """A line for each of the first files, and one that counts the others."""
+    """A line for each of the first files, and a line with the number of further files."""
     lines = [f"{what}: {file}" for file in files[:MAX_SHOWN]]
     hidden = len(files) - MAX_SHOWN
     if hidden > 0:
@@ -110,7 +110,7 @@ def _table_lines(splits: dict[str, tuple[Count, Sequence[Count]]]) -> list[str]:
 
 
 def _alternatives(published: Sequence[Count], position: int) -> str:
-    """The different published numbers at a position of the counts, such as `1,000 or 1,200`."""
+    """The different published numbers of images (position 0) or classes (1), such as `1,000 or 1,200`."""
     shown: list[str] = []
     for count in published:
         number = f"{count[position]:,}"
@@ -126,12 +126,12 @@ def count_images_and_classes(index: ImageIndex) -> tuple[int, int]:
 
 
 def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path) -> None:
-    """Add the files that are missing in a split, and the number of those that are listed twice, to a report.
+    """Add the missing files of a split, and the number of paths that are listed twice, to a report.
 
     Args:
-        report: to which they are added.
-        name: of the split.
-        index: its images.
+        report: receives the findings.
+        name: name of the split.
+        index: images of the split.
         root: the folder that the paths are relative to.
     """
     for path in Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False):
@@ -144,13 +144,13 @@ def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path)
 
 @dataclass
 class ImageFinding:
-    """What was found about one image.
+    """The result of reading one image.
 
     Args:
-        size: width and height of the upright image, in its box.
-        digest: a hash of its size and its pixels; images with the same digest look the same.
-        is_missing: whether there is no file.
-        error: why it cannot be decoded, or None.
+        size: width and height of the upright image, cropped to its box.
+        digest: a hash of size and pixels; images with the same digest look the same.
+        is_missing: whether the file does not exist.
+        error: why the image cannot be decoded, or None.
     """
 
     size: tuple[int, int] = (0, 0)
@@ -161,7 +161,7 @@ class ImageFinding:
 
 @dataclass
 class _Image:
-    """An image that can be read, with its split and its position there."""
+    """A readable image: its split and its position in the split."""
 
     split: str
     position: int
@@ -188,11 +188,11 @@ def inspect_image(images: ImageSet, position: int) -> ImageFinding:
 
 
 def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
-    """Read all images, and add what is found to a report.
+    """Read all images, and add the findings to a report.
 
-    Problems are files that are missing or cannot be decoded, images that are in training and in evaluation, and images
-    with two labels in one split. Notes are the sizes of the images, classes with one image, and images that occur twice
-    in a class. Images are the same if their pixels are, whatever the format of the files.
+    Problems are: missing files, files that cannot be decoded, images in both training and evaluation, and images with
+    two labels in one split. Notes are: the sizes of the images, classes with one image, and images that occur twice in
+    a class. Two images are the same if their pixels are equal, whatever the format of their files.
 
     Args:
         report: receives the findings.
@@ -221,12 +221,12 @@ def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
 
 
 def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
-    """What was found about each image, in order. Decoders and hashes run beside each other in threads."""
+    """The result of reading each image, in order. Threads decode and hash in parallel."""
     starts = range(0, len(images), IMAGES_PER_TASK)
     pool = ThreadPoolExecutor(_cores())
-    # Pillow's setting for truncated files is one of the process: it must not change while another thread reads.
+    # Pillow's setting for truncated files is global: it must not change while another thread reads.
     with truncated_images(images.load_truncated), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow, about the metadata of single files
+        warnings.simplefilter("ignore")  # Pillow warns about the metadata of single files
         progress = Tqdm(total=len(images), desc=f"Reading the images of {name}", delay=2, leave=False)
         try:
             for findings in pool.map(lambda start: _read_some(images, start), starts):
@@ -250,14 +250,14 @@ def _cores() -> int:
 
 
 def _without_file(message: str, file: Path | BinaryIO | None) -> str:
-    """The message without the name of the file, which stands before it in the report."""
+    """The message without the file name, which precedes the message in the report."""
     if isinstance(file, Path):
         return message.replace(f" {str(file)!r}", "")
     return message.split(" <_io.")[0]
 
 
 def _add_repeated(report: DataReport, index: ImageIndex, repeated: Sequence[tuple[_Image, _Image]]) -> None:
-    """Add the images that a split has twice: they are a problem if their labels differ, else worth a note."""
+    """Add the images that occur twice in a split: as problems if their labels differ, else as notes."""
     of_two_labels, of_one_label = [], []
     for pair in repeated:
         one, other = pair
@@ -270,7 +270,7 @@ def _add_repeated(report: DataReport, index: ImageIndex, repeated: Sequence[tupl
 
 
 def _add_images_of_both(report: DataReport, seen: Mapping[str, Mapping[bytes, _Image]]) -> None:
-    """Add the images that are in training and in evaluation."""
+    """Add the images that are in both training and evaluation."""
     train = seen.get("train", {})
     pairs = []
     for name, images in seen.items():
@@ -283,7 +283,7 @@ def _add_images_of_both(report: DataReport, seen: Mapping[str, Mapping[bytes, _I
 
 
 def _sentences(pairs: Sequence[tuple[_Image, _Image]], what: str) -> list[str]:
-    """A sentence about each of the first pairs, and one that counts the others."""
+    """A sentence about each of the first pairs, and one with the number of further pairs."""
     sentences = [f"{one.path} and {other.path} {what}" for one, other in pairs[:MAX_PAIRS]]
     hidden = len(pairs) - MAX_PAIRS
     if hidden > 0:

@@ -1,4 +1,4 @@
-"""The user's images in folders: one folder for each class, and whatever other files are among them."""
+"""The user's images in folders, one folder for each class; all other files in the folders are ignored."""
 
 import os
 import warnings
@@ -18,7 +18,7 @@ SPLITS = ("train", "test")
 
 
 def list_folder(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The folders and the files in a folder, sorted by name, without hidden ones; both empty if it does not exist."""
+    """The folders and the files in a folder, sorted by name, without hidden entries; empty if it does not exist."""
     folders: list[Path] = []
     files: list[Path] = []
     if not folder.is_dir():
@@ -41,13 +41,13 @@ def is_split(root: Path) -> bool:
 
 @dataclass
 class ClassFolders:
-    """Finds the images of each class, as paths relative to `root`, and collects what is ignored.
+    """Finds the images of each class, as paths relative to `root`, and records ignored files and folders.
 
     Args:
         root: the root of the data set.
         categories: whether the folder of each class is in the folder of its category.
-        ignored: files and folders that are not an image of a class.
-        empty: folders of classes without an image.
+        ignored: files and folders found that are not images of a class.
+        empty: class folders found that contain no image.
         suffixes: suffixes, in lower case, of image files.
     """
 
@@ -105,7 +105,7 @@ class ClassFolders:
         return class_folders, files
 
     def _images_of_class(self, folder: Path) -> list[str]:
-        """The images of a class; everything else in its folder is ignored."""
+        """The images of a class; other files and folders in its folder are recorded as ignored."""
         folders, files = list_folder(folder)
         images: list[str] = []
         for file in files:
@@ -127,7 +127,7 @@ class ClassFolders:
         return path.relative_to(self.root).as_posix()
 
     def _cure(self, top: Path, class_folders: list[Path]) -> str:
-        """What the user can do if no class folder has an image."""
+        """A suggestion for the user if no class folder has an image."""
         deeper: list[Path] = []
         splits: list[Path] = []
         for folder in class_folders:
@@ -145,7 +145,7 @@ class ClassFolders:
         return self._cure_for_images_above(top)
 
     def _cure_for_images_above(self, top: Path) -> str:
-        """What the user can do if the images are not in class folders, but above them."""
+        """A suggestion for the user if the images are not in class folders, but above them."""
         folders, files = list_folder(top)
         if self.categories:
             for folder in folders:
@@ -172,7 +172,7 @@ def index_of_classes(classes: Mapping[str, Sequence[str]], categories: Sequence[
 
     Args:
         classes: the paths of the images of each class.
-        categories: the names of all categories in order, if the names of the classes begin with them.
+        categories: the sorted names of all categories, if class names have the form `<category>/<class>`; else None.
     """
     names = sorted(classes)
     paths: list[str] = []
@@ -196,9 +196,9 @@ class ImageFolder(ImageDataModule):
     """Images in folders: `<class>/<image>`, or `<category>/<class>/<image>`.
 
     The classes are split between training and test, so no test class is used for training. If the root contains the
-    folders `train` and `test`, these are the split; a folder `val` next to them is the set on which checkpoints are
-    chosen. Images are files with any suffix that Pillow can decode, in upper or lower case. Hidden files are skipped
-    silently, all other files with a warning.
+    folders `train` and `test`, these define the split; a folder `val` next to them is used to choose checkpoints.
+    Images are files with any suffix that Pillow can decode, in upper or lower case. Hidden files are skipped silently,
+    all other files with a warning.
 
     Args:
         root: the folder that contains the class folders.
@@ -229,7 +229,7 @@ class ImageFolder(ImageDataModule):
         (6, 6, ['cat', 'owl'])
 
     Relations:
-        `ImageTable` reads a table of images, which need not be arranged in folders.
+        `ImageTable` reads a table of images, which can be in any folders.
     """
 
     reads_in_check = True

@@ -1,6 +1,7 @@
-"""The list of a data set's images as arrays, how its classes are numbered and split between sets, and its cache.
+"""The list of a data set's images as arrays, the numbering and splitting of its classes, and its cache.
 
-The cache is a file for each combination of sources and settings, so that the lists of a large data set are read once.
+The cache has one file for each combination of sources and settings, so that the lists of a large data set are read only
+once.
 """
 
 import hashlib
@@ -27,14 +28,14 @@ ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distr
 DISTRACTOR = -1  # the label of distractors
 CACHE_VERSION = 4  # of the file format
 
-_NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that allow several spellings of one path
+_NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that give a path several spellings
 _COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
 
 Result = TypeVar("Result")
 
 
 def packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
-    """The strings, packed; raise unless they are a sequence of strings."""
+    """Convert strings to `PackedStrings`; raise unless they are a sequence of strings."""
     if isinstance(strings, PackedStrings):
         return strings
     check_strings("ImageIndex", name, strings)
@@ -42,7 +43,7 @@ def packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
 
 
 def _integers(name: str, values: Any) -> NDArray[np.int64]:
-    """The values as an array of any shape; raise unless they are integers of 64 bits."""
+    """Convert values to an array of any shape; raise unless they are 64-bit integers."""
     array = as_array("ImageIndex", name, values)
     is_empty = array.size == 0
     is_integer = np.issubdtype(array.dtype, np.integer)
@@ -52,7 +53,7 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
 
 
 def integer_array(name: str, values: Any) -> NDArray[np.int64]:
-    """One integer for each image; raise unless the values are that."""
+    """Convert values to an array of one integer for each image; raise if that is not possible."""
     array = _integers(name, values)
     if array.ndim != 1:
         raise ValueError(f"ImageIndex: `{name}` must be one integer for each image, got shape {array.shape}.")
@@ -60,7 +61,7 @@ def integer_array(name: str, values: Any) -> NDArray[np.int64]:
 
 
 def optional_array(name: str, values: Any) -> NDArray[np.int64] | None:
-    """One integer for each image, or None."""
+    """Like `integer_array`, but None is allowed."""
     if values is None:
         return None
     return integer_array(name, values)
@@ -124,13 +125,13 @@ def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: f
 
     Args:
         owner: prefix of error messages.
-        setting: name of the argument that is the fraction, for the message.
+        setting: name of the argument with the fraction, for error messages.
         classes: all classes.
         fraction: the fraction to draw.
         seed: determines the classes.
 
     Raises:
-        ValueError: if no class is drawn, or all are.
+        ValueError: if no class or every class would be drawn.
     """
     count = round(fraction * len(classes))
     if not 0 < count < len(classes):
@@ -165,26 +166,28 @@ class ImageIndex:
     """Paths, labels and other annotations of the images of one split.
 
     Args:
-        paths: relative to the data set's root, and inside it.
+        paths: paths relative to the data set's root, and inside it.
         labels: the class of each image, integers; `DISTRACTOR` for images without a class.
         categories: a coarser class of each image, or None.
         levels: (images, L) labels, finest level first, for hierarchical losses, or None.
         boxes: (images, 4) left, top, right, bottom in pixels of the image, or None; the image is cropped to its box.
         roles: the role of each image in evaluation, from `ROLES`; `both` if None.
-        instances: what each image shows, any integers. In evaluation the embeddings of the images of one instance, such
-            as the frames of a video, are averaged and count as one. If None, each image counts by itself.
-        cameras: the camera or the sequence that each image is from, any integers. In evaluation, images of the query's
-            class and camera are not in its list, as in Market-1501. If None, only the query itself is not.
+        instances: an integer for each image that identifies what it shows. In evaluation, the embeddings of all images
+            of one instance, such as the frames of a video, are averaged and count as one. If None, each image is an
+            instance.
+        cameras: an integer for each image that identifies its camera or sequence. In evaluation, images with the
+            query's class and camera are excluded from its list, as in Market-1501. If None, only the query itself is
+            excluded.
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
         lines: the lines of the list that the images were read from, a `ListLines`, for error messages; or None.
 
     Raises:
-        TypeError: if `paths` or `names` is no sequence of strings, labels, categories, levels, boxes, roles, instances
-            or cameras are not integers, or `lines` is no `ListLines`.
+        TypeError: if `paths` or `names` is not a sequence of strings, labels, categories, levels, boxes, roles,
+            instances or cameras are not integers, or `lines` is not a `ListLines`.
         ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
             not from 0 to 3, images with one label at a level have different labels at the next, a box contains no pixel
-            or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels and no `instances`
-            are given, or an instance has images of several classes or cameras.
+            or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels without
+            `instances`, or an instance has images of several classes or cameras.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex
@@ -192,7 +195,7 @@ class ImageIndex:
         >>> len(index), index.paths[2], list(index[index.labels == 0].paths)
         (3, 'dogs/1.jpg', ['cats/1.jpg', 'cats/2.jpg'])
 
-    `ImageDataModule.read` may change an index that it returns, such as its labels. It must not be changed afterwards.
+    `ImageDataModule.read` may still change an index, such as its labels. Once returned, the index must not change.
 
     Relations:
         `ImageSet` reads the images. `ImageDataModule.read` returns an index for each split.
@@ -248,13 +251,13 @@ class ImageIndex:
         return ImageIndex.from_arrays(arrays)
 
     def key(self, position: int) -> tuple[Any, ...]:
-        """What identifies an image: its path and, if there are boxes, its box."""
+        """The identity of an image: its path and, if there are boxes, its box."""
         if self.boxes is None:
             return (self.paths[position],)
         return (self.paths[position], *self.boxes[position].tolist())
 
     def hashes(self) -> NDArray[np.int64]:
-        """A hash of the `key` of each image; a set of millions of paths would take much memory."""
+        """A hash of the `key` of each image; hashes need much less memory than a set of millions of paths."""
         hashes = np.fromiter(map(hash, self.paths), np.int64, len(self))
         if self.boxes is not None:
             for side in self.boxes.T:
@@ -275,7 +278,7 @@ class ImageIndex:
         return " in " + " and ".join(map(self.lines.where, positions))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All parts of the index as named arrays."""
+        """All data of the index as named arrays."""
         arrays: dict[str, NDArray[Any]] = {"paths": self.paths.data, "ends": self.paths.ends}
         for name in _COLUMNS:
             values = getattr(self, name)
@@ -288,7 +291,7 @@ class ImageIndex:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> "ImageIndex":
-        """The index that returned these `arrays()`, without checking them again."""
+        """Rebuild an index from its `arrays()`, without validating them again."""
         index = cls.__new__(cls)
         index.lines = None
         index.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
@@ -301,7 +304,7 @@ class ImageIndex:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all parts of the index, the same in each process and on each machine."""
+        """A hash of all data of the index, the same in each process and on each machine."""
         return digest_of_arrays(self.arrays())
 
 
@@ -317,7 +320,7 @@ def _check_lengths(index: ImageIndex) -> None:
 
 
 def _seem_regular(paths: PackedStrings) -> bool:
-    """Whether `_check_paths` would accept each path; quick, as it looks at all of them at once."""
+    """Whether `_check_paths` would accept all paths. This check is fast, because it scans all paths at once."""
     lengths = np.diff(paths.ends, prepend=0)
     if not lengths.all():
         return False
@@ -381,7 +384,7 @@ def _check_levels(index: ImageIndex) -> None:
 
 
 def _check_one_label_each(index: ImageIndex) -> None:
-    """Check that no image has two labels. Distractors have none, and an image of two instances may show two classes."""
+    """Check that no image has two labels. Distractors have no label; images of two instances may have two."""
     if index.instances is not None:
         return
     hashes = index.hashes()
@@ -416,13 +419,13 @@ def _check_instances(index: ImageIndex) -> None:
 
 
 def record_warnings(read: Callable[[], Result]) -> tuple[Result, list[str]]:
-    """Call `read()`; return its result and the messages of its warnings, which are issued as usual."""
+    """Call `read()`; return its result and the messages of its warnings, which are also issued as usual."""
     recorded: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             result = read()
-    finally:  # also if reading failed
+    finally:  # also if `read` raised
         for warning in recorded:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return result, [str(warning.message) for warning in recorded]
@@ -437,19 +440,19 @@ def read_cached(
     root: Path | None = None,
     owner: str = "ImageDataModule",
 ) -> dict[str, ImageIndex]:
-    """Return the result of `read()` and issue its warnings, from the cache if sources and settings are unchanged.
+    """Return the result of `read()`, from the cache if sources and settings are unchanged, and issue its warnings.
 
     If the result cannot be written to the cache, a warning is issued.
 
     Args:
         read: reads the index of each split.
-        sources: the files that it reads; a change of their size or modification time invalidates the cache.
-        settings: plain values; a change of them invalidates the cache, too.
+        sources: the files that `read` reads; a change of their size or modification time invalidates the cache.
+        settings: plain values; a change of them invalidates the cache too.
         folder: the folder of the cache, which is created if it does not exist. If a file in it is damaged, a warning is
             issued and the file is replaced.
-        root: the folder that the paths of the images are relative to. If none of the images that are looked for there
-            exists, the images were moved, for example to another accepted directory structure, and are read again.
-            Not looked for if None.
+        root: the folder that the paths of the images are relative to. If a sample of the images of a split does not
+            exist there, the images have been moved, for example to another accepted directory structure, and the index
+            is read again. If None, this is not checked.
         owner: prefix of error messages and warnings.
 
     Raises:
@@ -490,7 +493,7 @@ def _warn_of_failure(owner: str, folder: Path, error: OSError) -> None:
 
 
 def _were_moved(splits: Mapping[str, ImageIndex], root: Path | None) -> bool:
-    """Whether, in a split, neither the first image nor the middle one nor the last one exists."""
+    """Whether the first, the middle and the last image of any split are all missing."""
     if root is None:
         return False
     for index in splits.values():
@@ -520,7 +523,7 @@ def _save(file: Path, splits: Mapping[str, ImageIndex], messages: Sequence[str])
 
 
 def _load(owner: str, file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:
-    """The splits and the warnings that a file of the cache holds; None if the file is damaged."""
+    """The splits and the warnings in a file of the cache; None if the file is damaged."""
     arrays_of_split: dict[str, dict[str, NDArray[Any]]] = {}
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:

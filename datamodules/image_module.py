@@ -91,15 +91,15 @@ def _positions_with_hash_in(index: ImageIndex, sorted_hashes: NDArray[np.int64])
 
 
 def check_same_images(owner: str, read: Callable[[], Mapping[str, ImageIndex]]) -> None:
-    """Read the splits, and check that all processes have the same; all of them call this together.
+    """Read the splits, and check that all processes have the same splits; all processes must call this.
 
     Args:
         owner: prefix of error messages.
         read: reads the splits of this process.
 
     Raises:
-        ValueError: on all processes, if one has other images than rank 0.
-        Exception: on all processes, if one cannot read them.
+        ValueError: on all processes, if the images of one differ from those of rank 0.
+        Exception: on all processes, if one cannot read the splits.
     """
     splits_of_rank = together(lambda: {name: (len(index), index.digest) for name, index in read().items()})
     expected = splits_of_rank[0]
@@ -116,7 +116,7 @@ def check_same_images(owner: str, read: Callable[[], Mapping[str, ImageIndex]]) 
 
 
 class ReadingSettings(LoaderSettings, total=False):
-    """Arguments of `ImageDataModule` and `RetrievalDataModule` whose defaults all data modules of images share."""
+    """Arguments of `ImageDataModule` and `RetrievalDataModule` with the same defaults in all data modules of images."""
 
     train_transform: Transform | None
     eval_transform: Transform | None
@@ -133,7 +133,7 @@ class ReadingSettings(LoaderSettings, total=False):
 
 
 class ImageSettings(ReadingSettings, RetrievalSettings, total=False):
-    """Arguments of `ImageDataModule` but `root`, and of `RetrievalDataModule`."""
+    """Arguments of `ImageDataModule`, except `root`, and of `RetrievalDataModule`."""
 
     transform: PaperName | None
     image_size: int | tuple[int, int] | None
@@ -142,46 +142,47 @@ class ImageSettings(ReadingSettings, RetrievalSettings, total=False):
 class ImageDataModule(RetrievalDataModule):
     """Base class of the data modules that read image files.
 
-    A subclass returns in `read` the images of each split: `"train"`, then `"test"` or several evaluation sets of other
-    names, and optionally `"val"`, on which checkpoints are chosen.
+    The method `read` of a subclass returns the images of each split: `"train"`, then `"test"` or several evaluation
+    sets with other names, and optionally `"val"`, which is used to choose checkpoints.
 
-    Without further arguments, images are prepared as the model of the run wants: as it was evaluated before, else as
-    the weights of its `Embedder` want, else with 224 pixels. The checkpoint holds what evaluation did to an image. In a
-    run of a Trainer, images of uint8 are sent to the device and normalised there, before any hook sees them.
+    By default, the preparation of images depends on the model of the run: it is the one of the model's earlier
+    evaluation, else the one for the weights of its `Embedder`, else 224 pixels. The checkpoint records the preparation
+    in evaluation. In a run of a Trainer, images are sent to the device as uint8 and normalised there, before any hook
+    sees them.
 
     Args:
-        root: the data set's folder as it was unpacked; `~` is the home folder.
+        root: the data set's folder, as unpacked; `~` is the home folder.
         transform: name of the paper whose transforms are used, see `Preparation` and `training_transform`; if None, the
             training transform is `"plain"`, and evaluation follows the model.
-        train_transform: a function from a PIL image to a tensor, used for training instead of the paper's; also a
+        train_transform: the training transform, instead of the paper's: a function from a PIL image to a tensor, or a
             transform of torchvision, timm or albumentations.
-        eval_transform: the same for evaluation, or a `Preparation`.
+        eval_transform: the evaluation transform: like `train_transform`, or a `Preparation`.
         image_size: height and width of the images, or one number for both, as in `Preparation`.
-        resize: what images are resized to before they are cropped, as in `Preparation`.
-        mean: of the channels, as in `Preparation`.
+        resize: size of images before they are cropped, as in `Preparation`.
+        mean: mean of the channels, as in `Preparation`.
         std: standard deviation of the channels, as in `Preparation`.
-        interpolation: of resizing, as in `Preparation`.
+        interpolation: interpolation of resizing, as in `Preparation`.
         background: the colour that shows through transparent pixels, as in `Preparation`.
         reduced_scale: whether JPEGs are decoded at a reduced scale, as in `Preparation`.
         on_error: what happens if an image cannot be decoded: `"raise"` raises an error; `"skip"` skips the image with a
             warning and counts it.
-        load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey, as in
-            the official code of Revisited Oxford and Paris; otherwise they cannot be decoded.
+        load_truncated: whether truncated files are decoded as far as possible, with the rest grey, as in the official
+            code of Revisited Oxford and Paris. If False, they count as undecodable.
         val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints;
             with 0 the test set is used for that, as in the papers. A split `"val"` takes precedence.
-        cache_dir: the folder where the index of the images is stored, so that it is read only once; not stored if None,
-            or, with a warning, if the folder cannot be written.
+        cache_dir: the folder for a cache of the image index, so that lists are read only once. If None, there is no
+            cache; if the folder cannot be written, a warning is issued.
         settings: arguments of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `eval_batch_size`,
             `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`.
 
     Raises:
         FileNotFoundError: if `root` does not contain the files; the message says where they may be.
-        ValueError: if a file is not as expected, a class or an image is used for training and for evaluation, a split
-            is empty, or an argument is invalid.
-        TypeError: if an argument is of another type than its annotation.
+        ValueError: if a file is not as expected, a class or an image is in both training and evaluation, a split is
+            empty, or an argument is invalid.
+        TypeError: if an argument does not have the type of its annotation.
     """
 
-    shared_classes: ClassVar[bool] = False  # whether a class may be used for training and for evaluation
+    shared_classes: ClassVar[bool] = False  # whether training and evaluation may share classes
     boxes_before_rotation: ClassVar[bool] = False  # whether boxes are in pixels of the files, before EXIF rotation
     reads_in_check: ClassVar[bool] = False  # whether `check` reads all images, instead of looking for their files
 
@@ -224,41 +225,41 @@ class ImageDataModule(RetrievalDataModule):
         self.cache_dir: Path | None = None
         if cache_dir is not None:
             self.cache_dir = check_path(owner, "cache_dir", cache_dir)
-        self._base_attributes = frozenset(vars(self))  # others, set by a subclass, determine what it reads
+        self._base_attributes = frozenset(vars(self))  # attributes of a subclass are part of the cache's key
 
     @abstractmethod
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of each split: `"train"`, and `"test"` or several evaluation sets by their names."""
 
     def sources(self) -> list[Path]:
-        """The files that `read` reads; if one changes, the cache is invalid. If there are none, nothing is cached."""
+        """The files that `read` reads; a change of one invalidates the cache. If empty, nothing is cached."""
         return []
 
     @property
     def train_transform(self) -> CurrentTransform:
-        """What is done to an image in training."""
+        """The transform of images in training."""
         return self._run_preparation.train
 
     @property
     def eval_transform(self) -> CurrentTransform:
-        """What is done to an image in evaluation."""
+        """The transform of images in evaluation."""
         return self._run_preparation.evaluation
 
     @property
     def preparation(self) -> Preparation:
-        """The size, mean and standard deviation of images: in evaluation, unless `eval_transform` was given."""
+        """The preparation (size, mean, standard deviation) in evaluation, unless `eval_transform` was given."""
         return self._run_preparation.preparation
 
     @property
     def serialised_preparation(self) -> dict[str, Any]:
-        """What evaluation does to an image, as plain data for checkpoints."""
+        """The evaluation transform as plain data, for checkpoints."""
         return self._run_preparation.serialised()
 
     def prepare_data(self) -> None:
-        """Read the splits, so that a mistake in the data set's files is found before anything else happens."""
+        """Read the splits, so that errors in the data set's files are found before anything else happens."""
         try:
             self.splits  # noqa: B018
-        except Exception:  # only here; `setup` reads again with the other processes, so that all of them raise it
+        except Exception:  # ignored on several processes: `setup` reads again, and then all of them raise
             if self.trainer is None or world_size() == 1:
                 raise
 
@@ -298,7 +299,7 @@ class ImageDataModule(RetrievalDataModule):
             check_no_shared_classes(owner, splits)
         check_no_shared_images(owner, splits)
         for index in splits.values():
-            index.lines = None  # only needed for errors of reading, and not to be sent to each worker
+            index.lines = None  # only needed for errors of `read`; would be sent to each worker
         return splits
 
     def _training_images(self) -> dict[str, Any]:
@@ -346,14 +347,14 @@ class ImageDataModule(RetrievalDataModule):
 
         Args:
             index: the images.
-            transform: what is done to each of them.
+            transform: the transform of each image.
         """
         return ImageSet(index, self.root, transform, **self.reading)
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
         """Create the dataset of an evaluation split. Override this method for a split with another protocol.
 
-        The method `metrics(ks, **settings)` of the `ImageSet` that it returns creates the metrics of this protocol.
+        The returned `ImageSet` may have a method `metrics(ks, **settings)` that creates the metrics of the protocol.
         """
         return self.image_set(index, self.eval_transform)
 
@@ -363,7 +364,7 @@ class ImageDataModule(RetrievalDataModule):
         return super().train_dataloader()
 
     def val_dataloader(self) -> Any:
-        """A loader of the validation set in order; none if there are training images only."""
+        """A loader of the validation set in order; no loader if there are only training images."""
         if set(self.splits) == {"train"} and not self.val_fraction:
             return []
         return super().val_dataloader()
@@ -373,26 +374,26 @@ class ImageDataModule(RetrievalDataModule):
         return super()._evaluation_loader(dataset)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch as the module does, and normalise images of uint8 there."""
+        """Move a batch to the device with the hook of the module, and normalise images of uint8 there."""
         trainer: Any = self.trainer
         moved = trainer.lightning_module.transfer_batch_to_device(batch, device, dataloader_idx)
         convert = trainer.precision_plugin.convert_input
         return normalized_batch(moved, lambda images: convert(self.preparation.normalize(images)))
 
     def _set_of_loader(self, dataset: Any) -> Any:
-        """In a run the images in uint8, if `transfer_batch_to_device` can normalise them in the same way."""
+        """In a run, the set of the images in uint8, if `transfer_batch_to_device` can normalise them equally."""
         if isinstance(dataset, ImageSet) and self._run_preparation.sends_uint8(self, dataset.transform):
             return dataset.in_uint8()
         return dataset
 
     def _follow_module(self) -> None:
-        """Prepare images for the model of the run, which may have been loaded since the data sets were made."""
+        """Adapt the transforms to the model of the run, which may have been loaded after the data sets were created."""
         if self.trainer is None:
             return
         self._run_preparation.follow(self.trainer.lightning_module, predicts=self.trainer.state.fn == "predict")
 
     def _prepare_run(self, train_transform: Transform | None, eval_transform: Transform | None) -> RunPreparation:
-        """What the arguments of the constructor say of the images of a run."""
+        """The preparation of images in a run, according to the arguments of the constructor."""
         settings = {}
         for name in ("image_size", "resize", "mean", "std", "interpolation", "background", "reduced_scale"):
             value = getattr(self, name)
@@ -426,12 +427,12 @@ class ImageDataModule(RetrievalDataModule):
     def check(self) -> DataReport:
         """Check the data set's files before training: compare the published counts, and look for missing files.
 
-        For the user's images (`reads_in_check`) each is read, which takes about as long as the images of an epoch:
-        the report then has files that cannot be decoded, images that occur twice or in training and evaluation, classes
-        with one image, and the sizes.
+        The user's images (`reads_in_check`) are all read, which takes about as long as loading an epoch. The report
+        then lists undecodable files, images that occur twice or in both training and evaluation, classes with one
+        image, and the range of sizes.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the warnings of reading are in the report
+            warnings.simplefilter("ignore")  # the report contains the warnings of `read`
             splits, messages = self._splits_and_warnings
         report = DataReport(problems=list(messages))
         for name, index in splits.items():

@@ -32,8 +32,8 @@ OnError = Literal["raise", "skip"]
 Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
-_FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items have, too
-PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
+_FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items also have
+PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an unreadable evaluation batch
 
 
 class ImageSet(Dataset[dict[str, Any]]):
@@ -46,22 +46,22 @@ class ImageSet(Dataset[dict[str, Any]]):
     Args:
         index: paths, labels and other annotations of the images.
         root: the folder that the paths are relative to.
-        transform: a function from a PIL image to a tensor, such as a `Preparation`, whose `background` shows through
-            transparent pixels (white for a function that has none). One whose attribute `takes_pixels` is True gets a
-            tensor (3, height, width) of uint8 instead, to which JPEGs are decoded faster. If it has an attribute
-            `least_size`, height and width, JPEGs may be decoded at a reduced scale at which they, or their boxes, are
-            not smaller than that, see `Preparation(reduced_scale=True)`. The random numbers that it draws from torch,
-            Python's `random` and NumPy are determined by the seed that `RetrievalDataLoader` gives each index.
+        transform: a function from a PIL image to a tensor, such as a `Preparation`. Three attributes are optional:
+            `background`, the colour behind transparent pixels (default white); `takes_pixels`, True if it takes a
+            tensor (3, height, width) of uint8 instead, to which JPEGs are decoded faster; `least_size`, a height and
+            width: JPEGs may be decoded at a reduced scale if neither they nor their boxes become smaller than that, see
+            `Preparation(reduced_scale=True)`. Its random numbers from torch, Python's `random` and NumPy are determined
+            by the seed that `RetrievalDataLoader` gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
-        load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey;
-            otherwise they cannot be decoded.
-        boxes_before_rotation: whether the boxes are in pixels of the files, before the rotation by EXIF orientation,
-            and not of the upright images.
+        load_truncated: whether truncated files are decoded as far as possible, with the rest grey. If False, they count
+            as undecodable.
+        boxes_before_rotation: whether boxes are in pixels of the files, before the rotation by EXIF orientation,
+            instead of pixels of the upright images.
 
     Raises:
-        TypeError: if `load_truncated` or `boxes_before_rotation` is not a bool, `index` is no `ImageIndex`, `root` no
-            path, or `transform` cannot be called; for an item, if `transform` does not return a tensor.
+        TypeError: if `load_truncated` or `boxes_before_rotation` is not a bool, `index` is not an `ImageIndex`, `root`
+            is not a path, or `transform` is not callable; for an item, if `transform` does not return a tensor.
         ValueError: if `on_error` is unknown; for an item, if the image cannot be decoded and `on_error` is `"raise"`.
         FileNotFoundError: for an item, if the file does not exist and `on_error` is `"raise"`.
 
@@ -98,7 +98,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         self._gives_uint8 = False
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # shared with the workers
 
-    # Tensors of the index are not kept: each worker that is spawned would be sent a copy.
+    # Tensors of the index are not stored as attributes: each spawned worker would get a copy.
     @property
     def labels(self) -> Int[Tensor, " item"]:
         """The class of each image."""
@@ -118,7 +118,7 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     @staticmethod
     def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make a batch of the items that could be read; in evaluation, of a black image if there are none.
+        """Make a batch of the readable items; in evaluation, if there are none, a batch of one black image.
 
         Raises:
             ValueError: if no item of a training batch could be read, or the images differ in size.
@@ -134,7 +134,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return len(self.index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """An image with its annotations; if it was skipped, its path under `skipped`, see `collate`."""
+        """An image with its annotations; for a skipped image, only its path, under `skipped` (see `collate`)."""
         position = range(len(self))[index]
         try:
             image = self.input_of_transform(position)
@@ -151,23 +151,23 @@ class ImageSet(Dataset[dict[str, Any]]):
         return item
 
     def in_uint8(self: Self) -> Self:
-        """The same images before they are normalised, if the transform has a method `to_uint8`, as a `Preparation` has.
+        """The same set with images in uint8, not normalised, if the transform has a method `to_uint8`.
 
-        Their items have a further entry `unnormalized`. A data module normalises such batches on the device of the run.
+        Its items have a further entry `unnormalized`. A data module normalises such batches on the device of the run.
         """
         other = copy.copy(self)
         other._gives_uint8 = True
         return other
 
     def read(self, position: int) -> Image.Image:
-        """The image in full, before the transform: in RGB, upright, and cropped to its box."""
+        """The image at full scale, before the transform: in RGB, upright, and cropped to its box."""
         return self._decode(read_image, position)
 
     def input_of_transform(self, position: int) -> Image.Image | Pixels:
-        """The image before the transform: that of `read`, or its pixels (3, height, width) if the transform takes them.
+        """The image before the transform: as from `read`, or as pixels (3, height, width) if the transform takes those.
 
-        JPEGs are decoded at a reduced scale if the transform has a `least_size`. In a subclass that overrides `read`,
-        it is what that returns.
+        JPEGs are decoded at a reduced scale if the transform has a `least_size`. If a subclass overrides `read`, its
+        result is always used.
         """
         if type(self).read is not ImageSet.read:
             return self.read(position)
@@ -191,7 +191,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         )
 
     def transformed(self, image: Image.Image | Pixels) -> Any:
-        """The transformed image; before it is normalised if the set is one of `in_uint8`."""
+        """The transformed image; not normalised if the set was made by `in_uint8`."""
         to_uint8 = self._to_uint8()
         if to_uint8 is not None:
             return to_uint8(image)
@@ -203,7 +203,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return None
 
     def _with_images(self, image: Image.Image | Pixels) -> dict[str, Any]:
-        """An item of the transformed image alone."""
+        """An item with only the transformed image."""
         images = self.transformed(image)
         check_transformed("ImageSet", images)
         if self._to_uint8() is None:
@@ -211,7 +211,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return {"images": images, UNNORMALIZED: torch.tensor(True)}
 
     def file(self, position: int) -> Path | BinaryIO:
-        """Where the encoded image is read from."""
+        """The file of the encoded image."""
         path: Path = self.root / self.index.paths[position]
         return path
 
@@ -223,7 +223,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return torch.from_numpy(targets)[position]
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
-        """In evaluation a black image that does not count: it has no role, and is a separate instance."""
+        """The item of a skipped image; in evaluation, a black image with role 0 and a separate instance."""
         path = str(self.root / self.index.paths[position])
         if in_training:
             return {"skipped": path}
@@ -262,7 +262,7 @@ def check_transformed(owner: str, images: Any) -> None:
 
     Args:
         owner: prefix of the error message.
-        images: what the transform returned.
+        images: the return value of the transform.
     """
     if isinstance(images, Tensor):
         check_tensor(owner, "transform's result", images)

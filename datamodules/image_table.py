@@ -26,7 +26,7 @@ from lightning_retrieval.datamodules.image_index import (
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import TextTable, find_file, leaves_root, normalized_path, read_table
 
-WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without one, because boxes are cropped to the image
+WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box; boxes are clipped to the image
 
 
 def find_rows(values: Sequence[str], condition: Callable[[str], bool]) -> list[int]:
@@ -44,7 +44,7 @@ def is_empty(text: str) -> bool:
 
 
 def is_integer(text: str) -> bool:
-    """Whether a text is an integer as Python writes it: 7, but not 007, which may be another class than 7."""
+    """Whether a text is an integer in canonical form: 7, but not 007, which may be another class than 7."""
     return re.fullmatch(r"0|-?[1-9][0-9]{0,17}", text) is not None
 
 
@@ -67,7 +67,7 @@ def parse_images(table: TextTable) -> list[str]:
 
 
 def parse_labels(table: TextTable, distractors: NDArray[np.bool_]) -> NDArray[Any]:
-    """The label of each image: integers if all labels are integers, else text. Those of distractors are arbitrary."""
+    """The label of each image: integers if all labels are integers, else text. Labels of distractors are arbitrary."""
     texts = table.columns["label"]
     unlabelled = [row for row in find_rows(texts, is_empty) if not distractors[row]]
     table.check(unlabelled, "`label` must not be empty in any row")
@@ -120,7 +120,7 @@ def parse_numbers(table: TextTable, column: Literal["category", "camera"]) -> ND
 
 
 def parse_boxes(table: TextTable) -> NDArray[np.int32] | None:
-    """The box of each image, shape (rows, 4); None without the column `box` and without the columns of the sides."""
+    """The box of each image, shape (rows, 4); None without the column `box` and the columns of the four sides."""
     columns = table.columns
     if "box" in columns:
         texts = columns["box"]
@@ -142,7 +142,7 @@ def parse_boxes(table: TextTable) -> NDArray[np.int32] | None:
 
 
 def parse_box(text: str) -> tuple[int, ...] | None:
-    """Four numbers, separated by spaces or commas and rounded; the whole image if empty, None if invalid."""
+    """Parse a box: four numbers, separated by spaces or commas, rounded. Empty: the whole image; invalid: None."""
     if not text.strip():
         return WHOLE_IMAGE
     try:
@@ -156,7 +156,7 @@ def parse_box(text: str) -> tuple[int, ...] | None:
 
 
 def check_unique_images(table: TextTable, images: Sequence[str], boxes: NDArray[np.int32] | None) -> None:
-    """Check that no image is listed twice with the same box, because it would be ranked against itself."""
+    """Check that no image is listed twice with the same box, because it would be ranked for itself."""
     keys: Sequence[Any] = images
     if boxes is not None:
         keys = list(zip(images, map(tuple, boxes.tolist())))
@@ -218,7 +218,7 @@ class ImageRows:
 class ImageTable(ImageDataModule):
     """Images that are listed in a table. The columns `image` and `label` are required; the others are optional.
 
-    Columns may come in any order; any that are not listed here are ignored.
+    Columns may be in any order; other columns are ignored.
 
     | column | content |
     | --- | --- |
@@ -227,7 +227,7 @@ class ImageTable(ImageDataModule):
     | `category` | a coarser class, for `sampler="category"` |
     | `split` | `train`, `val`, `test` or the name of another evaluation set |
     | `role` | in evaluation: `query`, `gallery`, `both` (also if empty) or `distractor` |
-    | `camera` | the camera or the sequence; in evaluation, images of the query's class and camera are not in its list |
+    | `camera` | camera or sequence; in evaluation, images with the query's class and camera are not in its list |
     | `box` | `left top right bottom` in pixels of the upright image; the whole image if empty |
     | `left`, `top`, `right`, `bottom` | the box in four columns, instead of `box` |
 
@@ -264,7 +264,7 @@ class ImageTable(ImageDataModule):
         (array([0, 0, 1, 1]), ['owl'])
 
     Relations:
-        `ImageFolder` needs no table, if each class has its own folder.
+        `ImageFolder` needs no table if each class has its own folder.
     """
 
     reads_in_check = True
@@ -288,7 +288,7 @@ class ImageTable(ImageDataModule):
         return [self._table_path()]
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """Read the images of the table, each into its split."""
+        """Read the images of the table, by split."""
         path = self._table_path()
         table = read_table(path)
         images = parse_images(table)
@@ -328,7 +328,7 @@ class ImageTable(ImageDataModule):
 def _check_queries_and_gallery(
     path: Path, splits: NDArray[Any], roles: NDArray[np.uint8], distractors: NDArray[np.bool_]
 ) -> None:
-    """Check that each evaluation set has a query, and an image in the gallery that is not a distractor."""
+    """Check that each evaluation set has a query, and a gallery image that is not a distractor."""
     for name in sorted(set(splits.tolist()) - {"train"}):
         known_roles = roles[(splits == name) & ~distractors]
         for side in ("query", "gallery"):

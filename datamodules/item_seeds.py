@@ -18,7 +18,7 @@ from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_ten
 
 
 def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
-    """The values as an array, whatever they are; the caller checks type and shape.
+    """Convert anything to an array; the caller checks dtype and shape.
 
     Args:
         owner: prefix of error messages.
@@ -26,7 +26,7 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
         values: a tensor, an array, a sequence or anything else.
 
     Raises:
-        ValueError: if rows are of unequal length, or a tensor has no values.
+        ValueError: if rows are of unequal length, or a tensor is on the meta device.
         TypeError: if a tensor does not hold integers, or is sparse.
     """
     if isinstance(values, Tensor):
@@ -41,7 +41,7 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
 
 
 def all_different(values: NDArray[np.int64]) -> bool:
-    """Whether no number occurs twice. To sort is many times faster than `np.unique`, which fills a hash table."""
+    """Whether no number occurs twice. Sorting is many times faster than `np.unique`, which fills a hash table."""
     ordered = np.sort(values)
     return bool((ordered[1:] != ordered[:-1]).all())
 
@@ -65,13 +65,12 @@ def augmentation_seeds(seed: int, epoch: int, batch: int, positions: NDArray[np.
 def item_generator(index: int) -> torch.Generator | None:
     """The random generator for one dataset item, to be used in `dataset[index]`.
 
-    Augmentation that is drawn from it does not depend on the number of workers or processes, and a resumed run repeats
-    it exactly.
+    Augmentation that uses this generator does not depend on the number of workers or processes, and a resumed run
+    repeats it exactly.
 
     Args:
-        index: the index with which `dataset[index]` was called. `RetrievalDataLoader` gives it a seed. A plain `int`,
-            as from an evaluation loader, has no seed; then the result is None, and torch's functions use the global
-            generator.
+        index: the argument of `dataset[index]`. Indices from `RetrievalDataLoader` carry a seed. For a plain `int`, as
+            from an evaluation loader, the result is None, with which torch's functions use the global generator.
 
     Raises:
         TypeError: if `index` is not an integer.
@@ -100,10 +99,9 @@ def item_generator(index: int) -> torch.Generator | None:
 
 @contextmanager
 def seeded_item(index: int) -> Iterator[None]:
-    """Seed the global generators of torch, Python and NumPy in this context, if the index has a seed.
+    """Context that seeds the global generators of torch, Python and NumPy if the index has a seed.
 
-    Afterwards they continue as if nothing had happened. Transforms draw from any of the three: torchvision from torch,
-    timm from Python's `random` and NumPy.
+    Their states are restored afterwards. Transforms use all three: torchvision torch's, timm Python's and NumPy's.
 
     Args:
         index: as for `item_generator`.
@@ -111,7 +109,7 @@ def seeded_item(index: int) -> Iterator[None]:
     if not isinstance(index, SeededIndex):
         yield
         return
-    generator = torch.default_generator  # torch.manual_seed also seeds GPUs, which takes longer than an image
+    generator = torch.default_generator  # torch.manual_seed also seeds GPUs, which takes longer than loading an image
     states = generator.get_state(), random.getstate(), np.random.get_state()
     generator.manual_seed(index.seed)
     random.seed(index.seed)
@@ -127,8 +125,8 @@ def seeded_item(index: int) -> Iterator[None]:
 class SeededIndex(int):
     """A dataset index that carries the random seed of its item.
 
-    It is an `int` in every respect, so a dataset that ignores the seed works unchanged. Arithmetic with it (as in
-    `Subset` and `ConcatDataset`) gives a plain `int`.
+    It behaves like an `int`, so a dataset that ignores the seed works unchanged. Arithmetic with it (as in
+    `ConcatDataset`) returns a plain `int`.
 
     Args:
         value: the index.

@@ -1,7 +1,7 @@
-"""The data loader for training, which gives each rank its shard of every global batch.
+"""The data loader for training, which gives each rank its shard of each global batch.
 
-Lightning leaves a data loader unchanged, and calls `set_epoch`, if `loader.sampler` is a `DistributedSampler`.
-Therefore the batch sampler here is a `DistributedSampler`, one that yields batches.
+If `loader.sampler` is a `DistributedSampler`, Lightning leaves a data loader unchanged and calls `set_epoch`. Therefore
+the batch sampler here is a `DistributedSampler` that yields batches.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from lightning_retrieval.distributed import rank, world_size
 
 
 def shard_bounds(size: int, shard: int, shards: int) -> tuple[int, int]:
-    """Begin and end of one of `shards` contiguous shards of `size` rows, as `torch.tensor_split` cuts them."""
+    """Begin and end of a shard, if `size` rows are split into `shards` contiguous shards as by `torch.tensor_split`."""
     smaller, num_larger = divmod(size, shards)
     begin = shard * smaller + min(shard, num_larger)
     end = (shard + 1) * smaller + min(shard + 1, num_larger)
@@ -43,13 +43,14 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
     """
 
     def __init__(self, batch_sampler: GlobalBatchSampler, *, epoch: int, start: int) -> None:
-        # The base class's __init__ is not called: it stores rank and world size, but the process group may come later.
+        # The base class's __init__ is not called: it stores rank and world size, but the process group may not exist
+        # yet.
         self.batch_sampler = batch_sampler
-        self.first_drawn: list[int] = []  # the first global batch of the last iteration that has begun
+        self.first_drawn: list[int] = []  # the first global batch of the latest iteration
         self.set_position(epoch, start)
 
     def set_position(self, epoch: int, start: int) -> None:
-        """Let iterations of `epoch` begin at batch `start`."""
+        """Make iterations of `epoch` begin at batch `start`."""
         epoch = check_integer("RetrievalDataLoader", "epoch", epoch, 0)
         start = check_integer("RetrievalDataLoader", "start", start, 0)
         if start > len(self):
@@ -60,7 +61,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
         self.batch_sampler.set_epoch(epoch)
         self.start_epoch = epoch
         self.start = start
-        self.next_batch = start  # the batch after the last one that the loader has returned
+        self.next_batch = start  # the batch after the last batch that the loader has returned
 
     @property
     def first_batch(self) -> int:
@@ -106,11 +107,11 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
     `train_dataloader` hook.
 
     Args:
-        trainer: a trainer that is fitting and has restored its checkpoint (if any), as is the case in the hook
+        trainer: a trainer that is fitting and has restored its checkpoint (if any), as in the hook
             `train_dataloader()`.
 
     Raises:
-        TypeError: if `trainer` is no `pytorch_lightning.Trainer`.
+        TypeError: if `trainer` is not a `pytorch_lightning.Trainer`.
 
     Example:
         >>> resume_position(pl.Trainer(logger=False, enable_checkpointing=False))
@@ -131,12 +132,12 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
 def training_loader(
     trainer: pl.Trainer | None, dataset: Any, sampler: GlobalBatchSampler, **settings: Any
 ) -> "RetrievalDataLoader":
-    """The loader of a data module's training batches, which begins where the trainer's run continues.
+    """The loader of a data module's training batches. It begins at the batch where the trainer's run continues.
 
     Args:
-        trainer: that of the data module, None outside of a run.
+        trainer: the trainer of the data module, None outside of a run.
         dataset: a map-style dataset.
-        sampler: of the global batches.
+        sampler: the sampler of the global batches.
         settings: other arguments of `DataLoader`.
     """
     position: dict[str, int] = {}
@@ -148,12 +149,12 @@ def training_loader(
 def loader_settings(
     num_workers: int, *, pin_memory: bool | None, persistent_workers: bool | None = None, collate_fn: Any
 ) -> dict[str, Any]:
-    """Arguments that the loaders of a data module for training and for evaluation have in common.
+    """The common arguments of a data module's loaders for training and for evaluation.
 
     Args:
         num_workers: number of processes that load images.
         pin_memory: whether batches are copied to page-locked memory; if None, only if there is a GPU.
-        persistent_workers: whether the workers are kept between epochs; if None, they are.
+        persistent_workers: whether workers stay alive between epochs; None means True.
         collate_fn: makes a batch of items; None for `collate_images`.
     """
     if collate_fn is None:
@@ -175,11 +176,13 @@ def check_image_sizes(owner: str, items: Any, cure: str) -> None:
 
     Args:
         owner: prefix of the error message.
-        items: of a dataset: dicts with `images`, tuples that begin with an image, or images; others are not checked.
+        items: items of a dataset: dicts with `images`, tuples that begin with an image, or images; other items are not
+            checked.
         cure: the end of the error message.
 
     Raises:
-        ValueError: the message names the first image of each size by its id, or else by its position in the batch.
+        ValueError: if sizes differ; the message gives the first image of each size, by its id or else its position in
+            the batch.
     """
     found: dict[tuple[int, ...], str] = {}
     for position, item in enumerate(items):
@@ -202,10 +205,10 @@ def check_image_sizes(owner: str, items: Any, cure: str) -> None:
 
 
 def collate_images(items: Any) -> Any:
-    """Make a batch as `default_collate` does, after a check of the sizes of the images.
+    """Check that all images have the same size, then make a batch with `default_collate`.
 
     Args:
-        items: of a dataset.
+        items: items of a dataset.
 
     Raises:
         ValueError: if the images differ in size.
@@ -218,12 +221,12 @@ def collate_images(items: Any) -> Any:
 class RetrievalDataLoader(DataLoader[Any]):
     """A `DataLoader` that splits each global batch over the ranks. It works with the Trainer's default flags.
 
-    Each rank gets a contiguous shard of every batch, cut as `torch.tensor_split` cuts, so the shards concatenated in
-    rank order are the global batch. Rank and world size are read from `torch.distributed` when an iteration begins.
-    The dataset is called with indices that carry a seed, see `item_generator`.
+    Each rank gets a contiguous shard of each batch, split as by `torch.tensor_split`, so the shards concatenated in
+    rank order are the global batch. Rank and world size are read from `torch.distributed` when an iteration begins. The
+    indices passed to the dataset carry a seed, see `item_generator`.
 
-    The workers start with the first batch and not before. So `set_epoch` also takes effect after `iter(loader)`, which
-    is when Lightning calls it first.
+    The workers do not start before the first batch. So `set_epoch` still takes effect after `iter(loader)`, which is
+    when Lightning first calls it.
 
     Args:
         dataset: a map-style dataset.
@@ -238,8 +241,8 @@ class RetrievalDataLoader(DataLoader[Any]):
     Raises:
         TypeError: if `batch_sampler` is not a `GlobalBatchSampler`, or `epoch` or `start` is not an integer.
         ValueError: if `dataset` does not have one item for each label of `batch_sampler`, or `epoch` or `start` is out
-            of its range; during the iteration, if a batch has fewer images than there are processes, or images of
-            different sizes and no `collate_fn`.
+            of its range; during the iteration, if a batch has fewer images than there are processes or, without
+            `collate_fn`, images of different sizes.
 
     Example:
         >>> from lightning_retrieval.datamodules import PKSampler
@@ -249,11 +252,11 @@ class RetrievalDataLoader(DataLoader[Any]):
         True
 
     Relations:
-        `len` is the number of batches of a full epoch on every rank, even if the epoch begins at `start`: Lightning
-        counts the batches before it. Lightning saves and restores the position with `state_dict` and
-        `load_state_dict`, which continue after the last batch that the loader returned. A checkpoint written when a
-        step failed needs that batch again; `resume_position` takes this into account. For evaluation use plain
-        `DataLoader`s.
+        `len` is the number of batches of a full epoch on each rank, even if the epoch begins at `start`, because
+        Lightning also counts the batches before `start`. Lightning saves and restores the position with `state_dict`
+        and `load_state_dict`, which continue after the last batch that the loader returned. If a checkpoint was written
+        because a step failed, the batch of that step must be repeated; `resume_position` does this. For evaluation, use
+        a plain `DataLoader`.
     """
 
     def __init__(
@@ -287,7 +290,7 @@ class RetrievalDataLoader(DataLoader[Any]):
         """Ignore the default that `DataLoader` sets here; a loader with a batch sampler never uses it."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, an integer >= 0, of the iterations that have not returned a batch yet."""
+        """Set the epoch, an integer >= 0, for all iterations that have not yet returned a batch."""
         self._rank_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -297,16 +300,18 @@ class RetrievalDataLoader(DataLoader[Any]):
             yield batch
 
     def check_first_batch(self, labels: Tensor, ids: Tensor | None, *, gathered: bool = True) -> None:
-        """Compare the first batch of the last iteration with what the sampler drew. `RetrievalModule` calls it.
+        """Compare the first batch of the latest iteration with the images that the sampler drew.
+
+        Called by `RetrievalModule`.
 
         Args:
             labels: (batch,) or (batch, levels).
             ids: (batch,), or None.
-            gathered: whether they are those of the global batch, and not of this process only.
+            gathered: whether labels and ids are those of the global batch, not of this process only.
 
         Raises:
-            ValueError: if several images have one id, or the sampler was made with other labels. The latter is a
-                warning for a sampler whose `draws_classes` is False.
+            ValueError: if several images have the same id, or the sampler was made with other labels. Other labels only
+                cause a warning if the sampler's `draws_classes` is False.
         """
         check_bool(type(self).__name__, "gathered", gathered)
         sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
@@ -324,11 +329,11 @@ class RetrievalDataLoader(DataLoader[Any]):
             warnings.warn(problem, stacklevel=2)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and the batch at which to continue, which is the one after the last batch returned."""
+        """The position at which to continue: the epoch, and the batch after the last returned batch."""
         return {"epoch": self._rank_sampler.batch_sampler.epoch, "start": self._rank_sampler.next_batch}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue at the position of another loader's `state_dict`, unless this loader was made with a `start`.
+        """Continue at the position in a loader's `state_dict`, unless this loader was created with a `start`.
 
         Raises:
             ValueError: if the position is after the end of an epoch of this loader.
@@ -354,12 +359,12 @@ def _check_size(dataset: Any, batch_sampler: GlobalBatchSampler) -> None:
 
 
 def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[int]) -> None:
-    """Raise if several images have the same id. An image that was drawn several times has the same id each time.
+    """Raise if different images have the same id. An image that was drawn several times may repeat its id.
 
     Args:
-        sampler: of the global batches.
-        drawn: dataset indices of a global batch.
-        ids: of the batch that arrived, which may lack images that could not be read.
+        sampler: the sampler of the global batches.
+        drawn: dataset indices of the global batch that was drawn.
+        ids: ids of the batch that was loaded, in which unreadable images may be missing.
     """
     images, different = len(set(drawn)), len(set(ids))
     missing = max(0, len(drawn) - len(ids))
@@ -382,16 +387,16 @@ def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[
 def _difference_of_labels(
     sampler: GlobalBatchSampler, drawn: Sequence[int], labels: Tensor, ids: Tensor | None
 ) -> str | None:
-    """The message of an error if the labels of a batch make other classes than those of the sampler.
+    """An error message if the labels of a batch group its images into other classes than the sampler does, else None.
 
     Args:
-        sampler: of the global batches.
-        drawn: dataset indices of a global batch.
-        labels: (batch, levels) of the batch that arrived; it is enough that one level has the classes of the sampler.
-        ids: of that batch, or None. They say which row is which image if rows come in another order than they were
-            drawn, and they are dataset indices; ids that are those of another list of these images do not.
+        sampler: the sampler of the global batches.
+        drawn: dataset indices of the global batch that was drawn.
+        labels: (batch, levels), the labels of the batch that was loaded. One level must have the sampler's classes.
+        ids: ids of the loaded batch, or None. If they are dataset indices, they identify the rows of a batch that was
+            reordered. If they are indices of another list of these images, they do not.
     """
-    if len(labels) != len(drawn):  # images could not be read, or there are several rows for each
+    if len(labels) != len(drawn):  # images could not be read, or there are several rows per image
         return None
     orders = [np.array(drawn)]
     if ids is not None and sorted(ids.tolist()) == sorted(drawn):
@@ -418,7 +423,7 @@ def _difference_of_labels(
 
 
 def _contradiction(classes: Integers, labels: Integers) -> tuple[int, int] | None:
-    """Two rows that share a class and no label, or a label and no class; None if there are none."""
+    """Two rows with the same class but different labels, or the same label but different classes; None if none."""
     first_of_class: dict[int, int] = {}
     first_of_label: dict[int, int] = {}
     for row, (class_, label) in enumerate(zip(classes.tolist(), labels.tolist())):

@@ -1,6 +1,6 @@
-"""The files that list the images of data sets: found below the root, and read as text; errors name file and line.
+"""Finds and reads the files that list the images of a data set; errors give file and line.
 
-They are lists of fields separated by whitespace, CSV files, and tables of images in CSV or Parquet.
+The formats are: fields separated by whitespace, CSV files, and tables of images in CSV or Parquet.
 """
 
 import csv
@@ -19,13 +19,13 @@ from lightning_retrieval.checks import first_of
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.optional_packages import optional_import
 
-LARGEST_PIXEL = 2**31  # what boxes of 32 bits cannot hold
+LARGEST_PIXEL = 2**31  # too large for boxes of 32 bits
 
 _OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
 
 
 def leaves_root(path: str) -> bool:
-    """Whether a path is absolute or goes up with `..`, and so may be outside of the data set's root."""
+    """Whether a path is absolute or contains `..`, so that it may lie outside the data set's root."""
     return _OUTSIDE_ROOT.search(path) is not None
 
 
@@ -42,15 +42,15 @@ def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]
 
 
 def find_missing(wanted: Iterable[str], found: Container[str]) -> list[str]:
-    """Return what is wanted and not found, in its order."""
+    """Return the items of `wanted` that are not in `found`, in order."""
     return [name for name in wanted if name not in found]
 
 
 @dataclass(frozen=True)
 class ListFile:
-    """A text file in UTF-8 that lists images. Its errors name the data set, the file and the line.
+    """A text file in UTF-8 that lists images. Its errors give the data set, the file and the line.
 
-    A position counts the lines that are not blank, from 0.
+    Positions count only lines that are not blank, from 0.
 
     Args:
         owner: name of the data set's class, the prefix of error messages.
@@ -61,13 +61,13 @@ class ListFile:
     path: Path
 
     def error(self, problem: str, position: int | None = None) -> ValueError:
-        """An error with this problem, which is in the line at a position if one is given."""
+        """An error with this message, and the line at `position` if it is given."""
         if position is not None:
             problem += f" in {self.where(position)}"
         return ValueError(f"{self.owner}: {problem}.")
 
     def where(self, position: int) -> str:
-        """The line at a position, and the file, for an error message."""
+        """The number of the line at a position, and the file, for an error message."""
         return f"line {self.line_number(position)} of {self.path}"
 
     def line_number(self, position: int) -> int:
@@ -108,9 +108,9 @@ class ListFile:
 
         Args:
             fields: number of fields that each line must have.
-            header: the fields of the header, which is the first line after the skipped ones; None if there is none.
-            skip: number of lines before the header that are skipped.
-            more: whether a line may have more fields.
+            header: the fields of the header, which is the first line after the skipped lines; None if there is none.
+            skip: number of lines to skip before the header.
+            more: whether a line may have further fields.
 
         Raises:
             ValueError: if the header differs, or lines have a different number of fields.
@@ -147,7 +147,7 @@ class ListFile:
         return columns
 
     def csv_rows(self) -> Iterator[tuple[list[str], int]]:
-        """Yield the fields of each row of a CSV file that is not blank, the header first, and the row's last line.
+        """Yield the fields of each non-blank row of a CSV file, header included, and the number of its last line.
 
         Raises:
             ValueError: if the file is not CSV.
@@ -161,13 +161,13 @@ class ListFile:
             raise self.error(f"{self.path} must be a CSV file, got {error} in line {reader.line_num}") from None
 
     def csv_columns(self, columns: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Yield the fields of the named columns of each row of a CSV file, and the row's line number.
+        """Yield, for each row of a CSV file, its fields in the named columns and its line number.
 
         Args:
-            columns: names of the columns, in the order in which they are returned; the file may have others.
+            columns: names of the columns, in the order of the yielded fields; the file may have further columns.
 
         Raises:
-            ValueError: if the header lacks a column, or rows end before a column.
+            ValueError: if the header lacks a column, or rows are too short.
         """
         rows = self.csv_rows()
         header = read_csv_header(rows)
@@ -235,7 +235,7 @@ class ListFile:
         Raises:
             ValueError: if a value occurs twice; the message has both line numbers.
         """
-        hashes = np.fromiter(map(hash, values), np.int64, len(values))  # a set of millions of paths takes much memory
+        hashes = np.fromiter(map(hash, values), np.int64, len(values))  # less memory than a set of millions of paths
         if all_different(hashes):
             return
         first_with: dict[object, int] = {}
@@ -269,13 +269,13 @@ def _fits(value: int | str, bits: int) -> bool:
 
 @dataclass(frozen=True)
 class ListLines:
-    """Which line of a list each image was read from, for error messages.
+    """The line of a list that each image was read from, for error messages.
 
     Args:
         file: the list.
-        rows: the position of each image's line among the lines that are not blank, after the skipped ones; if None, the
+        rows: for each image, the position of its line, counting non-blank lines after the first `skip`; if None, the
             images are in the order of the lines.
-        skip: number of lines that are not blank before the first image.
+        skip: number of non-blank lines before the first image.
     """
 
     file: ListFile
@@ -288,18 +288,18 @@ class ListLines:
         return self.file.owner
 
     def where(self, image: int) -> str:
-        """The line of the image at a position, and the list."""
+        """The line number of an image, and the file."""
         return self.file.where(self.row(image) + self.skip)
 
     def row(self, image: int) -> int:
-        """The position of an image's line among the lines that are not blank, after the skipped ones."""
+        """The position of an image's line, counting non-blank lines after the first `skip`."""
         if self.rows is None:
             return image
         return int(self.rows[image])
 
 
 def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
-    """Left, top, right and bottom in pixels of the box x, y, width, height; None if these are not finite numbers."""
+    """Convert a box x, y, width, height to left, top, right, bottom in pixels; None if one is not a finite number."""
     try:
         x, y, width, height = map(float, texts)
         box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
@@ -310,26 +310,26 @@ def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
     return box
 
 
-SEARCH_DEPTH = 2  # levels of folders, below the first, that are searched for a suggestion
-MAX_ENTRIES = 1000  # of a folder, beyond which its subfolders are not searched
+SEARCH_DEPTH = 2  # levels of subfolders that are searched for a suggestion
+MAX_ENTRIES = 1000  # the subfolders of larger folders are not searched
 
 
 def find_file(
     owner: str, root: Path, *candidates: str, companion: str = "", root_name: str = "root", argument: str = ""
 ) -> Path:
-    """Return the first of several paths below the root that exists, be it a file or a folder.
+    """Return the first of several paths below the root that exists, whether it is a file or a folder.
 
     Args:
         owner: prefix of error messages.
         root: the data set's folder.
         candidates: paths relative to the root.
-        companion: a path that a folder must also contain to be suggested as the root; for file names that other data
+        companion: a path that a folder must also contain to be suggested as the root, for file names that other data
             sets use too.
-        root_name: the argument that is the root, for the message.
-        argument: the argument that names the file, for the message; empty if the data set names it.
+        root_name: the argument with the root, for the message.
+        argument: the argument with the file name, for the message; empty if the data set defines the name.
 
     Raises:
-        FileNotFoundError: if none of the paths exists; the message names the folder of such a file, if one is nearby.
+        FileNotFoundError: if none of the paths exists; if such a file exists nearby, the message gives its folder.
     """
     for candidate in candidates:
         if (root / candidate).exists():
@@ -349,7 +349,7 @@ def find_file(
 
 
 def _without_root(root: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
-    """Say what the root is instead of a folder, and which folder may be meant."""
+    """The problem if the root is not a folder, with a suggestion of the folder that may be meant."""
     problem = "which is a file" if root.is_file() else "which does not exist"
     nearest = root.absolute().parent
     while not nearest.is_dir():
@@ -361,9 +361,9 @@ def _without_root(root: Path, candidates: Sequence[str], companion: str, root_na
 
 
 def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
-    """Say which root below this folder has the files, or where a file of that name is; empty if nothing was found."""
+    """A suggestion: a folder below this one that contains the files, or a file of that name; empty if none."""
     if folder == folder.parent:
-        return ""  # all of the disk is not searched
+        return ""  # do not search the whole disk
     found = list(_entries_below(folder, SEARCH_DEPTH))
     for candidate in sorted(candidates, key=lambda candidate: len(Path(candidate).parts), reverse=True):
         parts = Path(candidate).parts
@@ -402,18 +402,18 @@ PARQUET_SUFFIXES = (".parquet", ".pq")
 
 @dataclass(frozen=True)
 class TableLines(ListLines):
-    """Which row of a table each image was read from, for error messages.
+    """The row of a table that each image was read from, for error messages.
 
     Args:
-        numbers: the number of each row in the file.
-        unit: what `numbers` count, `"line"` or `"row"`.
+        numbers: line or row number of each row in the file.
+        unit: unit of `numbers`, `"line"` or `"row"`.
     """
 
     numbers: Sequence[int] = ()
     unit: str = "line"
 
     def where(self, image: int) -> str:
-        """The row of the image at a position, and the table."""
+        """The row number of an image, and the table."""
         return f"{self.unit} {self.numbers[self.row(image)]} of {self.file.path}"
 
 
@@ -424,8 +424,8 @@ class TextTable:
     Args:
         path: the file.
         columns: the fields of each column, by the column's name.
-        lines: the number of each row in the file.
-        unit: what `lines` counts, `"line"` or `"row"`.
+        lines: line or row number of each row in the file.
+        unit: unit of `lines`, `"line"` or `"row"`.
     """
 
     path: Path
@@ -434,7 +434,7 @@ class TextTable:
     unit: str = "line"
 
     def lines_of(self, rows: NDArray[np.intp]) -> TableLines:
-        """The lines of some rows, from 0, for the index of their images."""
+        """The line numbers of some rows, given by their indices, for an `ImageIndex`."""
         return TableLines(ListFile("ImageTable", self.path), rows, numbers=self.lines, unit=self.unit)
 
     def check(self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None) -> None:
@@ -443,7 +443,7 @@ class TextTable:
         Args:
             invalid_rows: numbers of the invalid rows, from 0.
             rule: the rule that they break, for the message.
-            values: the value of each row; the one of the first invalid row is shown in the message.
+            values: the value of each row; the message shows the value of the first invalid row.
         """
         if len(invalid_rows) == 0:
             return
@@ -458,7 +458,7 @@ class TextTable:
 
 
 def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> TextTable:
-    """Read those of the columns `COLUMNS` that a CSV or Parquet file has.
+    """Read the columns of a CSV or Parquet file that are in `COLUMNS`.
 
     Args:
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
@@ -514,7 +514,7 @@ def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
         content = pyarrow.parquet.read_table(path, columns=readable)
         for name in readable:
             table[name] = [as_text(value) for value in content.column(name).to_pylist()]
-    except Exception as error:  # pyarrow has many types of errors, few of which name the file
+    except Exception as error:  # pyarrow raises errors of many types, few of which give the file
         raise ValueError(f"ImageTable: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
     _check_header(path, header, required)
     return TextTable(path, table, range(1, content.num_rows + 1), unit="row")

@@ -1,6 +1,6 @@
 """Train image retrieval directly for Average Precision, with PyTorch Lightning.
 
-Each name is imported when it is first used, so that a command that needs no torch starts at once, and losses, metrics,
+Names are imported when they are first used, so that commands without torch start immediately, and losses, metrics,
 models and chunked backward work without Lightning.
 """
 
@@ -43,7 +43,7 @@ MODULES = {
     "multi_scale": "models.multi_scale",
 }
 
-if TYPE_CHECKING:  # type checkers export what is imported `as` itself; a computed list would hide it from them
+if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
     from lightning_retrieval.callbacks import RetrievalEvaluation as RetrievalEvaluation
     from lightning_retrieval.datamodules import PKSampler as PKSampler
     from lightning_retrieval.datamodules import RetrievalDataLoader as RetrievalDataLoader

@@ -1,6 +1,6 @@
-"""Checks that all packages share. An error message is one sentence: owner, argument, rule, value and how to fix it.
+"""Argument checks for all packages. An error message is one sentence: owner, argument, rule, value and how to fix it.
 
-`owner` is the name of the class or function whose argument is checked, the prefix of the message; `name` is the
+`owner` is the class or function whose argument is checked, and the prefix of the message. `name` is the name of the
 argument.
 """
 
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Settings outside of these make float32 overflow or underflow somewhere in a formula, so that a loss becomes NaN.
+# Settings outside this range overflow or underflow in float32, so that a loss becomes NaN.
 SMALLEST, LARGEST = 1e-12, 1e12
-LARGEST_INTEGER = 2**63 - 1  # of a tensor of int64
-LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of the usual file systems
+LARGEST_INTEGER = 2**63 - 1  # limit of int64
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, limits of common file systems
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def short_repr(value: Any) -> str:
-    """What an error message shows of a value: one line of at most 100 characters, whatever its `repr` does."""
+    """A value as text for error messages: one line of at most 100 characters, even if its `repr` is longer or fails."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
@@ -40,7 +40,7 @@ def first_line(error: Exception) -> str:
 
 
 def first_of(values: Sequence[Any], most: int = 5) -> str:
-    """What an error message shows of many values: the first of them."""
+    """The first of many values, as text for error messages."""
     shown = ", ".join(map(str, values[:most]))
     if len(values) > most:
         shown += ", ..."
@@ -48,7 +48,7 @@ def first_of(values: Sequence[Any], most: int = 5) -> str:
 
 
 def _with_type(value: Any) -> str:
-    """What an error message shows of a value of a wrong type."""
+    """A value of the wrong type, as text for error messages."""
     return f"{short_repr(value)} ({type(value).__name__})"
 
 
@@ -81,22 +81,22 @@ def check_finite_number(
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number, also one of NumPy's types. A bool is none."""
+    """Whether a value is a number of Python or NumPy. A bool is not a number."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_integer(value: Any) -> bool:
-    """Whether a value is an integer, also one of NumPy's types. A bool is none."""
+    """Whether a value is an integer of Python or NumPy. A bool is not an integer."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a number is finite. No integer is infinite, but float() raises OverflowError for a very large one."""
+    """Whether a number is finite. Integers always are, but float() raises OverflowError for very large ones."""
     return isinstance(value, int) or math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:
-    """A number of Python's types in place of one of NumPy's, which a checkpoint could not hold."""
+    """Convert a number of NumPy to a Python number, because checkpoints cannot hold NumPy's types."""
     if isinstance(value, (int, float)):
         return value
     if _is_integer(value):
@@ -126,7 +126,7 @@ def check_auto(owner: str, name: str, value: Any, least: int) -> Any:
 
 
 def check_counts(owner: str, name: str, values: Sequence[Any], *, may_be_empty: bool = False) -> tuple[int, ...]:
-    """The values as a tuple; raise unless they are a sequence of integers >= 1; `may_be_empty` allows none."""
+    """Return a tuple; raise unless `values` is a sequence of integers >= 1, empty only if `may_be_empty`."""
     is_sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
     if not is_sequence or not (values or may_be_empty):
         raise ValueError(f"{owner}: `{name}` must hold integers >= 1, such as (1, 10), got {short_repr(values)}.")
@@ -134,7 +134,7 @@ def check_counts(owner: str, name: str, values: Sequence[Any], *, may_be_empty: 
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """The choice that `value` is; raise unless it is one of `choices`. 0 is not False, and 1 is not True."""
+    """Return `value`; raise unless it is one of `choices`. 0 does not equal False here, and 1 does not equal True."""
     plain = value
     if _is_integer(value):
         plain = int(value)
@@ -181,7 +181,7 @@ def check_string(owner: str, name: str, value: str) -> str:
 
 
 def check_strings(owner: str, name: str, values: Any) -> None:
-    """Raise unless `values` is a sequence of strings; a single string is none, though it is one of characters."""
+    """Raise unless `values` is a sequence of strings. A single string is not accepted."""
     is_sequence = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping, Set, Tensor))
     if not is_sequence or getattr(values, "ndim", 1) != 1:
         raise TypeError(f"{owner}: `{name}` must be a sequence of strings, got one {type(values).__name__}.")
@@ -191,7 +191,7 @@ def check_strings(owner: str, name: str, values: Any) -> None:
 
 
 def check_sequence(owner: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a sequence, such as a list; a string is none."""
+    """Raise unless `value` is a sequence, such as a list. A string is not accepted."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise TypeError(f"{owner}: `{name}` must be a list, got {_with_type(value)}.")
 
@@ -203,7 +203,7 @@ def check_mapping(owner: str, name: str, value: Any) -> None:
 
 
 def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
-    """The path, in which `~` is replaced by the home folder; raise unless it is a string or a path, and not empty."""
+    """Return the path, with `~` replaced by the home folder; raise unless it is a non-empty string or path."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{owner}: `{name}` must be a string or a path, got {_with_type(value)}.")
     text = os.fspath(value)
@@ -219,7 +219,7 @@ def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
 
 
 def _check_lengths(owner: str, name: str, path: str) -> None:
-    """Raise if the path is too long for a file system, which would say so in the middle of the work."""
+    """Raise now if the path is too long for a file system, instead of in the middle of the work."""
     longest = max((len(part.encode(errors="replace")) for part in Path(path).parts), default=0)
     length = len(path.encode(errors="replace"))
     if longest > LONGEST_NAME or length > LONGEST_PATH:
@@ -230,7 +230,7 @@ def _check_lengths(owner: str, name: str, path: str) -> None:
 
 
 def check_tensor(owner: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a dense tensor that holds numbers. No number is read."""
+    """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{owner}: `{name}` must be a tensor, got {type(value).__name__}.")
     if value.layout is not torch.strided:
@@ -255,14 +255,14 @@ def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False)
 
 
 def check_maps(owner: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a floating-point tensor (N, C, H, W). It may be on the device meta, to find shapes."""
+    """Raise unless `value` is a floating-point tensor (N, C, H, W). The meta device is allowed, for finding shapes."""
     check_float(owner, name, value, may_be_meta=True)
     if value.ndim != 4:
         raise ValueError(f"{owner}: `{name}` must have shape (N, C, H, W), got {tuple(value.shape)}.")
 
 
 def check_device(owner: str, name: str, value: Any, device: torch.device | None, of: str) -> None:
-    """Raise if `value` is a tensor on another device than this one, which is that of the argument `of`; None is any."""
+    """Raise if `value` is a tensor and not on `device`, the device of the argument `of`; None allows any device."""
     if device is not None and isinstance(value, Tensor) and value.device != device:
         raise ValueError(
             f"{owner}: `{name}` must be on the device of `{of}`, {device}, got {value.device}; move it there."
@@ -282,7 +282,7 @@ def check_matrix(owner: str, name: str, embeddings: Tensor, *, finite: bool = Fa
 
 
 def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
-    """Raise for NaN and infinities, with the first rows that hold one, or the ids of these rows if there are ids."""
+    """Raise if there are NaN or infinities; the message gives the first such rows, by their ids if these are given."""
     finite = torch.isfinite(values)
     if bool(finite.all()):
         return
@@ -297,7 +297,7 @@ def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = Non
 
 
 def is_integer(values: Tensor) -> bool:
-    """Whether a tensor holds integers; bool does not count as one."""
+    """Whether a tensor has an integer dtype; bool does not count."""
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
@@ -313,8 +313,8 @@ def check_integers(
 ) -> None:
     """Raise unless `values` holds one integer for each of the `rows` rows of the argument `of`.
 
-    With `device`, the device of that argument, it must be on the same one. With `levels`, each row may have
-    several integers: labels, finest level first.
+    `device` is the device of the argument `of`. If it is given, `values` must be on the same device. With `levels`,
+    each row may have several integers: labels, finest level first.
     """
     check_device(owner, name, values, device, of)
     check_tensor(owner, name, values)

@@ -1,4 +1,4 @@
-"""Where the host waits for a device, and collectives: rows in rank order or between processes, sums of tensors."""
+"""Synchronisation of host and device, and collective operations: gather, exchange and sum rows over processes."""
 
 import os
 import pickle
@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether this device computes while the host continues, until the host asks for a value."""
+    """Whether this device computes asynchronously: the host waits only when it reads a value."""
     return device.type != "cpu"
 
 
 def size_for(device: torch.device, *, cpu: int, accelerator: int) -> int:
-    """How much a device computes at a time: what fits the caches of a CPU, or what makes a kernel worth its launch.
+    """The amount of work that a device does at a time: enough to fit a CPU's caches, or to be worth a kernel launch.
 
-    It depends on the type of the device only, so that a run can be reproduced on another machine.
+    It depends only on the type of the device, so that a run can be reproduced on another machine.
     """
     if is_accelerator(device):
         return accelerator
@@ -32,14 +32,14 @@ def size_for(device: torch.device, *, cpu: int, accelerator: int) -> int:
 def to_host(values: Tensor) -> Tensor:
     """A copy on the CPU, without a graph.
 
-    The host waits here until the device has computed the values, and meanwhile gives it no other work. So a training
-    step calls this as rarely as possible, with all values that it needs in one tensor.
+    The host waits until the device has computed the values, and meanwhile queues no other work. So a training step
+    should call this as rarely as possible, with all required values in one tensor.
     """
     return values.detach().cpu()
 
 
 def world_size(group: Any = None) -> int:
-    """Number of processes of a group, or of all if it is None; 1 without any group."""
+    """Number of processes in a group; None for the default group. 1 without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
     return 1
@@ -55,7 +55,7 @@ def rank() -> int:
 def gather_rows(
     rows: Shaped[Tensor, "shard ..."], counts: Sequence[int] | None = None, group: Any = None
 ) -> Shaped[Tensor, "batch ..."]:
-    """Gather the rows of all processes in rank order, without a gradient; their numbers of rows may differ.
+    """Gather the rows of all processes in rank order, without a gradient. Processes may have different numbers of rows.
 
     Args:
         rows: rows of this process.
@@ -91,13 +91,13 @@ def gather_parts(
 
 @dataclass(frozen=True)
 class Shard:
-    """Which shard of some work this process does: `index` of `count`.
+    """The shard of this process in some work that several processes share.
 
     Args:
-        index: of this process, from 0.
+        index: index of this process, from 0.
         count: number of processes that share the work.
         group: process group of these processes; None for all processes.
-        device: of tensors that are sent to other processes; None if there is one process.
+        device: device of tensors that are sent to other processes; None if there is only one process.
     """
 
     index: int = 0
@@ -106,7 +106,7 @@ class Shard:
     device: torch.device | None = None
 
     def add_up(self, values: Tensor) -> None:
-        """Replace values by the sum of those of all processes that share the work. A collective operation."""
+        """Replace values in place by their sum over all processes that share the work. A collective operation."""
         if self.count > 1:
             dist.all_reduce(values, group=self.group)
 
@@ -117,13 +117,13 @@ UNSHARDED = Shard()
 def exchange_rows(
     rows: Shaped[Tensor, "sent ..."], sent: Sequence[int], received: Sequence[int], shard: Shard
 ) -> Shaped[Tensor, "received ..."]:
-    """Send rows to each process, and receive rows of each, on the device of the rows. A collective operation.
+    """Send rows to each process, and receive rows from each, on the device of `rows`. A collective operation.
 
     Args:
-        rows: those for the first process, then those for the second, and so on.
-        sent: number of rows for each process.
-        received: number of rows from each process.
-        shard: this process.
+        rows: the rows to send, in the order of the receiving processes.
+        sent: number of rows to send to each process.
+        received: number of rows to receive from each process.
+        shard: the shard of this process.
     """
     result = torch.empty(sum(received), *rows.shape[1:], dtype=rows.dtype, device=shard.device)
     dist.all_to_all_single(result, rows.to(shard.device), list(received), list(sent), group=shard.group)
@@ -133,15 +133,15 @@ def exchange_rows(
 def fetch_rows(
     rows: Shaped[Tensor, "local ..."], process: Int[Tensor, " wanted"], index: Int[Tensor, " wanted"], shard: Shard
 ) -> Shaped[Tensor, "wanted ..."]:
-    """Rows that any process holds, on the device of the rows. A collective operation.
+    """Fetch rows from any processes, on the device of `rows`. A collective operation.
 
-    Each process may want other rows, and any number of them.
+    Each process may fetch different rows, and any number of them.
 
     Args:
-        rows: rows of this process, which others may want.
-        process: which process holds each wanted row.
-        index: of each wanted row among the rows of that process.
-        shard: this process.
+        rows: rows of this process, which other processes may fetch.
+        process: for each wanted row, the process that holds it.
+        index: for each wanted row, its index among the rows of that process.
+        shard: the shard of this process.
     """
     by_process = process.argsort(stable=True)
     wanted = torch.bincount(process, minlength=shard.count)
@@ -155,7 +155,7 @@ def fetch_rows(
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """A value of each process in rank order, which pickle can copy; for little data, such as the names of files."""
+    """Gather a picklable value of each process, in rank order; for small data, such as file names."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -164,19 +164,19 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], Any]) -> list[Any]:
-    """Call a function on each process, and return all results in rank order; if one process fails, all do.
+    """Call a function on each process, and return all results in rank order; if it fails on one process, all raise.
 
     Args:
-        work: is called on each process, before any of them waits for another.
+        work: called on each process, before processes wait for each other.
 
     Raises:
-        Exception: that of the first process on which the function has failed, on all processes.
-        RuntimeError: with the type and the message of this exception, if pickle cannot copy it to other processes.
+        Exception: on all processes, the exception of the first process on which the function failed.
+        RuntimeError: instead of this exception, with its type and message, if it cannot be pickled.
     """
     value, error = None, None
     try:
         value = work()
-    except Exception as found:  # whatever it is, the other processes wait for this one
+    except Exception as found:  # of any type, because the other processes wait for this one
         error = _as_sent(found)
     results = gather_objects((value, error))
     for _, error in results:
@@ -186,20 +186,20 @@ def together(work: Callable[[], Any]) -> list[Any]:
 
 
 def _as_sent(error: Exception) -> Exception:
-    """The exception, or a RuntimeError with its type and message if pickle does not copy it to other processes."""
+    """The exception, or a RuntimeError with its type and message if it cannot be pickled."""
     if world_size() == 1:
         return error
     try:
         copied = pickle.loads(pickle.dumps(error))
         if str(copied) == str(error):
             return error
-    except Exception:  # of any type, as it comes from the methods of the exception
+    except Exception:  # of any type: the exception's own methods may fail
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of all processes' tensors, on every process."""
+    """The sum of a tensor over all processes, on every process."""
     if world_size() > 1:
         values = values.clone()
         dist.all_reduce(values)
@@ -207,10 +207,10 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:
-    """Whether a forked process of this Python waits forever if another thread is just registering with Python.
+    """Whether this version of Python can deadlock if it forks while another thread registers with the interpreter.
 
-    That is issue 112275 of CPython. The threads of the gloo backend register after each collective operation, so a data
-    loader that starts its workers soon after one may never get its first batch.
+    This is issue 112275 of CPython. The threads of the gloo backend register after each collective operation. So a data
+    loader that starts its workers soon after a collective operation may never get its first batch.
     """
     repaired = {(3, 10): 15, (3, 11): 10}
     return micro < repaired.get((major, minor), 0)

@@ -1,6 +1,7 @@
-"""Files that must survive a crash: one atomic writer, checksums, manifests, and a lock for one writer at a time.
+"""Files that survive a crash: atomic writes, checksums, manifests, and a lock for a single writer.
 
-Whatever somebody could miss is written by `new_file`: a file has either its old content or the new one, complete.
+All files whose loss would matter are written by `new_file`: such a file always has either its complete old content or
+its complete new content.
 """
 
 import fcntl
@@ -24,10 +25,10 @@ _locks: set[IO[str]] = set()  # open files whose locks this process holds
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` when the `with` block ends.
+    """Context with a new file that replaces `path` on exit.
 
-    Its content is on the disk before it gets its name. If the block fails, `path` is as it was before. Only a process
-    that is killed leaves a temporary file, named `.<random>.tmp`.
+    The content is flushed to the disk before the file gets its name. If the block raises, `path` does not change. A
+    killed process leaves a temporary file, named `.<random>.tmp`.
 
     Raises:
         OSError: if the file cannot be written.
@@ -44,10 +45,10 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def move_file(source: Path, path: Path) -> None:
-    """Wait until a new file is on the disk, and let it take the place of `path` in the same file system."""
+    """Flush a new file to the disk, then replace `path` on the same file system by it."""
     flush(source)
     os.replace(source, path)
-    with suppress(OSError):  # the file is in its place, and some file systems cannot flush a folder
+    with suppress(OSError):  # `path` is already replaced, and some file systems cannot flush a folder
         flush(path.parent)
 
 
@@ -57,7 +58,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def delete_temporary_files(folder: Path) -> None:
-    """Delete what killed processes have left in a folder that nobody else writes to."""
+    """Delete the temporary files of killed processes in a folder to which no other process writes."""
     for path in folder.iterdir():
         if is_temporary(path):
             path.unlink()
@@ -73,7 +74,7 @@ def flush(path: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The message of an error on one line; of an error of the operating system, its text alone."""
+    """The message of an error as one line; for an error of the operating system, only its text."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror
@@ -81,7 +82,7 @@ def reason(error: BaseException) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, which is read in pieces."""
+    """SHA-256 of a file, which is not read into memory as a whole."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while data := stream.read(READ_BYTES):
@@ -90,12 +91,12 @@ def file_digest(path: Path) -> str:
 
 
 class DigestStream:
-    """A binary stream that can only be written to, and computes the SHA-256 of its content.
+    """A write-only binary stream that computes the SHA-256 of its content.
 
-    It has no file descriptor, so that NumPy cannot write past it.
+    It has no file descriptor, so that NumPy cannot bypass it.
 
     Args:
-        stream: where the bytes go.
+        stream: the stream to write to.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -120,11 +121,11 @@ class DigestStream:
 
 
 def write_verified(owner: str, path: Path, write: Callable[[DigestStream], object]) -> str:
-    """Write a file with `new_file`, after its content on the disk was compared with what was to be written.
+    """Write a file with `new_file`, and verify its content on the disk before it gets its name.
 
     Args:
         owner: prefix of error messages.
-        path: of the file.
+        path: path of the file.
         write: writes the content to a stream.
 
     Returns:
@@ -153,15 +154,15 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], objec
 
 @dataclass(frozen=True)
 class Manifest:
-    """The JSON file in a folder that lists or describes its other files, with a checksum of what it says.
+    """A JSON file that describes the other files in its folder, with a checksum of its own values.
 
     Args:
-        content: what such a folder holds, such as `"index"`.
-        name: of the file.
-        command: of `lightning-retrieval` that writes such a folder.
-        cure: what to do if the file is damaged.
-        version: of the format.
-        may_lack_checksum: whether a file without a checksum is read.
+        content: the kind of content of the folder, such as `"index"`.
+        name: file name.
+        command: the command of `lightning-retrieval` that writes such a folder.
+        cure: advice if the file is damaged.
+        version: version of the format.
+        may_lack_checksum: whether files without a checksum are accepted.
     """
 
     content: str
@@ -177,7 +178,7 @@ class Manifest:
         return f"lightning-retrieval {self.content}"
 
     def encode(self, values: Mapping[str, Any]) -> bytes:
-        """The file with these plain values."""
+        """The content of a file with these plain values."""
         header = {"format": self.format, "version": self.version, "sha256": _digest_of_values(values)}
         return (json.dumps({**header, **values}, indent=1) + "\n").encode()
 
@@ -186,7 +187,7 @@ class Manifest:
 
         Raises:
             FileNotFoundError: if the folder has no such file.
-            ValueError: if the file is damaged, or is that of another format or version.
+            ValueError: if the file is damaged, or has another format or version.
         """
         path = folder / self.name
         if not path.is_file():
@@ -198,7 +199,7 @@ class Manifest:
             values = dict(json.loads(path.read_bytes()))
             header = {name: values.pop(name, None) for name in ("format", "version", "sha256")}
             digest = _digest_of_values(values)
-        except (TypeError, ValueError, RecursionError):  # the last for lists in lists, thousands deep
+        except (TypeError, ValueError, RecursionError):  # RecursionError: thousands of nested lists
             raise ValueError(f"{owner}: {path} is damaged, it is not valid JSON; {self.cure}.") from None
         if header["format"] != self.format:
             raise ValueError(
@@ -222,15 +223,15 @@ def _digest_of_values(values: Mapping[str, Any]) -> str:
 
 @contextmanager
 def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[IO[str]]:
-    """Hold the lock of a folder; the operating system releases it if the process ends.
+    """Context that holds the lock of a folder; the operating system releases it if the process ends.
 
-    Forked children, such as the workers of a data loader, do not hold it: they may outlive a process that is killed.
+    Forked children, such as data-loader workers, do not hold the lock, because they may outlive a killed process.
 
     Args:
         owner: prefix of error messages.
         folder: an existing folder.
-        name: of the file in it that is locked.
-        shared: hold it together with other processes that share it.
+        name: name of the lock file in the folder.
+        shared: whether the lock is shared with other processes that also pass `shared=True`.
 
     Raises:
         ValueError: if another process holds the lock.
@@ -245,9 +246,9 @@ def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = Fa
 
 
 def _close_locks() -> None:
-    """In a forked child, close the files whose locks belong to its parent.
+    """In a forked child, release the files whose locks belong to the parent.
 
-    Their descriptors then belong to /dev/null, so that whoever closes these objects of Python closes nothing else.
+    Their descriptors are redirected to /dev/null, so that closing the Python file objects later closes no other file.
     """
     for file in _locks:
         other = os.open(os.devnull, os.O_RDWR)
@@ -260,7 +261,7 @@ os.register_at_fork(after_in_child=_close_locks)
 
 
 def take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None:
-    """Lock the open file of `folder_lock`, or turn the lock into one that is shared, or that is not."""
+    """Lock the open file of `folder_lock`, or convert its lock between shared and exclusive."""
     kind = fcntl.LOCK_EX
     if shared:
         kind = fcntl.LOCK_SH

@@ -1,4 +1,4 @@
-"""Packages that only some features need: they are imported where they are used, and may be missing."""
+"""Imports of optional packages, which only some features need."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,15 +6,16 @@ from contextlib import contextmanager
 
 @contextmanager
 def optional_import(message: str) -> Iterator[None]:
-    """Raise one sentence if a package that is imported in this block is missing.
+    """Context that replaces the error of a failed import by one sentence.
 
-    If the package is installed, but its import fails, such as for a shared library, the reason is added in parentheses.
+    If the package is installed but its import fails, for example because of a shared library, the reason is added in
+    parentheses.
 
     Args:
-        message: what needs the package, and how to install it; a sentence with its full stop.
+        message: a sentence, with full stop, on what needs the package and how to install it.
 
     Raises:
-        ModuleNotFoundError: if an import of the block fails.
+        ModuleNotFoundError: if an import in the context fails.
 
     Example:
         >>> from lightning_retrieval.optional_packages import optional_import

@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 1 << 16  # strings that are copied at a time
+BLOCK = 1 << 16  # number of strings copied at a time
 
 
 class PackedStrings(Sequence[str]):
-    """A sequence of strings, stored as one array of bytes and the position after each string's last byte.
+    """A sequence of strings, stored as an array of bytes and an array with the end position of each string.
 
-    Arrays pickle, fork and save quickly and without a Python object for each string. An integer index gives a string; a
-    slice, a mask or an array of integers gives `PackedStrings`.
+    Arrays can be pickled, forked and saved quickly, without a Python object for each string. An integer index returns a
+    string; a slice, a mask or an array of integers returns `PackedStrings`.
 
     Args:
-        strings: the strings. File names that are not valid UTF-8 are kept as they are.
+        strings: the strings. File names that are not valid UTF-8 are preserved.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -35,7 +35,7 @@ class PackedStrings(Sequence[str]):
 
     @classmethod
     def join(cls, parts: Sequence["PackedStrings"]) -> "PackedStrings":
-        """The strings of all parts in their order; there must be at least one part."""
+        """Concatenate packed strings; there must be at least one part."""
         sizes = [len(part.data) for part in parts]
         begins = np.cumsum([0, *sizes[:-1]])
         ends = [part.ends + begin for part, begin in zip(parts, begins)]
@@ -55,7 +55,7 @@ class PackedStrings(Sequence[str]):
 
     def __iter__(self) -> Iterator[str]:
         begin = 0
-        for block in range(0, len(self), BLOCK):  # Python's objects of all strings would take much memory
+        for block in range(0, len(self), BLOCK):  # Python objects for all strings at once would take much memory
             ends = self.ends[block : block + BLOCK].tolist()
             first = begin
             data = self.data[first : ends[-1]].tobytes()
@@ -66,7 +66,7 @@ class PackedStrings(Sequence[str]):
     def _select(self, rows: NDArray[np.int64]) -> "PackedStrings":
         """The strings at these positions, copied block by block.
 
-        The positions of all bytes at once would take 16 times the memory of the bytes themselves.
+        An index for all bytes at once would take 16 times the memory of the bytes themselves.
         """
         all_lengths = np.diff(self.ends, prepend=0)
         lengths = all_lengths[rows]

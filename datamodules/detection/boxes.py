@@ -1,4 +1,4 @@
-"""Images with objects in boxes, for detectors: their list, the dataset, and the base classes of the data modules."""
+"""Images with objects in boxes, for detectors: index, dataset, and the base classes of the data modules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -48,16 +48,16 @@ class ImageObjects(NamedTuple):
 
 
 class BoxIndex:
-    """Paths of the images of one split, and the objects in each.
+    """Paths of the images of one split, and the objects in each image.
 
     Args:
-        paths: relative to the data set's root.
-        objects: those of each image: boxes, labels from 1, and whether each object is difficult. An image may have no
-            object.
+        paths: paths relative to the data set's root.
+        objects: for each image, its boxes, its labels from 1, and whether each object is difficult. An image may have
+            no objects.
         class_names: names of the classes 1, 2, ...
 
     Raises:
-        TypeError: if `paths` or `class_names` is no sequence of strings.
+        TypeError: if `paths` or `class_names` is not a sequence of strings.
         ValueError: if there is no image, lengths differ, a label is not from 1 to the number of classes, or a box has
             no area or is not finite.
 
@@ -88,7 +88,7 @@ class BoxIndex:
         self.paths = list(paths)
         self.class_names = list(class_names)
         images = [_image_objects(given) for given in objects]
-        # Joined arrays are not copied to the workers, unlike millions of small ones.
+        # Concatenated, because forked workers would copy millions of small arrays.
         self._ends = np.cumsum([len(image.labels) for image in images])
         self._boxes = np.concatenate([image.boxes for image in images])
         self._labels = np.concatenate([image.labels for image in images])
@@ -105,7 +105,7 @@ class BoxIndex:
         return ImageObjects(self._boxes[begin:end], self._labels[begin:end], self._difficult[begin:end])
 
     def count_objects(self, *, difficult: bool = False) -> int:
-        """Number of objects, without the difficult ones if not asked for them."""
+        """Number of objects, with or without difficult objects."""
         if check_bool("BoxIndex", "difficult", difficult):
             return len(self._labels)
         return int((~self._difficult).sum())
@@ -161,22 +161,22 @@ Item = tuple[Tensor, dict[str, Tensor]]
 
 
 class BoxSet(Dataset[Item]):
-    """A map-style dataset of pairs of an image and its target, as torchvision's detectors take them.
+    """A map-style dataset of pairs of an image and its target, in the format of torchvision's detectors.
 
     The image is a float tensor (3, height, width) from 0 to 1. The target is a dict of `boxes` (objects, 4) in pixels,
     left, top, right and bottom, `labels` (objects,), `difficult` (objects,), and the number `image_id`, which is the
     image's position in the index. Images are not rotated by their EXIF orientation, since boxes refer to the pixels of
-    the file; a box is cut off at the edges of its image.
+    the file. Boxes are clipped to their image.
 
     Args:
         index: the images and their objects.
         root: the folder that the paths are relative to.
-        train: whether difficult objects are skipped, and half of the images are flipped. Which ones is determined by
-            the seed that `RetrievalDataLoader` gives each index.
+        train: whether difficult objects are skipped, and half of the images are flipped, chosen by the seed that
+            `RetrievalDataLoader` gives each index.
 
     Raises:
         TypeError: if `train` is not a bool.
-        ValueError: for an item, if the image cannot be decoded, or a box is outside of it.
+        ValueError: for an item, if the image cannot be decoded, or a box is outside the image.
         FileNotFoundError: for an item, if the file does not exist.
 
     Example:
@@ -222,13 +222,13 @@ class BoxSet(Dataset[Item]):
                 pixels = functional.pil_to_tensor(to_rgb(file))
         except FileNotFoundError:
             raise FileNotFoundError(f"BoxSet: cannot read the image {path}, which does not exist.") from None
-        except Exception as error:  # Pillow raises errors of many kinds
+        except Exception as error:  # Pillow raises errors of many types
             raise ValueError(f"BoxSet: cannot read the image {path} ({error}); repair or remove it.") from error
         image: Tensor = functional.to_dtype(pixels, torch.float32, scale=True)
         return image
 
     def _inside(self, position: int, boxes: Tensor, height: int, width: int) -> Tensor:
-        """The boxes, cut off at the edges of the image."""
+        """The boxes, clipped to the image."""
         inside = boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height]))
         empty = (inside[:, 0] >= inside[:, 2]) | (inside[:, 1] >= inside[:, 3])
         if bool(empty.any()):
@@ -260,7 +260,7 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
     """Base class of the data modules for detectors: random global batches for training, evaluation in order.
 
     A subclass defines `class_names` and the sets `train_set`, `val_set` and `test_set`, whose items are pairs of an
-    image and a target as those of `BoxSet`.
+    image and a target in the format of `BoxSet`.
 
     Args:
         batch_size: number of images in a global batch, >= 1, which is distributed over the processes.
@@ -275,7 +275,7 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         TypeError: if a number is not an integer, or `pin_memory` is not True, False or None.
 
     Relations:
-        A run does not depend on the number of workers. One that was interrupted within an epoch continues with the
+        A run does not depend on the number of workers. A run that was interrupted within an epoch continues with the
         next batch.
     """
 
@@ -319,13 +319,13 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         """The set for which results are reported."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """A loader of random batches, which begins where a resumed run continues.
+        """A loader of random batches, which begins at the batch where a resumed run continues.
 
-        With `Trainer(overfit_batches=...)` the batches are in order, since Lightning repeats the first ones.
+        With `Trainer(overfit_batches=...)`, batches are in order instead, since Lightning repeats the first batches.
         """
         trainer = self.trainer
         if trainer is not None and getattr(trainer, "overfit_batches", 0) > 0:
-            size = max(1, self.batch_size // trainer.world_size)  # of a shard: Lightning's sampler distributes images
+            size = max(1, self.batch_size // trainer.world_size)  # per process: Lightning's sampler distributes images
             return DataLoader(self.train_set, batch_size=size, **self._loader_settings())
         sampler = RandomBatchSampler(len(self.train_set), batch_size=self.batch_size, seed=self.seed)
         return training_loader(trainer, self.train_set, sampler, **self._loader_settings())
@@ -352,7 +352,7 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
 class BoxDataModule(DetectionDataModule):
     """Base class of the data modules that read image files and annotations.
 
-    A subclass returns in `read` the images of the splits `"train"`, `"test"` and optionally `"val"`.
+    The method `read` of a subclass returns the images of the splits `"train"`, `"test"` and optionally `"val"`.
 
     Args:
         root: the data set's folder; `~` is the home folder.
@@ -376,12 +376,12 @@ class BoxDataModule(DetectionDataModule):
         """Read the images of each split."""
 
     def prepare_data(self) -> None:
-        """Read the annotations, so that a mistake in the files is found before anything else happens."""
+        """Read the annotations, so that errors in the files are found before anything else happens."""
         self.splits  # noqa: B018
 
     @cached_property
     def splits(self) -> dict[str, BoxIndex]:
-        """The images of each split, which all have the same classes."""
+        """The images of each split. All splits have the same classes."""
         return dict(self.read())
 
     @property

@@ -1,4 +1,4 @@
-"""The user's images with boxes, in the JSON format of COCO, which annotation tools export."""
+"""The user's images with boxes, in COCO's JSON format, which annotation tools export."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from lightning_retrieval.datamodules.table_file import leaves_root
 OWNER = "CocoDetection"
 LARGEST_COORDINATE = 1e9  # pixels
 
-# The keys that are read, and the types of their values.
+# The required keys, and the types of their values.
 KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "images": {"id": (int, str), "file_name": (str,)},
     "annotations": {"id": (int, str), "image_id": (int, str), "category_id": (int,), "bbox": (list,)},
@@ -32,15 +32,15 @@ class CocoDetection(BoxDataModule):
     Args:
         root: the folder that the file names of the images are relative to.
         train: the JSON file of the training split; relative paths are relative to `root`.
-        test: that of the test split.
-        val: that of the split on which checkpoints are chosen; the test split if None.
+        test: the JSON file of the test split.
+        val: the JSON file of the split used to choose checkpoints; if None, the test split is used.
         settings: arguments of `DetectionDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `seed`,
             `pin_memory`.
 
     Raises:
         FileNotFoundError: if a file does not exist.
-        ValueError: if a file is not JSON, with its line; if it is not as expected, with the id of the entry; or if the
-            splits have different categories.
+        ValueError: if a file is not valid JSON (the message has the line) or not in COCO's format (the message has the
+            id of the entry), or if the splits have different categories.
 
     Example:
         >>> import json
@@ -60,7 +60,7 @@ class CocoDetection(BoxDataModule):
         `PascalVOC` reads VOC's own files. `BoxSet` describes the targets.
 
     Source:
-        The format is that of https://cocodataset.org/#format-data (Lin et al., ECCV 2014).
+        https://cocodataset.org/#format-data describes the format (Lin et al., ECCV 2014).
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def read_coco(path: Path) -> BoxIndex:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The content of the file, if it has the three lists and their entries have the keys that are read."""
+    """The content of the file; raises unless it has the three lists, and their entries have the required keys."""
     if not path.is_file():
         raise FileNotFoundError(f"{OWNER}: {path} must be a JSON file in COCO's format, but there is no such file.")
     try:
@@ -156,7 +156,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(path: Path, name: str, number: int, entry: Any, keys: Mapping[str, tuple[type, ...]]) -> None:
-    """Check that an entry of a list has the keys that are read, with values of the right types."""
+    """Check that an entry of a list has the required keys, with values of the right types."""
     if not isinstance(entry, dict):
         raise ValueError(f"{OWNER}: {path} must have objects in {name!r}, got {entry!r} in entry {number}.")
     for key, types in keys.items():
@@ -180,7 +180,7 @@ def _check_unique(path: Path, what: str, key: str, entries: Iterable[Mapping[str
 def _checked_box(
     path: Path, annotation: dict[str, Any], paths: Mapping[Any, str], label_of: Mapping[Any, int]
 ) -> list[float]:
-    """Left, top, right and bottom of an annotation whose image and category exist."""
+    """Left, top, right and bottom of an annotation; raises if its image or its category does not exist."""
     where = f"in annotation {annotation['id']}"
     if annotation["image_id"] not in paths:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""GlyphScenes: images with boxes around characters, drawn when they are needed, for detectors that train quickly."""
+"""GlyphScenes: images with boxes around characters, drawn on demand, for detectors that train quickly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from lightning_retrieval.datamodules.image_check import DataReport
 
 # The characters of the classes, in this order; all fonts below contain them, and no two look alike.
 CHARACTERS = "AERSKMTX2458BGHNDFJLPQUWY3679bdefghkmnqrty"
-DISTRACTORS = "?&#%@$!+=<>*"  # characters of no class, which are clutter
+DISTRACTORS = "?&#%@$!+=<>*"  # characters of no class, drawn as clutter
 
 
 FONTS = (
@@ -36,11 +36,11 @@ FONTS = (
     "cmss10",
 )
 FONT_SIZES = (16, 38)  # smallest and largest, in pixels
-MAX_OVERLAP = 0.1  # of the box of an object with that of another, as a fraction of the smaller
-TRIES = 20  # positions that are tried for an object, which is skipped if all overlap with another
-VISIBLE = 64  # grey value of a drawn character from which a pixel belongs to its box
+MAX_OVERLAP = 0.1  # largest overlap of the boxes of two objects, as a fraction of the smaller box
+TRIES = 20  # positions tried for an object before it is skipped because of overlap
+VISIBLE = 64  # a character's box encloses its pixels with at least this grey value
 NOISE = 18.0  # standard deviation of the grey values
-CONTRASTS = (25, 90)  # smallest and largest difference of a character from the background
+CONTRASTS = (25, 90)  # smallest and largest difference between the grey values of character and background
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class SceneArtist:
-    """Draws scenes, each a function of the random generator alone.
+    """Draws scenes. A scene depends only on these settings and the random generator.
 
     Args:
         image_size: height and width in pixels.
-        num_classes: number of characters, the first ones of `CHARACTERS`.
-        max_objects: a scene has 1 to this many objects.
+        num_classes: number of classes: the first characters of `CHARACTERS`.
+        max_objects: maximum number of objects in a scene; the minimum is 1.
         frequency_exponent: class k is drawn with a probability proportional to 1 / k ** frequency_exponent.
         max_rotation: largest rotation of a character in degrees, to both sides.
         clutter: largest number of lines, arcs and characters of no class behind the objects.
@@ -129,7 +129,7 @@ class SceneArtist:
     def _free_box(
         self, extent: tuple[int, int], boxes: Sequence[tuple[int, int, int, int]], generator: np.random.Generator
     ) -> tuple[int, int, int, int] | None:
-        """A random box of this width and height that hardly overlaps with the others; None if none was found."""
+        """A random box of this width and height with at most `MAX_OVERLAP`; None if none was found."""
         width, height = extent
         for _ in range(TRIES):
             left = int(generator.integers(0, self.image_size - width + 1))
@@ -162,7 +162,7 @@ def _is_visible(value: int) -> int:
 
 
 def _overlap(box: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> float:
-    """Area of the intersection of two boxes, as a fraction of the smaller one."""
+    """Area of the intersection of two boxes, as a fraction of the smaller box."""
     width = min(box[2], other[2]) - max(box[0], other[0])
     height = min(box[3], other[3]) - max(box[1], other[1])
     smaller = min(_area(box), _area(other))
@@ -181,7 +181,7 @@ class GlyphSceneSet(Dataset[Item]):
 
     Args:
         artist: draws the scenes.
-        split: `"train"`, `"val"` or `"test"`; each has other scenes.
+        split: `"train"`, `"val"` or `"test"`; their scenes differ.
         size: number of scenes.
         scene_seed: a scene is a function of (scene_seed, split, index).
     """
@@ -207,9 +207,9 @@ class GlyphSceneSet(Dataset[Item]):
 
 
 class GlyphScenes(DetectionDataModule):
-    """Scenes of characters in ten of matplotlib's fonts and in many sizes over clutter, without a download.
+    """Scenes of characters in ten of matplotlib's fonts and many sizes, over clutter, without a download.
 
-    Scenes are drawn when they are needed, in a millisecond. A scene is a function of (scene_seed, split, index).
+    Scenes are drawn on demand, in a millisecond. A scene is a function of (scene_seed, split, index).
 
     Args:
         num_classes: number of characters, from 1 to 42.
@@ -220,8 +220,8 @@ class GlyphScenes(DetectionDataModule):
         max_rotation: largest rotation of a character in degrees, >= 0.
         clutter: largest number of lines, arcs and characters of no class behind the objects, >= 0.
         train_size: number of training scenes, >= 2.
-        eval_size: number of scenes for validation and for the test, each, >= 1.
-        scene_seed: an integer >= 0, determines the scenes.
+        eval_size: number of scenes in each of the validation and the test set, >= 1.
+        scene_seed: an integer >= 0 that determines the scenes.
         batch_size: number of images in a global batch, >= 1, which is distributed over the processes.
         eval_batch_size: number of images at a time in evaluation, >= 1.
         num_workers: number of processes that draw scenes, >= 0.
@@ -230,7 +230,7 @@ class GlyphScenes(DetectionDataModule):
 
     Raises:
         ValueError: if a number is out of its range.
-        TypeError: if a number has another type.
+        TypeError: if a number has the wrong type.
 
     Example:
         >>> from lightning_retrieval.datamodules import GlyphScenes
@@ -293,7 +293,7 @@ class GlyphScenes(DetectionDataModule):
 
     @cached_property
     def val_set(self) -> GlyphSceneSet:
-        """The scenes on which checkpoints are chosen."""
+        """The scenes used to choose checkpoints."""
         return GlyphSceneSet(self._artist, "val", size=self.eval_size, scene_seed=self.scene_seed)
 
     @cached_property
@@ -302,7 +302,7 @@ class GlyphScenes(DetectionDataModule):
         return GlyphSceneSet(self._artist, "test", size=self.eval_size, scene_seed=self.scene_seed)
 
     def check(self) -> DataReport:
-        """Count the scenes and classes; there is nothing published to compare them with."""
+        """Count the scenes and classes. There are no published counts to compare with."""
         report = DataReport()
         for name, size in (("train", self.train_size), ("val", self.eval_size), ("test", self.eval_size)):
             report.splits[name] = ((size, self.num_classes), ())

@@ -17,7 +17,7 @@ CLASSES = (
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
 
-# Images, and objects that are not difficult.
+# Numbers of images, and of objects that are not difficult.
 TRAIN_COUNTS = {"VOC2007": (5011, 12608), "VOC2012": (11540, 27450)}
 TEST_COUNTS = (4952, 12032)
 
@@ -32,7 +32,8 @@ class PascalVOC(BoxDataModule):
     In training, difficult objects are skipped; in evaluation they are ignored, as in the development kit.
 
     Args:
-        root: the folder `VOCdevkit`, or the one that contains it, with the folders `VOC2007` and `VOC2012` in it.
+        root: the folder `VOCdevkit`, which contains the folders `VOC2007` and `VOC2012`, or the folder that contains
+            it.
         train_sets: the years to train on, `"VOC2007"` and `"VOC2012"`; both are known as 07+12.
         settings: arguments of `DetectionDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `seed`,
             `pin_memory`.
@@ -48,8 +49,8 @@ class PascalVOC(BoxDataModule):
         ('VOC2007', 'VOC2012')
 
     Relations:
-        `VOCMetrics` computes AP as VOC does. `BoxSet` describes the targets. The boxes of the files are of inclusive
-        pixels counted from 1; here 1 is subtracted from left and top.
+        `VOCMetrics` computes AP by VOC's rules. `BoxSet` describes the targets. In the files, boxes consist of
+        inclusive pixels counted from 1; here, 1 is subtracted from left and top.
 
     Source:
         Everingham et al., The Pascal Visual Object Classes (VOC) Challenge, IJCV 2010.
@@ -68,7 +69,7 @@ class PascalVOC(BoxDataModule):
 
     @property
     def published_objects(self) -> Mapping[str, tuple[int, int]]:  # type: ignore[override]
-        """Images and objects of each split; those of several years are added."""
+        """Numbers of images and objects of each split, added over the years."""
         images = sum(TRAIN_COUNTS[year][0] for year in self.train_sets)
         objects = sum(TRAIN_COUNTS[year][1] for year in self.train_sets)
         return {"train": (images, objects), "test": TEST_COUNTS}
@@ -102,11 +103,11 @@ class PascalVOC(BoxDataModule):
 
 
 def read_annotation(path: Path) -> Objects:
-    """The objects in the annotation of one image: boxes, labels from 1 in the order of `CLASSES`, difficult.
+    """The objects in the annotation of one image: boxes, labels from 1 in the order of `CLASSES`, difficult flags.
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if it is not XML, the message has the line; or if an object is not as expected.
+        ValueError: if the file is not XML (the message has the line), or if an object is invalid.
     """
     try:
         tree = ElementTree.parse(path)

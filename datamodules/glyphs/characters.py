@@ -1,17 +1,17 @@
-"""The classes of the glyph images, as the table `glyph_classes.csv` has them, and how that table was made.
+"""The classes of the glyph images, which the table `glyph_classes.csv` lists, and the code that made the table.
 
-A class is a character, or several that look alike. The steps:
+A class is a character, or several characters that look alike. The table was made in these steps:
 
 1. Take the letters, numbers, symbols and punctuation (Unicode categories L, N, S, P) that at least 6 of the fonts
-   contain, without the fonts LastResort (which draws boxes) and cmex10, cmsy10, cmmi10 (which draw other symbols at
-   ASCII code points).
+   contain. The fonts LastResort (which draws boxes) and cmex10, cmsy10, cmmi10 (which draw other symbols at ASCII code
+   points) are excluded.
 2. Draw each character in each font that contains it; see `GlyphFonts`.
 3. Characters whose drawings are equal, pixel for pixel, in at least four fifths of the fonts that contain both are one
    class, such as Latin, Greek and Cyrillic O. Classes with only one distinct drawing are dropped.
 4. Half of the classes, chosen by a hash of the lowest code point, are for testing; a tenth of the other half is for
    validation.
 
-The result ships with the package, so that classes and splits are the same with all versions of fonts and renderers.
+The table ships with the package, so that classes and splits do not depend on versions of fonts and renderers.
 `make_class_table()` repeats the steps.
 """
 
@@ -37,12 +37,12 @@ from lightning_retrieval.optional_packages import optional_import
 
 IMAGE_SIZE = 32  # pixels
 FONT_SIZE = 22  # pixels
-BASELINE = (IMAGE_SIZE // 2, 23)  # where the middle of a character's advance is, in pixels from the top left corner
+BASELINE = (IMAGE_SIZE // 2, 23)  # position of the middle of a character's advance, in pixels from the top left corner
 EXCLUDED_FONTS = frozenset({"LastResortHE-Regular", "cmex10", "cmmi10", "cmsy10"})
 
 
 class GlyphFonts:
-    """The fonts that matplotlib ships, in the order of their names, without the excluded ones.
+    """The fonts that matplotlib ships, in the order of their names, without the excluded fonts.
 
     A font file is opened only when its characters are listed or drawn.
 
@@ -91,13 +91,13 @@ class GlyphFonts:
         return pixels.tobytes()
 
     def versions(self) -> str:
-        """The versions of what determines the images, for the table of classes and for messages."""
+        """The versions of the packages that determine the images, for the table of classes and for messages."""
         freetype = features.version("freetype2")
         return f"matplotlib {self.matplotlib_version}, Pillow {PIL.__version__}, FreeType {freetype}"
 
     @cached_property
     def _faces(self) -> list[ImageFont.FreeTypeFont]:
-        # The other layout engine needs libraqm, which not every Pillow has, and shapes some characters differently.
+        # The other layout engine needs libraqm, which not every Pillow has, and draws some characters differently.
         basic = ImageFont.Layout.BASIC
         faces = []
         for file in self.files:
@@ -166,14 +166,14 @@ def table_counts() -> dict[str, Count]:
 
 
 def table_differences(font_names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the table's fonts that are not among these, and a sentence about both versions of the renderer."""
+    """Return the table's fonts that are missing among these, and a sentence about both versions of the renderer."""
     made_with = TABLE.read_text(encoding="ascii").partition("\n")[0].removeprefix("# ")
     missing = [f"{name}.ttf" for name in TABLE_FONTS.split() if name not in font_names]
     return missing, f"drawn with {GlyphFonts().versions()}, the table's images with {made_with}"
 
 
 def split_of(code_point: int) -> str:
-    """The split of the class whose lowest code point is `code_point`; it depends on nothing else.
+    """The split of the class whose lowest code point is `code_point`; depends only on this code point.
 
     Args:
         code_point: a Unicode code point, >= 0.
@@ -221,7 +221,7 @@ def make_class_table() -> str:
         for code_point in code_points:
             distinct.update(drawings[code_point].values())
         if len(distinct) >= 2:
-            # Code points rather than characters, many of which look alike or are changed by editors.
+            # Code points, because many characters look alike or are changed by editors.
             names = " ".join(f"U+{code_point:04X}" for code_point in code_points)
             category = unicodedata.name(chr(code_points[0])).split()[0]
             writer.writerow([names, category, split_of(code_points[0]), len(distinct)])
@@ -265,7 +265,7 @@ def _merge_lookalikes(drawings: _Drawings) -> list[list[int]]:
 
 
 def _num_equal_drawings(drawings: _Drawings) -> Counter[tuple[int, int]]:
-    """The number of fonts in which two code points have equal drawings, for each pair with at least one."""
+    """For each pair of code points, the number of fonts in which their drawings are equal, if at least one."""
     code_points_of: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
     for code_point, of_font in drawings.items():
         for font, pixels in of_font.items():

@@ -1,14 +1,14 @@
-"""Images of characters, drawn from the fonts that matplotlib ships: a retrieval data set that needs no download.
+"""Draws images of characters from the fonts that matplotlib ships: a retrieval data set that needs no download.
 
-A class is a character, or several that look alike; an image is a character in one font; a category is a Unicode script
-(the first word of the Unicode name). The classes and their splits are those of `characters.py`. Their images:
+A class is a character, or several characters that look alike; an image is a character in one font; a category is a
+Unicode script (the first word of the Unicode name). `characters.py` defines the classes and their splits. The images:
 
 1. Each character of a class is drawn in each font that contains it, in 32 x 32 pixels, at one size on one baseline:
    a comma is not an apostrophe, o is not O.
-2. Blank drawings are dropped, and within a class each drawing is kept once, under the first font that draws it.
+2. Blank drawings are dropped. Equal drawings within a class are kept once, for the first font that draws them.
    Classes with only one drawing have no images.
 
-The images are drawn once on the user's machine and kept in a cache.
+The images are drawn once on the user's machine and then cached.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def _user_cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path("~/Library/Caches")
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # the XDG specification ignores an unset, empty or relative path
+    if not os.path.isabs(folder):  # according to the XDG specification, an unset, empty or relative path is ignored
         return Path("~/.cache")
     return Path(folder)
 
@@ -69,7 +69,7 @@ def _user_cache_folder() -> Path:
 def _expand_user(folder: Path) -> Path:
     try:
         return folder.expanduser()
-    except RuntimeError:  # in a container whose user has no home; os.path.expanduser would return a folder named ~
+    except RuntimeError:  # a container user without a home folder; os.path.expanduser would return a folder named ~
         raise FileNotFoundError(
             f"load_glyph_images: `cache_dir` must be a folder that can be found, got {str(folder)!r}, but the user has "
             "no home folder; pass another folder."
@@ -78,7 +78,7 @@ def _expand_user(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _in_folder(path: Path) -> Iterator[None]:
-    """Create the folder of a file that is written in the `with` block; name it in the error if that fails."""
+    """Context for writing a file: create its folder; errors of the system mention the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -89,7 +89,7 @@ def _in_folder(path: Path) -> Iterator[None]:
         ) from None
 
 
-DRAWING_VERSION = 1  # increase it when the drawing changes: the name of the cache file depends on it
+DRAWING_VERSION = 1  # increase this number when the drawing changes: it is part of the cache file's name
 
 
 # Images, labels and fonts, as in `GlyphImages`.
@@ -98,17 +98,17 @@ _Arrays = tuple[UInt8[np.ndarray, "image 32 32"], Int64[np.ndarray, " image"], I
 
 @dataclass(frozen=True, eq=False)
 class GlyphImages:
-    """The images and their properties. The size `image` below is their number, about 33,000 in about 3,400 classes.
+    """The images and their properties. There are about 33,000 images (`image` in the shapes) of about 3,400 classes.
 
     Args:
         images: grey values, bright ink (255) on dark (0), ordered by class, then by font name.
         labels: class of each image, an index into `characters`.
-        fonts: font of each image, an index into `font_names`. A drawing that several fonts have in common is kept once,
-            under the first of them.
+        fonts: font of each image, an index into `font_names`. If several fonts give the same drawing, it is the first
+            of them.
         splits: `"train"`, `"val"` or `"test"` of each image. All images of a class are in the same split.
-        characters: all characters of each class, lowest code point first. This is the full table, which is the same
-            with all versions of fonts and renderers. A class has no images if the installed fonts draw fewer than 2
-            different ones.
+        characters: all characters of each class, lowest code point first. This is the full table, which does not depend
+            on versions of fonts and renderers. A class has no images if the installed fonts give fewer than 2 different
+            drawings.
         categories: Unicode script of each class, such as `"LATIN"`.
         font_names: the fonts, sorted by name.
     """
@@ -134,8 +134,8 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
             folder: `XDG_CACHE_HOME` or `~/.cache` on Linux, `~/Library/Caches` on macOS, `LOCALAPPDATA` on Windows.
 
     Raises:
-        OSError: if there is no cache yet and `cache_dir` cannot be created or written, of the type that the system
-            raised (`PermissionError`, `NotADirectoryError`, ...); raised before anything is drawn.
+        OSError: if there is no cache yet and `cache_dir` cannot be created or written; raised before anything is drawn.
+            It is an error of the system, such as `PermissionError` or `NotADirectoryError`.
         ValueError: if `cache_dir` is an empty string.
         TypeError: if `cache_dir` is not a string, a path or None.
         FileNotFoundError: if matplotlib's installation has no fonts, or the user has no home folder.
@@ -180,7 +180,7 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
 def _fingerprint(fonts: GlyphFonts) -> str:
     """A hash of everything that the images depend on.
 
-    NumPy and zlib change the cache file, which has a separate checksum, but not the images in it.
+    Versions of NumPy and zlib are not included: they affect only the bytes of the cache file, not the images.
     """
     settings = str((DRAWING_VERSION, IMAGE_SIZE, FONT_SIZE, BASELINE, fonts.versions(), fonts.names))
     parts = [settings.encode(), characters.TABLE.read_bytes()]
@@ -198,7 +198,7 @@ def _cached_or_drawn(path: Path, classes: list[GlyphClass], fonts: GlyphFonts) -
     with contextlib.suppress(Exception), path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
         return arrays["images"], arrays["labels"], arrays["fonts"]
     with _in_folder(path), tempfile.TemporaryFile(dir=path.parent):
-        pass  # raises before the images are drawn, which takes time
+        pass  # raises, if the folder cannot be written, before the slow drawing
     images, labels, font_of = _draw_classes(classes, fonts)
     with _in_folder(path), new_file(path) as file:
         np.savez_compressed(file, images=images, labels=labels, fonts=font_of)
@@ -207,7 +207,7 @@ def _cached_or_drawn(path: Path, classes: list[GlyphClass], fonts: GlyphFonts) -
 
 def _draw_classes(classes: list[GlyphClass], fonts: GlyphFonts) -> _Arrays:
     """Images, labels and fonts of all classes that have at least two different images."""
-    pixels = bytearray()  # rather than bytes, since PyTorch wants a writable array
+    pixels = bytearray()  # not bytes, since PyTorch needs a writable array
     labels: list[int] = []
     font_of: list[int] = []
     for label, row in enumerate(classes):
@@ -221,7 +221,7 @@ def _draw_classes(classes: list[GlyphClass], fonts: GlyphFonts) -> _Arrays:
 
 
 def _draw_class(characters: str, fonts: GlyphFonts) -> dict[bytes, int]:
-    """The different drawings of a class, by font, each with the first font that draws it."""
+    """The different drawings of a class, each with the first font that draws it, in the order of fonts."""
     first_font: dict[bytes, int] = {}
     for font in range(len(fonts.names)):
         for character in characters:

@@ -1,4 +1,4 @@
-"""Glyphs: the built-in data set, characters drawn from the fonts that matplotlib ships."""
+"""Glyphs, the built-in data set: its data module, its dataset and its augmentation."""
 
 import dataclasses
 from functools import cached_property
@@ -20,7 +20,7 @@ from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 
-# Largest changes by augmentation: rotation and shear in radians, scaling and shift as fractions of the image.
+# Maximum augmentation: rotation and shear in radians, scaling and shift as fractions of the image.
 MAX_ROTATION, MAX_SHEAR, MAX_SCALING, MAX_SHIFT = 0.12, 0.15, 0.12, 0.05
 
 
@@ -30,12 +30,13 @@ class GlyphDataset(Dataset[dict[str, Any]]):
     Args:
         glyphs: all images.
         split: `"train"`, `"val"` or `"test"`.
-        augment: whether each image is rotated, sheared, scaled and shifted a little, by the seed of its index.
-        channels: 1, or 3 equal ones for networks that expect colour.
+        augment: whether each image is slightly rotated, sheared, scaled and shifted, depending on the seed of its
+            index.
+        channels: 1, or 3 equal channels for networks that expect colour.
 
     Raises:
         ValueError: if `split` or `channels` has another value.
-        TypeError: if `augment` is not a bool, or `glyphs` no `GlyphImages`.
+        TypeError: if `augment` is not a bool, or `glyphs` is not a `GlyphImages`.
 
     Example:
         >>> from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
@@ -73,7 +74,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """The items of a batch, as the loader requests them, whose images are transformed together."""
+        """The items of a batch, whose images are transformed together. Data loaders call this method."""
         ids = torch.tensor(indices)
         images = self.images[ids, None].float() / 255
         if self.augment:
@@ -85,8 +86,8 @@ class GlyphDataset(Dataset[dict[str, Any]]):
 class Glyphs(RetrievalDataModule):
     """Characters in the fonts of matplotlib: about 33,000 images of about 3,400 classes, without a download.
 
-    Training, validation and test set have different characters. In the test each image is a query, and all other test
-    images are its gallery. The images are drawn once (some seconds) and kept in the user's cache folder.
+    Training, validation and test set have different characters. In the test, each image is a query, and all other test
+    images are its gallery. The images are drawn once (some seconds) and cached in the user's cache folder.
 
     Args:
         classes_per_batch: P, number of classes in a global batch.
@@ -94,13 +95,13 @@ class Glyphs(RetrievalDataModule):
         eval_batch_size: number of images that are embedded at a time in evaluation, >= 1.
         num_workers: number of processes that load images, >= 0.
         seed: seed of the batches and the augmentation; if None, the seed of `seed_everything`, else 0.
-        augment: whether the training images are rotated, sheared, scaled and shifted a little.
-        channels: 1, or 3 equal ones for networks that expect colour.
-        cache_dir: folder in which the drawn images are kept; if None, the user's cache folder.
+        augment: whether the training images are slightly rotated, sheared, scaled and shifted.
+        channels: 1, or 3 equal channels for networks that expect colour.
+        cache_dir: folder in which the drawn images are cached; if None, the user's cache folder.
 
     Raises:
         ValueError: if a number is out of its range.
-        TypeError: if a number is not an integer, `augment` is not a bool, or `cache_dir` no path.
+        TypeError: if a number is not an integer, `augment` is not a bool, or `cache_dir` is not a path.
         OSError: if the cache folder cannot be written.
 
     Example:
@@ -144,7 +145,7 @@ class Glyphs(RetrievalDataModule):
 
     @property
     def preparation(self) -> Preparation:
-        """What makes images like those of this data set of image files."""
+        """The preparation that converts image files to images like those of this data set."""
         grey = Preparation.named("glyphs")
         if self.channels == 1:
             return grey
@@ -152,7 +153,7 @@ class Glyphs(RetrievalDataModule):
 
     @property
     def serialised_preparation(self) -> dict[str, Any]:
-        """The same as plain data for checkpoints."""
+        """The preparation as plain data, for checkpoints."""
         return serialise_transform(self.preparation)
 
     @cached_property
@@ -168,9 +169,9 @@ class Glyphs(RetrievalDataModule):
         return GlyphDataset(self._glyphs, "test", channels=self.channels)
 
     def check(self) -> DataReport:
-        """Compare the counts of images and classes with those of the table of classes, and look for missing fonts.
+        """Compare the counts of images and classes with the table of classes, and look for missing fonts.
 
-        The images are drawn if they are not in the cache. Other versions of fonts and renderer give other counts.
+        The images are drawn if they are not in the cache. Counts differ with other versions of fonts and renderer.
         """
         report = DataReport()
         counts_of_table = table_counts()
@@ -190,10 +191,10 @@ class Glyphs(RetrievalDataModule):
 def random_affine(
     images: Float[Tensor, "batch channel height width"], random: Float[Tensor, "batch 6"]
 ) -> Float[Tensor, "batch channel height width"]:
-    """Transform each image by an affine map, made from six random numbers in [0, 1), with 0 outside of it."""
+    """Transform each image by an affine map given by six random numbers in [0, 1); pixels from outside become 0."""
     rotation, shear, scaling_x, scaling_y, shift_x, shift_y = (2 * random - 1).unbind(1)
     cos, sin = (MAX_ROTATION * rotation).cos(), (MAX_ROTATION * rotation).sin()
-    # The map is from coordinates of the new image, in [-1, 1], to those of the old one.
+    # Maps coordinates of the new image, in [-1, 1], to coordinates of the old image.
     row_x = torch.stack([cos * (1 + MAX_SCALING * scaling_x), MAX_SHEAR * shear - sin, 2 * MAX_SHIFT * shift_x], 1)
     row_y = torch.stack([sin, cos * (1 + MAX_SCALING * scaling_y), 2 * MAX_SHIFT * shift_y], 1)
     maps = torch.stack([row_x, row_y], 1)  # (batch, 2, 3)

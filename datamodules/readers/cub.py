@@ -22,8 +22,7 @@ class CUB200(ImageDataModule):
     """Caltech-UCSD Birds 200-2011: 11,788 images of 200 species.
 
     Species 1 to 100 are for training, 101 to 200 for testing. In the test each image is a query, and all other test
-    images are its gallery. `train_test_split.txt`, which splits the images of each species for classification, is not
-    read.
+    images are its gallery. `train_test_split.txt`, a split for classification within each species, is not used.
 
     Args:
         root: the folder that contains `images.txt`, `image_class_labels.txt` and `images`.
@@ -50,11 +49,11 @@ class CUB200(ImageDataModule):
         exist.
 
     Relations:
-        Has few classes with many images each; `StanfordOnlineProducts` has many classes with few images.
+        CUB has few classes with many images each; `StanfordOnlineProducts` has many classes with few images.
 
     Source:
-        Wah, Branson, Welinder, Perona and Belongie, The Caltech-UCSD Birds-200-2011 Dataset, Caltech 2011. The split by
-        species is that of Oh Song et al., CVPR 2016.
+        Wah, Branson, Welinder, Perona and Belongie, The Caltech-UCSD Birds-200-2011 Dataset, Caltech 2011. Split by
+        species: Oh Song et al., CVPR 2016.
     """
 
     boxes_before_rotation = True
@@ -153,14 +152,14 @@ def _check_no_unmatched(file: ListFile, other: Path, unmatched: set[int]) -> Non
 
 
 def _is_macos_metadata(path: str) -> bool:
-    """Whether it is a file `._name`, which macOS leaves behind and which is not an image."""
+    """Whether a path is a macOS metadata file `._name`, which is not an image."""
     return path.rpartition("/")[2].startswith("._")
 
 
 def _make_index(
     images: Mapping[int, str], species: Mapping[int, int], boxes: Mapping[int, _Box] | None, lines: ListLines
 ) -> ImageIndex:
-    """The index of the images of a split, which are given by id and path."""
+    """The index of the images of a split; `images` maps their ids to their paths."""
     species_of_images = []
     boxes_of_images = []
     for image in images:

@@ -15,7 +15,7 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageS
 from lightning_retrieval.datamodules.table_file import ListFile, enclosing_pixels, find_file, leaves_root
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
-CROPS = "meta/ijbc_face_tid_mid.txt"  # of the re-pack: file name, template and media id of each crop
+CROPS = "meta/ijbc_face_tid_mid.txt"  # list in the re-pack: file name, template and media id of each crop
 BOX_COLUMNS = ("FACE_X", "FACE_Y", "FACE_WIDTH", "FACE_HEIGHT")
 _Box = tuple[int, int, int, int]  # left, top, right, bottom
 
@@ -29,25 +29,26 @@ class _Face(NamedTuple):
 class IJBC(ImageDataModule):
     """IJB-C: faces of about 3,500 people in photographs and video frames. There is no training split.
 
-    Each face is a query, and all other faces are its gallery. A face here is an instance: a photograph, or all frames
-    of a video that show a person, whose embeddings are averaged. Instances are identified by the `SIGHTING_ID` in
-    NIST's release and by the media id in the re-pack. Templates, which bundle photographs and videos for other
-    protocols, overlap: a frame in several templates is one image, and a video with frames in several templates is one
-    instance, so that no query retrieves itself.
+    Each face is a query, and all other faces are its gallery. A face here is an instance: a person in one photograph,
+    or in all frames of a video, whose embeddings are averaged. Instances are identified by the `SIGHTING_ID` in NIST's
+    release and by the media id in the re-pack. Templates, which group photographs and videos for other protocols,
+    overlap. So a frame in several templates counts as one image, and a video with frames in several templates as one
+    instance; otherwise queries would retrieve themselves.
 
-    `root` is one of two:
+    `root` is one of the following:
 
     - NIST's release: `images/`, and in `protocols/` or `protocols/archive/` the lists `ijbc_1N_gallery_G1.csv`,
       `ijbc_1N_gallery_G2.csv` and `ijbc_1N_probe_mixed.csv`. The images are cropped to the boxes of the faces.
-    - InsightFace's re-pack: `loose_crop/` and `meta/ijbc_face_tid_mid.txt`, with the same three lists in `meta/`, since
-      the re-pack itself does not contain the subjects. It has several crops of a frame in several templates; all of
-      them are averaged.
+    - InsightFace's re-pack: `loose_crop/` and `meta/ijbc_face_tid_mid.txt`. Add the same three lists to `meta/`, since
+      the re-pack does not contain the subjects. If a frame is in several templates, the re-pack has several crops of
+      it; all are averaged.
 
-    Rows without a subject or a box are skipped, with one warning that counts them.
+    Rows without a subject or a box are skipped, with one warning that gives their number.
 
     Args:
         root: the folder of the release or the re-pack.
-        least_instances: people with fewer instances are skipped, with a message that counts them; >= 1.
+        least_instances: minimum number of instances of a person, >= 1. People with fewer are skipped; a message gives
+            their number.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -76,8 +77,8 @@ class IJBC(ImageDataModule):
         Train on `VGGFace2` and pass this data module to `trainer.validate` or `trainer.test`.
 
     Source:
-        Maze et al., "IARPA Janus Benchmark - C: face dataset and protocol", ICB 2018. For ranking, with
-        `least_instances=5`: Brown et al., "Smooth-AP", ECCV 2020, whose list of images is not published.
+        Maze et al., "IARPA Janus Benchmark - C: face dataset and protocol", ICB 2018. Ranking with `least_instances=5`:
+        Brown et al., "Smooth-AP", ECCV 2020; their list of images is not published.
     """
 
     def __init__(self, root: str | Path, *, least_instances: int = 5, **settings: Unpack[ImageSettings]) -> None:
@@ -91,7 +92,7 @@ class IJBC(ImageDataModule):
         return [file.path for file in self._lists()]
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The faces of the lists, each once, in their order."""
+        """The faces in the lists, each once, in order of appearance."""
         lists = self._lists()
         boxes: dict[_Face, _Box] | None = None
         if self._is_repack():
@@ -187,7 +188,7 @@ def _read_boxes(lists: Sequence[ListFile]) -> dict[_Face, _Box]:
 
 
 def _read_crops(lists: Sequence[ListFile], crops: ListFile) -> list[_Face]:
-    """The faces of the re-pack, whose subjects are those of their templates."""
+    """The faces in the re-pack; the subject of a face is that of its template."""
     subject_of = _read_subjects(lists)
     images, templates, media = crops.columns(3)
     crops.check_unique("image", images)

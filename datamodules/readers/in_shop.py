@@ -1,4 +1,4 @@
-"""DeepFashion's In-Shop Clothes Retrieval: clothing items that a shop shows from several sides."""
+"""DeepFashion's In-Shop Clothes Retrieval: clothing items in a shop's photographs from several sides."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,8 +39,8 @@ class InShop(ImageDataModule):
         root: the folder that contains `list_eval_partition.txt`, directly or in `Eval` or `Anno`, and the images in
             `img` or `Img/img`.
         boxes: whether each image is cropped to the clothing item's box in `list_bbox_inshop.txt`.
-        high_res: whether the images are read from `img_highres` instead of `img`, which has them in 256 x 256 pixels.
-            The boxes refer to the latter.
+        high_res: whether images are read from `img_highres` instead of `img`, where they have 256 x 256 pixels. The
+            boxes refer to the images in `img`.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -129,7 +129,7 @@ class InShop(ImageDataModule):
         return splits
 
     def check(self) -> DataReport:
-        """Count the images and classes, also of queries and gallery, and look for missing files."""
+        """Count the images and classes, including those of queries and gallery, and look for missing files."""
         report = super().check()
         test = self.splits["test"]
         for status in STATUSES["test"]:
@@ -168,14 +168,14 @@ class InShop(ImageDataModule):
         return images
 
     def _rows_of(self, partition: _Partition, statuses: Sequence[str]) -> NDArray[np.intp]:
-        """The positions of the images with these statuses; each status must occur."""
+        """The positions of the images with these statuses; raises if a status does not occur."""
         for status in statuses:
             of_status = np.flatnonzero(partition.statuses == status)
             self._list(PARTITION).check_not_empty(status, of_status)
         return np.flatnonzero(np.isin(partition.statuses, statuses))
 
     def _read_boxes(self, wanted: NDArray[np.str_]) -> NDArray[np.int32]:
-        """(images, 4) the box of each of these images."""
+        """The box of each of these images, (images, 4)."""
         file = self._list(BOXES)
         images, _, _, *columns = _read_counted(file, BOXES_HEADER)
         file.check_unique("image_name", images, skip=2)

@@ -24,7 +24,7 @@ _Taxonomy = dict[str, Mapping[str, Any]]  # category id: its entry in the taxono
 
 
 class _Images(NamedTuple):
-    """The images of a list, one entry for each in all three columns."""
+    """The images of a list; each column has one entry for each image."""
 
     source: ListFile
     paths: list[str]
@@ -38,8 +38,8 @@ class INaturalist(ImageDataModule):
     In the test each image is a query, and all other test images are its gallery. `root` contains `train_val2018/` and
     Smooth-AP's split lists, directly or in `Inat_dataset_splits/`; for `levels` also `train2018.json`, `val2018.json`
     or `categories.json` of the official release. A class is an official category; its category, for
-    `sampler="category"`, is the supercategory (birds, plants, ...). If several supercategories have one category id, it
-    is one class in each of them, as in Smooth-AP's code, with names such as `Aves/9`.
+    `sampler="category"`, is the supercategory (birds, plants, ...). A category id that occurs in several
+    supercategories is a separate class in each of them, as in Smooth-AP's code, with names such as `Aves/9`.
 
     Args:
         root: the folder that contains `train_val2018/`.
@@ -55,8 +55,8 @@ class INaturalist(ImageDataModule):
     Raises:
         FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.
         ValueError: if `levels` are unknown or in another order, a line is not the path of an image in the folder of its
-            category or occurs twice, or the taxonomy lacks a category or has two different entries of one; with
-            `levels` also if several supercategories have one category id.
+            category or occurs twice, or the taxonomy lacks a category or has two different entries for one; with
+            `levels`, also if several supercategories share a category id.
 
     Example:
         >>> from pathlib import Path
@@ -70,7 +70,8 @@ class INaturalist(ImageDataModule):
         (array([0, 0, 1, 1]), ['9', '100'])
 
     Relations:
-        Taxa are compared with all their higher ranks, so a plant genus and a bird genus of the same name are two.
+        Taxa are compared with all their higher ranks, so a plant genus and a bird genus with the same name are
+        different.
 
     Source:
         Van Horn et al., CVPR 2018. The split: Brown et al., "Smooth-AP", ECCV 2020. Levels: Ramzi et al., "HAPPIER",
@@ -96,7 +97,7 @@ class INaturalist(ImageDataModule):
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """Every line of the lists."""
+        """The images of all lines of the lists."""
         taxonomy = None
         if self.levels is not None:
             taxonomy = self._read_taxonomy()
@@ -107,7 +108,7 @@ class INaturalist(ImageDataModule):
                 f"INaturalist: `levels` need each category id in one supercategory, got {min(shared)} in several, "
                 f"{_where_shared([train, test], min(shared))}; set levels=None."
             )
-        # The splits have supercategories in common, which therefore have the same numbers in both.
+        # The splits share supercategories, so these must have the same numbers in both.
         categories, _ = class_numbers(train.supercategories + test.supercategories)
         return {
             "train": self._make_index(train, categories[: len(train.paths)], taxonomy, shared),
@@ -117,7 +118,7 @@ class INaturalist(ImageDataModule):
     def _make_index(
         self, images: _Images, categories: NDArray[np.int64], taxonomy: _Taxonomy | None, shared: set[int]
     ) -> ImageIndex:
-        """The index of a list; a category id of several supercategories is one class in each of them."""
+        """The index of a list; a category id in several supercategories is a separate class in each of them."""
         keys = _class_keys(images, shared)
         labels, _ = class_numbers(keys)
         names = []
@@ -158,7 +159,7 @@ class INaturalist(ImageDataModule):
     def _labels_of_levels(
         self, taxonomy: _Taxonomy, labels: NDArray[np.int64], names: Sequence[str]
     ) -> NDArray[np.int64]:
-        """(images, levels) the label of each image at each level."""
+        """The label of each image at each level, (images, levels)."""
         unknown = find_missing(names, taxonomy)
         if unknown:
             raise ValueError(
@@ -210,7 +211,7 @@ def _read_list(file: ListFile) -> _Images:
 
 
 def _shared_numbers(lists: Sequence[_Images]) -> set[int]:
-    """The category ids of several supercategories."""
+    """The category ids that occur in several supercategories."""
     supercategory_of: dict[int, str] = {}
     shared: set[int] = set()
     for images in lists:
@@ -221,7 +222,7 @@ def _shared_numbers(lists: Sequence[_Images]) -> set[int]:
 
 
 def _where_shared(lists: Sequence[_Images], number: int) -> str:
-    """Two supercategories of a category id, each with a line that names it, for an error message."""
+    """Two supercategories with the same category id, and a line for each, for an error message."""
     line_of: dict[str, str] = {}
     for images in lists:
         for position, (category_id, supercategory) in enumerate(zip(images.category_ids, images.supercategories)):
@@ -232,7 +233,7 @@ def _where_shared(lists: Sequence[_Images], number: int) -> str:
 
 
 def _class_keys(images: _Images, shared: set[int]) -> list[tuple[int, str]]:
-    """What identifies the class of each image: its category id and, if the id is shared, its supercategory."""
+    """The class of each image, as its category id and, if several supercategories share the id, its supercategory."""
     keys = []
     for category_id, supercategory in zip(images.category_ids, images.supercategories):
         if category_id not in shared:

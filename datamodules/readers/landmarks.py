@@ -31,12 +31,12 @@ class LandmarksClean(ImageDataModule):
 
     `root` contains the lists `annotation_clean_train.txt` and, for a test set, `annotation_clean_val.txt`, directly or
     in `annotations/`. Each line is `<URL> <landmark>`, as published, or `<path> <landmark>` with a path relative to the
-    root; more fields may follow. The image of a URL is the file `<host>/<path>` in the folder `images`, as `wget -x`
-    stores it, or else the file there that is named as the URL's last part. Many URLs are dead, so images that are
-    missing are skipped, with one warning that counts them. Ambiguous files are skipped, too: if several URLs have the
-    same last part, the first is kept if they show the same landmark, and none is kept otherwise. If all files are named
-    as the last part, 3,573 of the 48,792 published lines (7.3 %) are skipped, even if no URL is dead; if they are
-    stored as `<host>/<path>`, none of these is ambiguous.
+    root; more fields may follow. The image of a URL is the file `<host>/<path>` in the folder `images`, as stored by
+    `wget -x`, or else the file there with the name of the URL's last part. Many URLs are dead, so missing images are
+    skipped, with one warning that gives their number. Ambiguous file names, which are the last part of several URLs,
+    are skipped too: if all these URLs show the same landmark, the first is kept, otherwise none. With file names from
+    last parts, 3,573 of the 48,792 published lines (7.3 %) are skipped even if no URL is dead; with `<host>/<path>`, no
+    file is ambiguous.
 
     Args:
         root: the folder that contains the lists.
@@ -101,7 +101,7 @@ class LandmarksClean(ImageDataModule):
             rows += self._read_rows(split, file)
         self._warn_of_missing(rows)
         kept = _without_ambiguous(rows)
-        # The splits have the same landmarks, which therefore have the same numbers in both.
+        # The splits share landmarks, so these must have the same numbers in both.
         labels, names = class_numbers([row.landmark for row in kept])
         splits = {}
         for split, file in self._lists().items():
@@ -113,7 +113,7 @@ class LandmarksClean(ImageDataModule):
         return splits
 
     def _lists(self) -> dict[str, ListFile]:
-        """The list of each split; the test's only if it exists."""
+        """The list of each split; that of the test split only if it exists."""
         found = {}
         for split, name in LISTS.items():
             exists = (self.root / "annotations" / name).is_file() or (self.root / name).is_file()
@@ -192,7 +192,7 @@ def _is_url(source: str) -> bool:
 
 
 def _mirrored_path(url: str) -> str:
-    """The path below a folder at which `wget -x` stores a URL: the host and the path; empty if the URL is invalid."""
+    """The relative path at which `wget -x` stores a URL, `<host>/<path>`; empty if the URL is invalid."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -207,7 +207,7 @@ def _mirrored_path(url: str) -> str:
 
 
 def _without_ambiguous(rows: Sequence[_Row]) -> list[_Row]:
-    """The rows whose files exist, each file once, without the files that are listed with several landmarks."""
+    """The rows whose files exist, each file once, without files that are listed with several landmarks."""
     rows_of_path: dict[str, list[_Row]] = defaultdict(list)
     for row in rows:
         if row.path:

@@ -33,8 +33,8 @@ class StanfordOnlineProducts(ImageDataModule):
     their super classes.
 
     Args:
-        root: the folder that contains `Ebay_train.txt` and the folders of images; or one that contains the lists in
-            `Info_Files` and the folders in `images`.
+        root: the folder that contains `Ebay_train.txt` and the folders of images; or a folder with the lists in
+            `Info_Files` and the folders of images in `images`.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -81,7 +81,7 @@ class StanfordOnlineProducts(ImageDataModule):
         train_list, test_list = self._list("train"), self._list("test")
         train, test = _read_list("train", train_list), _read_list("test", test_list)
         _check_no_shared_id(train_list, train.image_ids, test_list, test.image_ids)
-        # The splits have the same categories, which therefore have the same numbers in both.
+        # The splits share categories, so these must have the same numbers in both.
         categories, _ = class_numbers(train.super_class_ids + test.super_class_ids)
         folder = self._image_folder(train.paths[0])
         return {

@@ -1,8 +1,8 @@
 """Load pickles from other sources without running any code in them.
 
-A pickle is a program that may call any function it names. Here it may name only `bytes`, `bytearray`, `set`,
-`frozenset` and what NumPy pickles arrays and numbers with; any other name raises an error. It gets stand-ins that it
-can call but whose state it cannot set.
+A pickle is a program that can call any function it names. Here it may name only `bytes`, `bytearray`, `set`,
+`frozenset` and the functions with which NumPy pickles arrays and numbers; any other name raises an error. The pickle
+gets stand-ins for these functions, which it can call but not modify.
 """
 
 import pickle
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_LEVELS = 20  # of lists within lists; what walks deeper ones would exceed Python's limit of recursion
-PLAIN_KINDS = "biufcSU"  # of dtypes: bool, integers, floats, complex numbers, bytes and text
+MOST_LEVELS = 20  # nested lists; walking deeper ones would exceed Python's recursion limit
+PLAIN_KINDS = "biufcSU"  # kinds of dtypes: bool, integers, floats, complex numbers, bytes and text
 
-# NumPy's functions, wherever the installed version has them.
+# NumPy's functions, found without their module path, which depends on the version.
 _numpy_scalar: Any = np.float64(0).__reduce__()[0]  # numpy.core.multiarray.scalar
 _numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # numpy.core.numeric._frombuffer
 
@@ -29,8 +29,8 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
         path: the file.
 
     Raises:
-        ValueError: if the pickle asks for anything else, which the message names, cannot be unpickled, or nests lists
-            and the like in more than `MOST_LEVELS` levels.
+        ValueError: if the pickle needs anything else (the message names it), cannot be unpickled, or has containers
+            nested more than `MOST_LEVELS` deep.
     """
     with path.open("rb") as file:
         try:
@@ -53,10 +53,10 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
 
 
 def _is_nested_deeply(value: Any) -> bool:
-    """Whether lists and the like are nested in more than `MOST_LEVELS` levels, or contain themselves."""
+    """Whether containers are nested more than `MOST_LEVELS` deep, or contain themselves."""
     level: list[Any] = [[value]]
     for _ in range(MOST_LEVELS + 1):
-        inner: dict[int, Any] = {}  # by id: a list may occur several times
+        inner: dict[int, Any] = {}  # by id, because a list may occur several times
         for outer in level:
             parts = outer
             if isinstance(outer, dict):
@@ -74,7 +74,7 @@ class _ForbiddenError(Exception):
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for what the pickle names, instead of an import."""
+        """Return the stand-in for a name in the pickle, instead of importing it."""
         # Newer versions of NumPy and Python 2 use other names for the same modules.
         module_name = module.replace("numpy._core", "numpy.core").replace("__builtin__", "builtins")
         if (module_name, name) not in _STAND_INS:
@@ -96,7 +96,7 @@ class _Function:
 
 
 class _PlainDtype:
-    """Stands in for a dtype, whose state could ask for anything; `dtype` is the real one."""
+    """Stands in for a dtype, because a pickled state could set anything; `dtype` is the real dtype."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         self.dtype: np.dtype[Any] = np.dtype(name)
@@ -104,7 +104,7 @@ class _PlainDtype:
             raise _ForbiddenError(f"an array of {self.dtype}")
 
     def __setstate__(self, state: Any) -> None:
-        """Accept the state that a dtype of this name has, except for the byte order."""
+        """Accept only the normal state of this dtype; the byte order may differ."""
         version, byte_order, *others = state
         expected: Any = self.dtype.__reduce__()[2]
         expected_version, _, *expected_others = expected
@@ -129,7 +129,7 @@ def _real_dtype(plain_dtype: Any) -> np.dtype[Any]:
 
 
 def _make_bytes(source: Any = b"", *_: Any) -> bytes:
-    """As `bytes`, but not from a number, which would allocate that much memory."""
+    """Like `bytes`, but without `bytes(number)`, which would allocate that much memory."""
     if isinstance(source, str):
         return source.encode("latin1")
     return bytes(memoryview(source))
@@ -140,12 +140,12 @@ def _make_bytearray(source: Any = b"", *_: Any) -> bytearray:
 
 
 def _encode(text: str, *_: Any) -> bytes:
-    """As `codecs.encode`, with which protocols up to 2 pickle bytes."""
+    """Like `codecs.encode`, with which protocols up to 2 pickle bytes."""
     return text.encode("latin1")
 
 
 def _reconstruct(*_: Any) -> NDArray[Any]:
-    """As NumPy's `_reconstruct`: an empty array, whose state is set next."""
+    """Like NumPy's `_reconstruct`: an empty array, whose state is set next."""
     return np.empty(0, np.int8).view(_PlainArray)
 
 

@@ -1,7 +1,7 @@
-"""Revisited Oxford and Paris, with their million distractors: photographs of buildings with lists for evaluation.
+"""Revisited Oxford and Paris, optionally with a million distractors: photographs of buildings, for evaluation.
 
-For each query the ground truth lists the database images that are easy positives, hard positives, and junk, which is
-ignored; all other images are negatives.
+For each query, the ground truth lists the database images that are easy positives, hard positives or junk (ignored);
+all other images are negatives.
 """
 
 import os
@@ -33,20 +33,20 @@ LISTS = ("easy", "hard", "junk")
 OFFICIAL_PICKLES = {"gnd_roxford5k.pkl", "gnd_rparis6k.pkl"}
 DISTRACTORS = "revisitop1m.txt"
 IMAGE_FOLDERS = ("jpg", "images")
-MAX_PIXELS = np.iinfo(np.int32).max  # beyond any image
+MAX_PIXELS = np.iinfo(np.int32).max  # larger than any image
 FULL_IMAGE = (0, 0, MAX_PIXELS, MAX_PIXELS)
 MAX_SHOWN = 80  # characters of an invalid value in a message
 
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """What `gnd_*.pkl` contains.
+    """The content of `gnd_*.pkl`.
 
     Args:
         images: names of the database images, without suffix.
         queries: names of the queries, without suffix.
         boxes: left, top, right, bottom of each query, in pixels of its image.
-        lists: `"easy"`, `"hard"` and `"junk"`; each has for each query the positions of images in the database.
+        lists: maps `"easy"`, `"hard"` and `"junk"` to a list, for each query, of positions of images in the database.
     """
 
     images: list[str]
@@ -63,8 +63,8 @@ def read_ground_truth(owner: str, path: Path) -> GroundTruth:
         path: the file.
 
     Raises:
-        ValueError: if the pickle asks for anything but plain values and arrays, has the format of the original protocol
-            instead of the revisited one, or has any invalid value.
+        ValueError: if the pickle needs anything but plain values and arrays, has the format of the original protocol
+            instead of the revisited protocol, or has an invalid value.
     """
     content = load_plain_pickle(owner, path)
     if not isinstance(content, dict):
@@ -167,7 +167,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_side(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < MAX_PIXELS  # which is False for NaN
+    return isinstance(value, (int, float)) and abs(value) < MAX_PIXELS  # False for NaN
 
 
 def _shown(values: Any) -> str:
@@ -192,7 +192,7 @@ class RevisitedImages(ImageSet):
     """The images of one city, scaled so that the longer side has `image_size` pixels, but never enlarged.
 
     The crop of a query is scaled by the factor of its full image, as in the official code. The set is evaluated with
-    the lists of the ground truth.
+    the lists in the ground truth.
     """
 
     def __init__(
@@ -226,8 +226,8 @@ class RevisitedImages(ImageSet):
 class _Revisited(ImageDataModule):
     """Base class of `RevisitedOxford` and `RevisitedParis`."""
 
-    city: ClassVar[str]  # as the official folder and file are named
-    original_city: ClassVar[str]  # name of the folder before the revision, in which the new file may be
+    city: ClassVar[str]  # name in the official folder and file
+    original_city: ClassVar[str]  # name of the original data set's folder, which may contain the new file
     boxes_before_rotation = True  # as in the official code, which crops first and ignores the EXIF orientation
 
     def __init__(
@@ -256,7 +256,7 @@ class _Revisited(ImageDataModule):
 
     @property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:
-        """The test set, since there is no other."""
+        """The test set, since there is no other set."""
         return self.test_set
 
     @cached_property
@@ -272,7 +272,7 @@ class _Revisited(ImageDataModule):
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The database in the order of `imlist`, so that positions are ids; then the distractors; then the queries."""
+        """The database in the order of `imlist`, so that positions are ids, then the distractors, then the queries."""
         truth = self.ground_truth
         self.sources()  # raises if one is missing
         folder = self._image_folder(self._pickle().parent)
@@ -317,7 +317,7 @@ class _Revisited(ImageDataModule):
         return report
 
     def _pickle(self) -> Path:
-        """The path of the ground truth: the official name, or the only other `gnd_*.pkl` of a folder."""
+        """The path of the ground truth: the official name, or the only `gnd_*.pkl` in a folder."""
         official = f"gnd_{self.city}.pkl"
         for folder in (self.folder, self.folder / self.city, self.folder / self.original_city):
             if (folder / official).exists():
@@ -374,22 +374,22 @@ class _Revisited(ImageDataModule):
 class RevisitedOxford(_Revisited):
     """Revisited Oxford: 70 queries, 4,993 images of buildings in Oxford; for evaluation only.
 
-    The only evaluation set, which is both `test_set` and `val_set`, is evaluated with `RevisitedMetrics`:
+    There is one evaluation set, as `test_set` and `val_set`. It is evaluated with `RevisitedMetrics`:
     `RetrievalEvaluation` logs `test/mAP/easy`, `test/mAP/medium`, `test/mAP/hard`, `test/mP@1/medium` and so on. Ids
     are positions in `imlist`, then in the list of distractors, then in `qimlist`. Each query is a separate class; all
     other images have the label of distractors.
 
-    Images keep their aspect ratio and so differ in size, which is why `eval_batch_size` is 1. It may be larger with an
-    `eval_transform` that crops all images to one size.
+    Images keep their aspect ratio and therefore differ in size, so the default `eval_batch_size` is 1. It may be larger
+    with an `eval_transform` that crops all images to one size.
 
     Args:
         root: the folder that contains `gnd_roxford5k.pkl` (or one other `gnd_*.pkl`) and the images in `jpg` or
             `images`; or its parent folder, if it is named `roxford5k` or `oxford5k`.
-        distractors: the folder `revisitop1m`, which contains `revisitop1m.txt` and 1,001,001 images in `jpg`, to add
-            them to the gallery; None for no distractors. With them, paths are relative to the closest common parent of
-            both folders, which is `data.root`.
-        crop_queries: whether each query is cropped to its box, as the protocol prescribes; without, results are too
-            high. The box is in pixels of the file, before its rotation by EXIF orientation.
+        distractors: the folder `revisitop1m`, with `revisitop1m.txt` and 1,001,001 images in `jpg`, to add these to the
+            gallery; None for no distractors. With distractors, paths are relative to the closest common parent of both
+            folders, `data.root`.
+        crop_queries: whether each query is cropped to its box, as prescribed by the protocol; without cropping, results
+            are too high. The box is in pixels of the file, before its rotation by EXIF orientation.
         image_size: length in pixels of the longer side after scaling; images are never enlarged. A query's crop is
             scaled by the factor of its full image.
         transform: name of the transform after scaling, see `Preparation`; `"ap_gem"` does not change the size.
@@ -397,14 +397,13 @@ class RevisitedOxford(_Revisited):
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
             `std`, `interpolation`, `background`, `reduced_scale`, `on_error`, `load_truncated`, `val_fraction`,
             `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`,
-            `sampler`, `pin_memory`, `persistent_workers`). JPEGs are decoded at their full size, also with
-            `reduced_scale`.
+            `sampler`, `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
 
     Raises:
         FileNotFoundError: if the ground truth, the images or the list of distractors is missing; the message suggests
             where it may be.
-        ValueError: if the pickle asks for anything but plain values and arrays (no code in it is run), has the format
-            of the original protocol, or has any invalid value.
+        ValueError: if the pickle needs anything but plain values and arrays (no code in it is run), has the format of
+            the original protocol, or has an invalid value.
         TypeError: if `crop_queries` is not a bool, or `image_size` is not an integer.
 
     Example:
@@ -440,7 +439,7 @@ class RevisitedOxford(_Revisited):
 class RevisitedParis(_Revisited):
     """Revisited Paris: 70 queries, 6,322 images of buildings in Paris; for evaluation only.
 
-    Metrics, ids and labels are as in `RevisitedOxford`. Images differ in size, which is why `eval_batch_size` is 1.
+    Metrics, ids and labels are as in `RevisitedOxford`. Images differ in size, so the default `eval_batch_size` is 1.
 
     Args:
         root: the folder that contains `gnd_rparis6k.pkl` (or one other `gnd_*.pkl`) and the images in `jpg` or

@@ -25,7 +25,7 @@ _Images = tuple[list[str], list[int]]  # the name of each image, without suffix,
 
 
 class _RandomGallerySet(ImageSet):
-    """Images that are evaluated with random galleries of one image of each vehicle."""
+    """Images that are evaluated with random galleries, each with one image of each vehicle."""
 
     def __init__(
         self,
@@ -48,19 +48,19 @@ class VehicleID(ImageDataModule):
     """PKU VehicleID: 221,763 images of 26,267 vehicles, with test sets of 800, 1,600 and 2,400 vehicles.
 
     There are two protocols, whose results are not comparable. In `"retrieval"` (Smooth-AP, XBM) each image of a test
-    set is a query, and all other images of the set are its gallery. In `"reid"` the gallery is one random image of each
-    vehicle and all other images are queries; the metrics are means over ten such galleries, which are drawn from
-    `seed`. The images are embedded only once.
+    set is a query, and all other images of the set are its gallery. In `"reid"`, the gallery is one random image of
+    each vehicle and all other images are queries; metrics are means over ten such galleries, which depend on `seed`.
+    The images are embedded only once.
 
-    The categories are the models of the vehicles, if `attribute/model_attr.txt` exists; the vehicles without a model
-    form one further category.
+    If `attribute/model_attr.txt` exists, the categories are the models of the vehicles; vehicles without a model form
+    one further category.
 
     Args:
         root: the folder that contains `train_test_split` with the lists, and the images in `image` or `images`.
-        sizes: which test sets: `"small"`, `"medium"`, `"large"`, or several of them.
+        sizes: the test sets: `"small"`, `"medium"`, `"large"`, or several of them.
         protocol: `"retrieval"` or `"reid"`.
-        select_by_vid: whether a split consists of all images that `attribute/img2vid.txt` has of the vehicles in its
-            list, as in FastAP, instead of the images in the list.
+        select_by_vid: whether a split consists of all images in `attribute/img2vid.txt` of the vehicles in its list, as
+            in FastAP, instead of the images in its list.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -70,8 +70,8 @@ class VehicleID(ImageDataModule):
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
         ValueError: if a size or the protocol is unknown; if a line lacks a field, a vehicle's id is not an integer, an
-            image occurs twice or with two vehicles, or a vehicle has no images or two models; or if no vehicle of a
-            test set has two images for `"reid"`.
+            image occurs twice or with two vehicles, or a vehicle has no images or two models; for `"reid"`, if no
+            vehicle of a test set has two images.
         TypeError: if `select_by_vid` is not a bool.
 
     Example:
@@ -82,14 +82,14 @@ class VehicleID(ImageDataModule):
         ValueError: VehicleID: `sizes` must be one of 'small', 'medium', 'large', got 'tiny'.
 
     Relations:
-        The test sets have vehicles in common, so each has metrics of its own, such as `val/small/mAP`.
+        The test sets share vehicles, so each has separate metrics, such as `val/small/mAP`.
 
     Source:
         Liu, Tian, Wang, Pang and Huang, Deep Relative Distance Learning: Tell the Difference Between Similar Vehicles,
         CVPR 2016.
     """
 
-    published_counts = MappingProxyType(  # as in the papers, and as fast-reid's reader finds them in the same lists
+    published_counts = MappingProxyType(  # as in the papers, and as counted by fast-reid's reader
         {
             "train": [(110_178, 13_134), (113_346, 13_164)],
             "small": [(7_332, 800), (6_493, 800)],
@@ -114,7 +114,7 @@ class VehicleID(ImageDataModule):
         self.select_by_vid = check_bool(owner, "select_by_vid", select_by_vid)
 
     def sources(self) -> list[Path]:
-        """The files of the lists, with `select_by_vid` also that of all images, and that of the models if any."""
+        """The lists, with `select_by_vid` the list of all images, and the list of models if it exists."""
         names = list(self._lists().values())
         if self.select_by_vid:
             names.append(ALL_IMAGES)
@@ -124,12 +124,12 @@ class VehicleID(ImageDataModule):
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The images of the lists, in their order; with `select_by_vid` in the order of `img2vid.txt`."""
+        """The images in the order of the lists or, with `select_by_vid`, of `img2vid.txt`."""
         self.sources()  # raises if one is missing
         folder = find_file(type(self).__name__, self.root, "image", "images").name
         all_images = self._read_images(ALL_IMAGES) if self.select_by_vid else None
         model_of = self._read_models()
-        vehicle_of: dict[str, int] = {}  # in all lists
+        vehicle_of: dict[str, int] = {}  # from all lists
         splits: dict[str, ImageIndex] = {}
         for split, name in self._lists().items():
             images, vehicles = self._read_images(name)
@@ -150,7 +150,7 @@ class VehicleID(ImageDataModule):
         return splits
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
-        """The images of a test set, or of held-out training vehicles, with the metrics of the protocol."""
+        """The images of a test set, or of held-out training vehicles, evaluated by the protocol."""
         if self.protocol == "retrieval":
             return super().evaluation_set(name, index)
         return _RandomGallerySet(index, self.root, self.eval_transform, seed=self.seed, **self.reading)
@@ -166,14 +166,14 @@ class VehicleID(ImageDataModule):
         return found
 
     def _read_images(self, name: str) -> _Images:
-        """The images and vehicles of a list. Image names stay text, since they begin with zeros."""
+        """The images and vehicles of a list. Image names are not converted to integers, since they begin with zeros."""
         file = self._list(name)
         images, vehicles = file.columns(2)
         file.check_unique("image", images)
         return images, file.integers("vehicle id", vehicles)
 
     def _images_of(self, wanted: set[int], all_images: _Images) -> tuple[list[str], list[int], list[int]]:
-        """All images of the wanted vehicles, and the vehicle and the row of each; raise if a vehicle has no image."""
+        """All images of the wanted vehicles, with their vehicles and rows; raises if a vehicle has no image."""
         without = sorted(wanted.difference(all_images[1]))
         if without:
             raise ValueError(
@@ -226,7 +226,7 @@ def _check_one_model_each(file: ListFile, vehicles: Sequence[int], models: Seque
 def _check_one_vehicle_each(
     lines: ListLines, images: Sequence[str], vehicles: Sequence[int], vehicle_of: dict[str, int]
 ) -> None:
-    """Check that no image has another vehicle than in `vehicle_of`, and add the images of this list to it."""
+    """Check that the vehicle of each image agrees with `vehicle_of`, and add the images of this list to it."""
     for position, (image, vehicle) in enumerate(zip(images, vehicles)):
         if vehicle_of.setdefault(image, vehicle) != vehicle:
             raise ValueError(

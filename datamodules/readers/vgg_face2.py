@@ -1,4 +1,4 @@
-"""VGGFace2: faces, whose classes are people."""
+"""VGGFace2: faces; the classes are people."""
 
 import os
 from array import array
@@ -27,8 +27,8 @@ class VGGFace2(ImageDataModule):
     """Faces: 3.14 million training images of 8,631 people, 169,396 test images of 500 other people.
 
     In the test each image is a query, and all other test images are its gallery. `root` contains the folders `train/`
-    and `test/`, and the lists `train_list.txt` and `test_list.txt`, directly or in `meta/`, whose paths may begin with
-    the split or not. Without lists all images in the folders are used.
+    and `test/`, and the lists `train_list.txt` and `test_list.txt`, directly or in `meta/`. Paths in the lists may
+    begin with the name of the split. Without lists, all images in the folders are used.
 
     Args:
         root: the folder that contains `train/` and `test/`.
@@ -41,8 +41,8 @@ class VGGFace2(ImageDataModule):
 
     Raises:
         FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
-        ValueError: if a line is not the path of an image in a person's folder, an image occurs twice, or an
-            image has no box, an empty one or several different ones.
+        ValueError: if a line is not the path of an image in a person's folder, an image occurs twice, or an image has
+            no box, an empty box or several different boxes.
         TypeError: if `boxes` is not a bool.
 
     Example:
@@ -88,7 +88,7 @@ class VGGFace2(ImageDataModule):
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """Every line of the lists, or every image of the folders."""
+        """The images of all lines of the lists, or all images in the folders."""
         splits = {}
         for split in SPLITS:
             path = self._list(split)
@@ -103,7 +103,7 @@ class VGGFace2(ImageDataModule):
             if self.boxes:
                 boxes = _read_boxes(ListFile("VGGFace2", self._boxes_file(split)), split, paths)
             labels, names = class_numbers(people)
-            del people  # millions of entries, which need not stay while the index is made
+            del people  # frees millions of entries before the index is made
             splits[split] = ImageIndex(paths, labels, boxes=boxes, names=names, lines=lines)
         return splits
 
@@ -129,7 +129,7 @@ class VGGFace2(ImageDataModule):
 def _read_list(file: ListFile, split: str) -> _Images:
     people: list[str] = []
     paths: list[str] = []
-    known: dict[str, str] = {}  # keeps one string for each person, not one for each image
+    known: dict[str, str] = {}  # one string for each person, instead of one for each image
     prefix = f"{split}/"
     for number, line in enumerate(file.lines(), 1):
         image = line.strip()
@@ -181,9 +181,9 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _read_boxes(file: ListFile, split: str, paths: Sequence[str]) -> NDArray[np.int32]:
-    """(images, 4) left, top, right, bottom of each image, in the order of the paths."""
-    sides = array("i")  # four for each row that belongs to an image
-    positions = array("q")  # of the images of these rows
+    """The box of each image (left, top, right, bottom), in the order of the paths, (images, 4)."""
+    sides = array("i")  # four numbers for each row that belongs to an image
+    positions = array("q")  # position of the image of each of these rows
     for position, box, _ in _matching_rows(file, split, paths):
         positions.append(position)
         sides.extend(box)
@@ -228,8 +228,8 @@ def _line_of_row(file: ListFile, split: str, paths: Sequence[str], row: int) -> 
 def _matching_rows(file: ListFile, split: str, paths: Sequence[str]) -> Iterator[tuple[int, Sequence[int], int]]:
     """Yield the position in the paths, the box and the line number of each row that belongs to one of the paths.
 
-    The rows of the official files are in the order of the official lists, so a table of all names is made only when a
-    row is found that is not.
+    The rows of the official files have the order of the official lists. A table of all names is made only if a row is
+    found in another order.
     """
     prefix = f"{split}/"
     position_of: dict[str, int] = {}

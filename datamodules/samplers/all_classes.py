@@ -11,13 +11,13 @@ from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, sh
 
 
 def largest_equal_count(sizes: Integers, total: int) -> int:
-    """The largest number that every set can contribute (or its size, if smaller) with at most `total` in sum.
+    """The largest number n such that min(n, size), summed over all sets, is at most `total`.
 
     Args:
         sizes: the sizes of the sets, ascending.
         total: at most the sum of the sizes.
     """
-    used_by_smaller = np.cumsum(sizes) - sizes  # if every smaller set contributes its size
+    used_by_smaller = np.cumsum(sizes) - sizes  # sum of the sizes of all smaller sets
     remaining_sets = np.arange(len(sizes), 0, -1)
     count = (total - used_by_smaller) // remaining_sets
     contributes_part = sizes > count
@@ -29,11 +29,11 @@ def largest_equal_count(sizes: Integers, total: int) -> int:
 class AllClassesSampler(GlobalBatchSampler):
     """Batches that hold every class, with as many images of each class as fit.
 
-    An epoch has ceil(N / batch_size) batches, where N is the number of images that take part. A batch takes the same
-    number of images from every class, except that a class with fewer images contributes all of them and the others
-    fill the rest. Positions that cannot be distributed equally go to a random choice of the larger classes, one image
-    each. No batch holds an image twice, and within an epoch every image of a class is drawn once before any is drawn
-    twice.
+    An epoch has ceil(N / batch_size) batches, where N is the number of images in classes with two images or more. A
+    batch takes the same number of images from each class. A class with fewer images contributes all of them, and the
+    other classes fill the rest. Positions that cannot be distributed equally go to a random choice of the larger
+    classes, one image each. No batch holds an image twice, and within an epoch every image of a class is drawn once
+    before any is drawn twice.
 
     In a batch the images of a class are adjacent, and the classes are in random order.
 
@@ -64,7 +64,7 @@ class AllClassesSampler(GlobalBatchSampler):
 
     Source:
         Revaud, Almazan, Rezende and de Souza, Learning with Average Precision: Training Image Retrieval with a Listwise
-        Loss, ICCV 2019, section 4.2. How the images beyond the first of each class are chosen is our choice.
+        Loss, ICCV 2019, section 4.2. The paper takes one image of each class; the choice of further images is ours.
     """
 
     draws_classes = True

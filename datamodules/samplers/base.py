@@ -1,8 +1,7 @@
 """The base class of the batch samplers, which yield global batches.
 
-The list of batches is a function of (seed, epoch) and of nothing else. A sampler knows nothing about ranks, workers or
-restarts: `RetrievalDataLoader` splits each global batch into one shard per rank, so a run has the same batches in one
-process and in many.
+The list of batches depends only on (seed, epoch), not on ranks, workers or restarts. `RetrievalDataLoader` splits each
+global batch into one shard per rank, so a run has the same batches with one process as with many.
 """
 
 import warnings
@@ -64,8 +63,8 @@ def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[
     """The classes with two images or more, the smallest first.
 
     Returns:
-        The indices of all their images, grouped by class; the label and the size of each class; and the number of all
-        classes, also of those with a single image.
+        The indices of the images of these classes, grouped by class; the label and the size of each class; and the
+            number of all classes, including those with a single image.
 
     Raises:
         ValueError: if there is no such class.
@@ -84,12 +83,12 @@ def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[
 
 
 class GlobalBatchSampler(Sampler[list[int]], ABC):
-    """Base class of the batch samplers: images grouped by class, a seed, an epoch, and the batches of that epoch.
+    """Base class of the batch samplers: groups images by class, and yields the global batches of an epoch.
 
     A subclass defines the number of batches in an epoch (`__len__`) and the batches themselves (`draw`). It may read
-    `images` (the dataset indices of all images that take part, grouped by class, the smallest class first),
-    `class_labels`, `class_sizes` and `class_starts` (the label, the size and the first position in `images` of each
-    class).
+    `images` (the dataset indices of all images in classes with two images or more, grouped by class, the smallest class
+    first), `class_labels`, `class_sizes` and `class_starts` (the label, the size and the first position in `images` of
+    each class).
 
     Args:
         labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
@@ -101,10 +100,10 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         ValueError: if the labels are empty or not one-dimensional, or no class has two images.
 
     Relations:
-        `RetrievalDataLoader` compares the first batch with these labels: what differs is an error if `draws_classes` is
-        True, as in the samplers of this library that draw several images of a class, else a warning.
-        `.sampler` is the sampler itself. So Lightning's `set_epoch` also reaches it through a plain
-        `DataLoader(dataset, batch_sampler=...)` in one process. With several processes use `RetrievalDataLoader`.
+        `RetrievalDataLoader` compares the labels of the first batch with these labels. A difference is an error if
+        `draws_classes` is True, as in the samplers of this library that draw several images of a class, else a warning.
+        `.sampler` is the sampler itself, so that Lightning's `set_epoch` also works with a plain `DataLoader(dataset,
+        batch_sampler=...)` in one process. With several processes, use `RetrievalDataLoader`.
     """
 
     draws_classes: ClassVar[bool] = False
@@ -143,7 +142,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         """
         drawn, position_in_drawn = np.unique(np.array(batch), return_inverse=True)
         positions = np.flatnonzero(np.isin(self.images, drawn))
-        if len(positions) != len(drawn):  # a subclass draws others than the images that take part
+        if len(positions) != len(drawn):  # a subclass also draws images of other classes
             return None
         classes = np.searchsorted(self.class_starts, positions, side="right") - 1
         by_index = np.argsort(self.images[positions])
@@ -176,9 +175,9 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
 
 
 class RandomBatchSampler(GlobalBatchSampler):
-    """Batches of an epoch's random order of all images; the last N % batch_size images of the order are skipped.
+    """Batches from a random order of all images in each epoch; the last N % batch_size images are skipped.
 
-    They are for training without classes of images, such as that of a detector.
+    For training without image classes, such as that of a detector.
 
     Args:
         num_images: N, number of images, >= 2.

@@ -1,7 +1,7 @@
-"""Batches from a few categories, as ROADMAP and HAPPIER are trained: negatives are from the category of the positives.
+"""Batches from a few categories, as in ROADMAP and HAPPIER, so that negatives are from the positives' category.
 
-Also the shuffled queues from which samplers draw items one after the other: a queue is an endless sequence of rounds,
-and a round holds every item of a set once, in random order.
+This file also has the shuffled queues from which samplers draw items. A queue is an endless sequence of rounds; a round
+holds every item of a set once, in random order.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from lightning_retrieval.datamodules.samplers.base import (
     integer_array,
 )
 
-_MAX_LISTED = 1_000_000  # beyond this number, combinations are not listed but drawn one by one
-_COMBINATION_STREAM = 1  # seeds (seed, refill, 1), so that combinations have other random numbers than the batches
+_MAX_LISTED = 1_000_000  # above this number, combinations are drawn one by one instead of listed
+_COMBINATION_STREAM = 1  # in the seed (seed, refill, 1): not the random numbers of the batches
 
 
 def shuffled_order(generator: np.random.Generator, size: int) -> Integers:
-    """A random order of the numbers below `size`; not `generator.permutation`, whose stream NumPy may change."""
+    """A random order of the numbers below `size`. Avoids `generator.permutation`, whose stream NumPy may change."""
     return np.argsort(generator.random(size), kind="stable")
 
 
@@ -39,12 +39,12 @@ def uniform_numbers(generator: np.random.Generator) -> Iterator[float]:
 class ShuffledQueues:
     """One endless shuffled queue for each set of items. In each round of a queue every item of the set comes once.
 
-    The items of a set are stored in `items[begin:end]`, and `position` is where the next item that is drawn will be
-    stored. Invariant: `items[begin:position]` holds what this round has drawn, in the order of drawing, and
-    `items[position:end]` holds what it has not drawn yet. A draw swaps a random item of the second part to `position`.
+    The items of a set are stored in `items[begin:end]`; `position` is where the next drawn item will be stored.
+    Invariant: `items[begin:position]` holds the items drawn in this round, in the order of drawing, and
+    `items[position:end]` the items not yet drawn. A draw swaps a random item of the second range to `position`.
 
-    When `position` reaches `end`, a new round begins: `position` returns to `begin`. What the previous round drew from
-    some position `start` onwards is still stored in `items[start:end]`. It stays there, and is not repeated, as long as
+    When `position` reaches `end`, a new round begins: `position` returns to `begin`. The items that the previous round
+    drew from some position `start` onwards are still stored in `items[start:end]`. They are not repeated as long as
     draws choose from `items[position:start]` only.
 
     Args:
@@ -65,8 +65,8 @@ class ShuffledQueues:
     def take(self, which: int, group_size: int, groups: int = 1) -> list[int]:
         """Draw the next `groups` times `group_size` items of set `which`.
 
-        Neither these items nor those of a single group repeat an item, unless the set has fewer items; then the numbers
-        of times that the items occur differ by at most one.
+        No item is repeated within the call or within a group, unless the set has too few items; then the numbers of
+        occurrences of the items differ by at most one.
         """
         items, begin, end, position = self.items, self.begins[which], self.ends[which], self.positions[which]
         taken = []
@@ -74,7 +74,7 @@ class ShuffledQueues:
         for _ in range(groups):
             group_start = position
             for _ in range(group_size):
-                # After a refill, do not choose what this call or this group took from the previous round.
+                # After a refill, do not choose items that this call or this group took from the previous round.
                 choose_before = end
                 if position < call_start:
                     choose_before = call_start
@@ -93,7 +93,7 @@ class ShuffledQueues:
 
 
 def list_combinations(count: int, size: int) -> Integers | None:
-    """All combinations of `size` of the numbers below `count`, one a row; None if there are more than a million."""
+    """All combinations of `size` of the numbers below `count`, one per row; None if there are more than a million."""
     if math.comb(count, size) > _MAX_LISTED:
         return None
     numbers = itertools.chain.from_iterable(itertools.combinations(range(count), size))
@@ -103,12 +103,12 @@ def list_combinations(count: int, size: int) -> Integers | None:
 class CategorySampler(GlobalBatchSampler):
     """Batches of P classes from a few categories, the same number of classes from each, with K images per class.
 
-    An epoch has ceil(N / (P K)) batches, where N is the number of images that take part. Every combination of
-    categories is drawn once before any is drawn twice, also across epochs. Within an epoch every class of a category is
-    drawn once before any is drawn twice, and likewise every image of a class. A batch holds an image more than once
-    only if its class has fewer images than the batch takes from it. The images of that class then occur equally often,
-    up to a difference of one, in the batch and in each group of K. In the same way, a batch holds a class more than
-    once only if its category has fewer classes than the batch takes from it.
+    An epoch has ceil(N / (P K)) batches, where N is the number of images in classes with two images or more. Every
+    combination of categories is drawn once before any is drawn twice, also across epochs. Within an epoch every class
+    of a category is drawn once before any is drawn twice, and likewise every image of a class. A batch holds an image
+    more than once only if the image's class has fewer images than the batch takes from it. The images of that class
+    then occur equally often, up to a difference of one, in the batch and in each group of K. Likewise, a batch holds a
+    class more than once only if the class's category has fewer classes than the batch takes from it.
 
     In a batch the classes of a category are adjacent, and so are the images of a class.
 
@@ -118,7 +118,8 @@ class CategorySampler(GlobalBatchSampler):
         categories: one integer for each image, the same for all images of a class.
         classes_per_batch: P, a multiple of `categories_per_batch`.
         samples_per_class: K, at least 2.
-        categories_per_batch: at least 1 and at most the number of categories that hold a class with two images.
+        categories_per_batch: number of categories in a batch, from 1 to the number of categories that hold a class with
+            two images.
         seed: an integer >= 0. The seed and the epoch determine every batch.
 
     Raises:
@@ -134,9 +135,9 @@ class CategorySampler(GlobalBatchSampler):
         >>> sorted(sorted(categories[index] for index in batch) for batch in sampler)
         [[5, 5, 5, 5], [7, 7, 7, 7]]
 
-    If there are more than a million combinations, they are not listed. Then every category is drawn once before any is
-    drawn twice, within an epoch, in random combinations. A batch is drawn when it is needed, in about a microsecond per
-    image.
+    If there are more than a million combinations, they are not listed. Instead, random combinations are drawn such that
+    within an epoch every category is drawn once before any is drawn twice. A batch is drawn when it is needed, in about
+    a microsecond per image.
 
     Relations:
         Negatives from the categories of the positives are harder than those of `PKSampler`, which draws from all
@@ -227,7 +228,7 @@ class CategorySampler(GlobalBatchSampler):
         image_queues = ShuffledQueues(self.images, self.class_sizes, random)
         for combination in itertools.islice(self._combinations(random), len(self)):
             batch: list[int] = []
-            # The order is random, so that no category is always the first rank's.
+            # Random order, so that rank 0 does not always get the same category.
             for position in shuffled_order(generator, len(combination)).tolist():
                 classes = class_queues.take(combination[position], self._classes_per_category)
                 for class_index, times in Counter(classes).items():
@@ -247,7 +248,7 @@ class CategorySampler(GlobalBatchSampler):
             yield queue.take(0, self.categories_per_batch)
 
     def _listed_combinations(self, combinations: Integers) -> Iterator[list[int]]:
-        """All epochs read from one shuffled queue; this epoch starts where the epoch before ends."""
+        """All epochs read from one shuffled queue; this epoch starts where the previous epoch ended."""
         first_refill, start = divmod(self.epoch * len(self), len(combinations))
         for refill in itertools.count(first_refill):
             generator = np.random.default_rng((self.seed, refill, _COMBINATION_STREAM))

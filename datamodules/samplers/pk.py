@@ -1,11 +1,11 @@
-"""Batches of P classes with K images each, from shuffled queues of classes and images that are drawn at once.
+"""Batches of P classes with K images each, from shuffled queues of classes and of images, drawn for a whole epoch.
 
 A queue is an endless sequence of rounds, and a round holds every item of a set once, in random order. Writing a round
 into a queue is called a refill.
 
-The caller cuts each queue into groups of `group_size` consecutive positions. Refills and group boundaries need not
-coincide, so a refill may fall inside a group. Such a group must not repeat an item, unless its set has fewer items than
-the group has positions; then the numbers of times that the items occur in the group may differ by at most one.
+The caller cuts each queue into groups of `group_size` consecutive positions. A refill may fall inside a group. Such a
+group must not repeat an item, unless its set has fewer items than the group has positions; then the numbers of
+occurrences of the items in the group may differ by at most one.
 
 Invariant: after each refill, an item is marked as *ahead* if it occurs once more than the unmarked items in the group
 into which the next refill falls. (If all items occur equally often there, they have the same mark.) So the next refill
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
 
-# Number of items that are shuffled at a time, so that the arrays being sorted fit into the processor's cache.
+# Number of items that are shuffled at a time, so that the sorted arrays fit into the CPU's cache.
 _BLOCK = 1 << 16
 
 
@@ -55,7 +55,7 @@ def shuffled_queue_table(
 
 
 def _block_edges(ends: Integers) -> list[int]:
-    """Cut consecutive sets into blocks of about `_BLOCK` items; the result does not depend on how they are cut."""
+    """Cut consecutive sets into blocks of about `_BLOCK` items. The drawn queues do not depend on the blocks."""
     limits = np.arange(_BLOCK, ends[-1], _BLOCK)
     edges = np.searchsorted(ends, limits, side="right").tolist()
     return sorted({0, *edges, len(ends)})
@@ -75,8 +75,8 @@ def _write_round(
     set_of_item = np.repeat(np.arange(len(sizes)), sizes)
     first_item = np.cumsum(sizes) - sizes
     position_in_round = np.arange(len(items)) - first_item[set_of_item]
-    round_start = number * sizes  # position in the queue, of each set
-    rest_of_group = -round_start % group_size  # positions that the group is short of
+    round_start = number * sizes  # position in each queue where the round starts
+    rest_of_group = -round_start % group_size  # positions missing in the current group
     order = _shuffled_order(generator, set_of_item, position_in_round, ahead, rest_of_group)
 
     position = round_start[set_of_item] + position_in_round
@@ -86,7 +86,7 @@ def _write_round(
     next_round_start = round_start + sizes
     next_group_start = next_round_start // group_size * group_size
     in_next_group = position >= next_group_start[set_of_item]
-    # If that group started in an earlier round, it now holds every item once more: the marks stay as they are.
+    # A group that started in an earlier round now holds every item once more, so its marks stay.
     starts_in_this_round = next_group_start >= round_start
     ahead[order] = np.where(starts_in_this_round[set_of_item], in_next_group, ahead[order])
 
@@ -116,10 +116,10 @@ def _sort_within_sets(set_of_item: Integers, last: NDArray[np.bool_], random: In
 class PKSampler(GlobalBatchSampler):
     """Batches of P classes with K images each.
 
-    An epoch has ceil(N / (P K)) batches, where N is the number of images that take part. Within an epoch every class
-    is drawn once before any class is drawn twice; within a class every image is drawn once before any image is drawn
-    twice. A batch holds P different classes. It holds an image more than once only if the class has fewer than K
-    images; the numbers of times that the images of this class occur then differ by at most one.
+    An epoch has ceil(N / (P K)) batches, where N is the number of images in classes with two images or more. Within an
+    epoch, every class is drawn once before any class is drawn twice; within a class, every image is drawn once before
+    any image is drawn twice. A batch holds P different classes. It holds an image more than once only if the class has
+    fewer than K images; the numbers of occurrences of the images of this class then differ by at most one.
 
     Args:
         labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning_retrieval.cli.options import printable
 
 PROGRAM = "lightning-retrieval check"
-# The data modules that help names; a test compares them with those that exist. Importing them takes seconds.
+# The data modules listed in the help, because importing them takes seconds. A test compares this list with the package.
 DATA_MODULES = (
     "CUB200",
     "CocoDetection",
@@ -40,7 +40,7 @@ def check(args: Sequence[str]) -> int:
         args: `--data NAME --root DIR` and other settings of the data module; `Glyphs` has no root.
 
     Returns:
-        The exit code: 0 if all is as published, 1 if not, 2 if the data set cannot be read.
+        The exit code: 0 if the data set is complete and has the published counts, 1 if not, 2 if it cannot be read.
     """
     data_module, settings = _parse(args)
     try:

@@ -1,4 +1,4 @@
-"""`lightning-retrieval demo`: a page, made with Gradio, that searches an index by an upload or by a result."""
+"""`lightning-retrieval demo`: a Gradio page that searches an index for an uploaded image or for a clicked result."""
 
 import argparse
 import os
@@ -23,9 +23,9 @@ from lightning_retrieval.preparation.decoding import read_image
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-MEGABYTES, MEGAPIXELS = 20, 64  # of an upload, at most
-KEPT, PAUSE = 600.0, 30.0  # seconds that a file of a visitor is kept, and between two looks for older ones
-UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: where Gradio keeps uploads and the images that it shows
+MEGABYTES, MEGAPIXELS = 20, 64  # limits of an upload
+KEPT, PAUSE = 600.0, 30.0  # seconds to keep a visitor's file, and between two deletions of old files
+UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: Gradio's folder for uploads and shown images
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
 NO_IMAGE = "There is no image to search for; choose an image file."
@@ -44,7 +44,7 @@ CSS = """
 
 
 def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """The command. It serves the page until Ctrl-C, and deletes the files of visitors after minutes and at the end."""
+    """Run the command: serve the page until Ctrl-C. Visitors' files are deleted after 10 minutes and at the end."""
     try:
         with _ended_by_signals():
             _serve(options)
@@ -55,7 +55,7 @@ def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the demo like Ctrl-C, also in the background, so that uploaded files are deleted."""
+    """Make SIGTERM and SIGINT end the demo like Ctrl-C, also in the background, so that uploaded files are deleted."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, signal.default_int_handler)
@@ -83,7 +83,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port: int) -> Any:
-    """Serve the page by another thread.
+    """Serve the page from another thread.
 
     Args:
         searcher: an index and its model.
@@ -97,10 +97,10 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
 
     Raises:
         ModuleNotFoundError: if Gradio is not installed.
-        OSError: if the page cannot be served there, because the port is in use for example.
+        OSError: if the page cannot be served at this address, for example because the port is in use.
     """
     gradio = _import_gradio()
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none that a browser has to download
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # fonts that need no download
     from starlette.middleware import Middleware
 
     page = make_page(searcher, images, k)
@@ -112,10 +112,10 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             css=CSS,
             show_error=True,
             footer_links=[],
-            max_file_size=f"{MEGABYTES}mb",  # of which the page informs before it uploads
+            max_file_size=f"{MEGABYTES}mb",  # shown on the page before an upload
             app_kwargs={"middleware": [Middleware(RequestCheck, host=host)]},
-            ssr_mode=False,  # its server would answer before the check
-            quiet=True,  # Gradio would recommend an argument of its own, which the command does not have
+            ssr_mode=False,  # server-side rendering would bypass the check
+            quiet=True,  # Gradio would recommend an argument that the command does not have
             prevent_thread_lock=True,
         )
     except OSError as error:
@@ -128,7 +128,7 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
 
 @contextmanager
 def private_uploads() -> Iterator[Path]:
-    """A folder for the files of visitors that only this user can read, deleted at the end of the `with` block."""
+    """Context with a folder for visitors' files, which only this user can read and which is deleted on exit."""
     before = os.environ.get(UPLOADS)
     with tempfile.TemporaryDirectory(prefix="demo-", dir=before, ignore_cleanup_errors=True) as folder:
         os.environ[UPLOADS] = folder
@@ -141,14 +141,14 @@ def private_uploads() -> Iterator[Path]:
 
 
 def delete_files_from_time_to_time(folder: Path) -> None:
-    """Delete old files until Ctrl-C."""
+    """Delete old files at intervals, until Ctrl-C."""
     while True:
         time.sleep(PAUSE)
         delete_old_files(folder, time.time() - KEPT)
 
 
 def delete_old_files(folder: Path, before: float) -> None:
-    """Delete what was last changed before this time; Gradio's `delete_cache` leaves uploads that were broken off."""
+    """Delete files last changed before this time. Gradio's `delete_cache` does not delete aborted uploads."""
     for path in sorted(folder.rglob("*"), reverse=True):  # files before their folders
         try:
             if path.lstat().st_ctime >= before:
@@ -157,19 +157,19 @@ def delete_old_files(folder: Path, before: float) -> None:
                 path.rmdir()
             else:
                 path.unlink()
-        except OSError:  # a folder with a new file, or a file that Gradio has moved
+        except OSError:  # a folder that holds a new file, or a file that Gradio has moved
             continue
 
 
 class RequestCheck:
-    """Answers requests under another name, and large ones, with an error before Gradio sees them.
+    """Rejects requests for another host name, and requests that are too large, before they reach Gradio.
 
-    Another site can let its name resolve to this machine (DNS rebinding). The browser then treats the demo as a part of
-    that site, but the header `Host` still has the name that it has asked for.
+    Another site can make its name resolve to this machine (DNS rebinding). The browser then treats the demo as part of
+    that site, but the header `Host` still has the name of that site.
 
     Args:
         app: answers all other requests.
-        host: address that the page is served on. If it is that of all interfaces, all names are allowed.
+        host: address that the page is served on. If it stands for all interfaces, all names are allowed.
     """
 
     def __init__(self, app: "ASGIApp", host: str) -> None:
@@ -177,7 +177,7 @@ class RequestCheck:
         self.host = host.lower().strip("[]").rstrip(".")
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Answer a request."""
+        """Reject a request, or pass it on."""
         from starlette.responses import PlainTextResponse
 
         if scope["type"] == "lifespan":
@@ -207,10 +207,10 @@ async def _answer(response: Any, scope: "Scope", receive: "Receive", send: "Send
 
 
 def is_allowed_host(headers: Sequence[str], host: str) -> bool:
-    """Whether a request asks for the page by a name that it is served under.
+    """Whether the host name of a request is one that the page is served under.
 
     Args:
-        headers: the values of all headers `Host` of the request.
+        headers: the values of all `Host` headers of the request.
         host: address that the page is served on.
 
     Example:
@@ -229,8 +229,8 @@ def is_allowed_host(headers: Sequence[str], host: str) -> bool:
 
 
 def _is_small(lengths: Sequence[str]) -> bool:
-    """Whether a request has one header with the size of its content, and this size is allowed."""
-    most = MEGABYTES * 2**20 + 2**16  # of a file, and of its name and the borders of the form
+    """Whether a request has exactly one `Content-Length` header, with an allowed size."""
+    most = MEGABYTES * 2**20 + 2**16  # the file, its name and the boundaries of the form
     return len(lengths) == 1 and lengths[0].isdecimal() and int(lengths[0]) <= most
 
 
@@ -239,7 +239,7 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     gradio = _import_gradio()
 
     def found(file: str | None, shown: str) -> tuple[Any, ...]:
-        """What the page shows for a query: the picture, a line of text, the results and their files."""
+        """The outputs of the page for a query: the picture, a line of text, the results and their files."""
         if file is None:
             return gradio.skip(), NO_IMAGE, gradio.skip(), gradio.skip()
         try:
@@ -249,7 +249,7 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         results, _ = searcher.search([file], k)
         hits = results[0].hits
         text = f"**{shown}**: {len(hits)} nearest of {len(searcher.index):,} images. Click one to search for it."
-        # A new gallery, so that the frame around the image that was clicked before disappears.
+        # A new gallery, so that the frame around the previously clicked image disappears.
         gallery = gradio.Gallery(value=captioned(hits, images), selected_index=None)
         return query, text, gallery, [hit.path for hit in hits]
 
@@ -276,19 +276,19 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         gallery = _empty_gallery(gradio)
         paths = gradio.State([])
         shown = [query, text, gallery, paths]
-        # The line of text shows the position in the queue and the time, and no progress covers what is shown.
+        # The line of text shows the position in the queue and the time, so that no progress bar covers the images.
         progress = {"show_progress": "minimal", "show_progress_on": text}
         upload.upload(search_by_upload, upload, shown, api_name="search", **progress)
         clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", **progress)
         _check_inputs(gradio, page)
-        clicked.then(None, js="() => window.scrollTo({top: 0})")  # to the new query, which is above the results
+        clicked.then(None, js="() => window.scrollTo({top: 0})")  # scroll to the new query, above the results
     return page
 
 
 def _check_inputs(gradio: Any, page: Any) -> None:
-    """Let a request of the route `search` without an image, or with one of another server, get a sentence.
+    """Reject requests of the route `search` without an image, or with an image on another server.
 
-    Gradio would fetch an image from any address of the web, of any size.
+    Gradio would fetch an image of any size from any web address.
     """
     validate = page.validate_inputs
 
@@ -304,7 +304,7 @@ def _check_inputs(gradio: Any, page: Any) -> None:
 
 
 def _empty_gallery(gradio: Any) -> Any:
-    """The images that are found, five in a row, each of which can be clicked."""
+    """An empty gallery for the results, five in a row, each of which can be clicked."""
     return gradio.Gallery(
         show_label=False,
         allow_preview=False,
@@ -314,28 +314,28 @@ def _empty_gallery(gradio: Any) -> Any:
         buttons=[],
         interactive=False,
         elem_id="results",
-        format="jpeg",  # Gradio's WebP takes as long to encode as the search takes
+        format="jpeg",  # Gradio's WebP encoding takes as long as the search
     )
 
 
 def uploaded_picture(file: Path) -> Image.Image:
-    """The thumbnail of an image that a visitor has uploaded.
+    """The thumbnail of an uploaded image.
 
     Raises:
-        ValueError: if it has too many pixels, which its header says, or cannot be read.
+        ValueError: if the image has too many pixels (according to its header) or cannot be read.
     """
     try:
         with Image.open(file) as header:
             pixels = header.width * header.height
         if pixels <= MEGAPIXELS * 10**6:
             return thumbnail(file)
-    except Exception:  # Pillow's readers raise errors of many kinds for damaged files
+    except Exception:  # Pillow's readers raise errors of many types for damaged files
         raise ValueError("cannot be read as an image; choose another file.") from None
     raise ValueError(f"has too many pixels; choose one of at most {MEGAPIXELS} megapixels.")
 
 
 def thumbnail(file: Path) -> Image.Image:
-    """The image at about `SIDE` pixels. Each pixel of a small image becomes a square, which a browser does not blur."""
+    """The image at about `SIDE` pixels. Small images are enlarged with square pixels, so browsers do not blur them."""
     image = read_image(file, least_size=(SIDE, SIDE))
     factor = SIDE // max(image.size)
     if factor > 1:
@@ -345,13 +345,13 @@ def thumbnail(file: Path) -> Image.Image:
 
 
 def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]]:
-    """The results with score and path; a grey square for an image that cannot be read any more."""
+    """The results with score and path; a grey square for an image that can no longer be read."""
     captioned = []
     for hit in hits:
         text = f"{hit.similarity:.3f}  {printable(hit.path)}"
         try:
             image = thumbnail(images / hit.path)
-        except Exception:  # Pillow's readers raise errors of many kinds for damaged files
+        except Exception:  # Pillow's readers raise errors of many types for damaged files
             image = Image.new("RGB", (SIDE, SIDE), "grey")
             text += " (cannot be read)"
         captioned.append((image, text))

@@ -1,4 +1,4 @@
-"""`lightning-retrieval embed`: embed images into a folder of shards, and continue where a killed run stopped."""
+"""`lightning-retrieval embed`: embed images into a folder of shards; continues after a killed run."""
 
 import argparse
 import logging
@@ -46,12 +46,12 @@ from lightning_retrieval.search.shared_folder import ShardCollector, share_folde
 OWNER = "embed_images"
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 ACCELERATORS = ("cpu", "cuda", "mps")
-LONGEST_WAIT = timedelta(days=30)  # of the first process that has finished, for the last one
-INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
+LONGEST_WAIT = timedelta(days=30)  # how long a process that has finished waits for the others
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """The command. It prints what was written, and returns the images that could not be read."""
+    """Run the command: print what was written, and return the images that could not be read."""
     try:
         done = embed_images(**vars(options))
     except KeyboardInterrupt:
@@ -65,14 +65,14 @@ def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 
 @dataclass(frozen=True)
 class EmbeddedFolder:
-    """What `embed_images` has done.
+    """The result of `embed_images`, the same on all processes except for `rank`.
 
     Args:
-        folder: the embeddings, all shards of which are complete.
-        written: number of shards that were written; the others were there before.
-        unreadable: the images that could not be read, of all shards.
-        rank: of this process. All processes return the same.
-        renewed: number of the shards that were written although they were there, because images have changed since.
+        folder: the embeddings; no shard is missing.
+        written: number of shards that were written; the others already existed.
+        unreadable: the images of all shards that could not be read.
+        rank: rank of this process.
+        renewed: number of existing shards that were written again, because their images have changed.
     """
 
     folder: EmbeddingFolder
@@ -115,38 +115,38 @@ def embed_images(
     num_nodes: int = 1,
     precision: str = PRECISIONS[0],
 ) -> EmbeddedFolder:
-    """Embed images into a folder of Parquet or .npy files, of which those that are there are not made again.
+    """Embed images into a folder of Parquet or .npy files. Existing files are kept.
 
     With several devices or nodes, Lightning Fabric starts a process for each, which calls this function again. Each
-    process embeds the images of entire files, so the files are the same for any number of processes, which may differ
-    in the run that continues. A file is made again if the size or the modification time of one of its images has
+    process embeds the images of entire files, so the files do not depend on the number of processes, and another number
+    of processes can continue. A file is written again if the size or the modification time of one of its images has
     changed.
 
     Args:
-        checkpoint: of a `RetrievalModule`.
-        images: a folder, or a table as `ImageTable` reads it, of which only the column `image` is required.
-        output: folder of the embeddings: new, or one that the same call began. All nodes must see it.
-        root: folder that the paths of a table are relative to; if None, the one that the table is in.
+        checkpoint: checkpoint of a `RetrievalModule`.
+        images: a folder, or a table in the format of `ImageTable`, of which only the column `image` is required.
+        output: folder of the embeddings: new, or begun by the same call. All nodes must see it.
+        root: folder that the paths of a table are relative to; if None, the folder of the table.
         transform: as for `index_images`.
         file_format: `"parquet"` or `"npy"`.
-        shard_size: number of images of a file, >= 1; as many are embedded again by each process after a kill, at most.
+        shard_size: number of images per file, >= 1. After a kill, each process embeds at most as many images again.
         dtype: type of the numbers in the files, `"float32"` or `"float16"`.
         batch_size: number of images embedded at a time.
         num_workers: number of processes that read images, for each device.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
         devices: number of devices of each node, each of which gets a process.
         num_nodes: number of machines.
-        precision: as Lightning names it: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
+        precision: precision of the network: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
         ModuleNotFoundError: if pyarrow is missing.
-        ValueError: if the folder holds embeddings of another model or list, or a damaged file, processes have different
-            images, or an argument is invalid.
-        ConnectionError: if another process has ended early.
+        ValueError: if the folder holds embeddings of another model or list of images, or a damaged file, if processes
+            have different images, or an argument is invalid.
+        ConnectionError: if another process has died.
 
     Cost:
-        In each process memory for the embeddings of one shard, and for the list of images.
+        Memory in each process for the embeddings of one shard and for the list of images.
     """
     check_choice(OWNER, "file_format", file_format, FILE_FORMATS)
     check_choice(OWNER, "dtype", dtype, DTYPES)
@@ -155,7 +155,7 @@ def embed_images(
         check_integer(OWNER, name, number, least=1)
     check_output(OWNER, output)
     if file_format == "parquet":
-        load_pyarrow(OWNER)  # raises before any image is embedded
+        load_pyarrow(OWNER)  # raises, if missing, before any image is embedded
     listed = list_images(OWNER, images, root)
     embedder = ImageEmbedder.load(
         OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu"
@@ -185,7 +185,7 @@ def embed_images(
 def _embed_missing(
     fabric: Fabric, embedder: ImageEmbedder, listed: ListedImages, output: Path, manifest: EmbeddingManifest
 ) -> tuple[list[int], list[int]]:
-    """Embed the shards of this process, and wait for the others; the numbers of all shards, and of changed ones."""
+    """Embed the shards of this process, wait for the others, and return all written shards, and the changed ones."""
 
     def image_files(positions: range) -> str:
         return digest_of_files(listed.root / listed.index.paths[position] for position in positions)
@@ -201,7 +201,7 @@ def _embed_missing(
 
 
 def _collect(batch: EmbeddedBatch, listed: ListedImages, collector: ShardCollector) -> None:
-    """Pass the rows of a batch on, and the images that could not be read."""
+    """Pass the rows of a batch, and its unreadable images, to the collector."""
     for image in batch.unreadable:
         collector.add_unreadable(image.position, image.path, image.reason)
     if batch.embeddings is None:
@@ -215,11 +215,11 @@ def _collect(batch: EmbeddedBatch, listed: ListedImages, collector: ShardCollect
 def _fabric(device: str | None, *, devices: int, num_nodes: int, precision: str) -> Fabric:
     """Fabric with a process for each device.
 
-    The processes exchange nothing but the list of missing files, so they use gloo on GPUs, too: a process notices at
-    once if another one was killed.
+    The processes exchange only the list of missing files, so they use gloo even on GPUs: with gloo, a process notices
+    immediately if another process was killed.
 
     Raises:
-        ValueError: if there are not so many devices, or a device does not support the precision.
+        ValueError: if there are fewer devices, or a device does not support the precision.
     """
     accelerator, numbers = _accelerator(device, devices)
     settings: dict[str, Any] = {}
@@ -235,13 +235,13 @@ def _fabric(device: str | None, *, devices: int, num_nodes: int, precision: str)
         )
     except (MisconfigurationException, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{OWNER}: `devices`, `num_nodes` and `precision` must be such as this machine supports, got {devices}, "
+            f"{OWNER}: `devices`, `num_nodes` and `precision` must be supported by this machine, got {devices}, "
             f"{num_nodes} and {precision!r} ({first_line(error)})."
         ) from None
 
 
 def _accelerator(device: str | None, devices: int) -> tuple[str, int | list[int]]:
-    """Lightning's names of the devices."""
+    """Lightning's names of the accelerator and of the devices."""
     name = device or default_device()
     try:
         torch.empty(0, device=name)
@@ -264,7 +264,7 @@ def _accelerator(device: str | None, devices: int) -> tuple[str, int | list[int]
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Without Lightning's messages about Fabric, which is not the user's; its loggers depend on what is imported."""
+    """Context without Lightning's log messages about Fabric, which the user has not called."""
     loggers = errors_only(logging.getLogger("pytorch_lightning")), errors_only(logging.getLogger("lightning_fabric"))
     with loggers[0], loggers[1], warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning_fabric")

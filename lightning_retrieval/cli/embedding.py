@@ -1,8 +1,8 @@
-"""Embed image files with the model of a checkpoint: the one way of all commands.
+"""Embeds image files with the model of a checkpoint, for all commands.
 
-`list_images` lists the images of a folder or of a table, `ImageEmbedder.load` loads the model with the preparation that
-its evaluation had, and `ImageEmbedder.embed` gives the embeddings batch by batch. Files that cannot be read are
-reported, not fatal.
+`list_images` lists the images of a folder or of a table, `ImageEmbedder.load` loads the model with the preparation of
+its evaluation, and `ImageEmbedder.embed` returns the embeddings batch by batch. Unreadable files are reported, not
+fatal.
 """
 
 import os
@@ -40,13 +40,13 @@ from lightning_retrieval.training.module import RetrievalModule
 
 @dataclass(frozen=True)
 class ListedImages:
-    """Images with their labels as text, where these are known.
+    """A list of images, with their labels as text if known.
 
     Args:
         root: folder that the paths are relative to.
         index: paths and boxes of the images; its labels and instances have no meaning.
-        labels: one for each image, None where it is not known.
-        names: how messages refer to the images; if None, by their paths.
+        labels: one for each image, None if unknown.
+        names: names of the images in messages; if None, their paths.
     """
 
     root: Path
@@ -56,11 +56,11 @@ class ListedImages:
 
     @classmethod
     def of_paths(cls, root: Path, paths: Sequence[str], names: Sequence[str] | None = None) -> "ListedImages":
-        """Images of which only the files are known."""
+        """A list of images without labels and boxes."""
         return cls(root, ImageIndex(paths, [0] * len(paths)), [None] * len(paths), names)
 
     def fields(self) -> Iterator[list[Any]]:
-        """Path, label and box of each image: what two lists of the same images have in common."""
+        """Path, label and box of each image, which identify the list."""
         boxes = self.index.boxes
         for position, (path, label) in enumerate(zip(self.index.paths, self.labels)):
             box = None
@@ -69,7 +69,7 @@ class ListedImages:
             yield [path, label, box]
 
     def name(self, position: int) -> str:
-        """How messages refer to an image."""
+        """The name of an image in messages."""
         if self.names is not None:
             return self.names[position]
         path: str = self.index.paths[position]
@@ -77,15 +77,15 @@ class ListedImages:
 
 
 def list_images(owner: str, images: Path, root: Path | None = None) -> ListedImages:
-    """The images in a folder, or those of a table.
+    """List the images in a folder or in a table.
 
     Args:
         owner: prefix of error messages.
-        images: a folder, or a table as `ImageTable` reads it, of which only the column `image` is required.
-        root: folder that the paths of a table are relative to; if None, the one that the table is in.
+        images: a folder, or a table in the format of `ImageTable`, of which only the column `image` is required.
+        root: folder that the paths of a table are relative to; if None, the folder of the table.
 
     Raises:
-        FileNotFoundError: if there is nothing at the path.
+        FileNotFoundError: if the path does not exist.
         ValueError: if there is no image, the table cannot be read, or `root` is given for a folder.
     """
     if not images.is_file():
@@ -115,7 +115,7 @@ def images_in_folder(owner: str, folder: Path) -> ListedImages:
 
 
 def _image_paths(folder: Path) -> list[str]:
-    """Sorted paths, relative to the folder, of the files at any depth with a suffix that Pillow opens, in any case."""
+    """Sorted relative paths of the image files at any depth: files with a suffix that Pillow knows, in any case."""
     suffixes = image_suffixes()
     found = []
     for parent, subfolders, files in os.walk(folder):
@@ -128,14 +128,15 @@ def _image_paths(folder: Path) -> list[str]:
 
 
 def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
-    """Load a module on the CPU, without the pretrained weights that its training began with.
+    """Load a module on the CPU, without downloading the pretrained weights that its training began with.
 
     Args:
         owner: prefix of error messages.
         checkpoint: the file. Its classes are rebuilt from plain values; nothing is unpickled that could run code.
 
     Returns:
-        The module, whose `preparation` is what its evaluation did to an image, None if the checkpoint does not say it.
+        The module. Its `preparation` is the preparation of images in its evaluation, None if the checkpoint does not
+            record it.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -158,7 +159,7 @@ def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         module: RetrievalModule = restored_module(RetrievalModule, saved)
-    except Exception as error:  # unpickling, class paths and constructors raise errors of many kinds
+    except Exception as error:  # unpickling, class paths and constructors raise errors of many types
         raise ValueError(f"{rule} ({first_line(error)}).") from None
     return module
 
@@ -177,7 +178,7 @@ class UnreadableImage:
 
 @dataclass(frozen=True)
 class EmbeddedBatch:
-    """Positions and embeddings of the images of a batch that could be read, and the images that could not."""
+    """The readable images of a batch, as positions and embeddings, and the unreadable images."""
 
     positions: list[int]
     embeddings: Float[Tensor, "rows dim"] | None  # None if no image of the batch could be read
@@ -186,11 +187,11 @@ class EmbeddedBatch:
 
 @dataclass(frozen=True)
 class EmbeddedImages:
-    """The embeddings of all images that could be read, and the images that could not.
+    """The embeddings of all readable images of a list, and the unreadable images.
 
     Args:
-        positions: of the embedded images in their list.
-        embeddings: one for each position, in memory or in files.
+        positions: positions of the embedded images in the list.
+        embeddings: one row for each position, in memory or in files.
         unreadable: the other images.
     """
 
@@ -209,7 +210,7 @@ class LoadedImage:
 
 
 class ReadableImages(Dataset[LoadedImage]):
-    """The images of an `ImageSet`; one that cannot be read gives the reason instead of an exception."""
+    """The images of an `ImageSet`; for an unreadable image, the item holds the reason instead of raising."""
 
     def __init__(self, images: ImageSet) -> None:
         self.images = images
@@ -226,7 +227,7 @@ class ReadableImages(Dataset[LoadedImage]):
 
 
 def _reason(error: Exception) -> str:
-    """Why an image could not be read, on one line."""
+    """Why an image could not be read, as one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = str(error).splitlines()
@@ -237,10 +238,10 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ImageEmbedder:
-    """A model that is ready to embed image files; `load` makes one from a checkpoint.
+    """A model that is ready to embed image files; made from a checkpoint by `load`.
 
-    `about` describes the model with plain values: its checkpoint, the transform and where the choice of that transform
-    came from. An index is saved with it.
+    `about` describes the model with plain values: its checkpoint, its transform, and who chose the transform. It is
+    saved with an index.
     """
 
     owner: str
@@ -250,7 +251,7 @@ class ImageEmbedder:
     batch_size: int
     num_workers: int
     device: str
-    normalizes: bool = True  # whether the module gets normalised images; else those of uint8, from a `Preparation`
+    normalizes: bool = True  # whether the module gets normalised images; else images of uint8, from a `Preparation`
 
     @classmethod
     def load(
@@ -269,10 +270,10 @@ class ImageEmbedder:
 
         Args:
             owner: prefix of error messages.
-            checkpoint: of a `RetrievalModule`.
+            checkpoint: checkpoint of a `RetrievalModule`.
             transform: the name that the user gave, see `choose_transform`.
-            recorded: how the images of an index were prepared; if None, what the checkpoint says.
-            sha256: of the checkpoint, if the caller has read it already.
+            recorded: the preparation recorded in an index; if None, the one in the checkpoint.
+            sha256: digest of the checkpoint, if the caller has already computed it.
             batch_size: number of images embedded at a time; 1 if images keep their sizes.
             num_workers: number of processes that read images.
             device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -314,14 +315,14 @@ class ImageEmbedder:
         return replace(self, module=module, device=device)
 
     def embed(self, listed: ListedImages, groups: Sequence[Sequence[int]] | None = None) -> Iterator[EmbeddedBatch]:
-        """Embed images batch by batch, in their order, with a progress bar if the output is a terminal.
+        """Embed images batch by batch, in order, with a progress bar if the output is a terminal.
 
         Args:
             listed: the images.
             groups: positions of the images to embed; no batch has images of two groups. If None, all images.
 
         Raises:
-            ValueError: if the model cannot embed images as the transform gives them, or an embedding is not finite.
+            ValueError: if the model cannot embed the output of the transform, or an embedding is not finite.
         """
         if groups is None:
             groups = [range(len(listed.index))]
@@ -332,7 +333,7 @@ class ImageEmbedder:
         loader = DataLoader(
             ReadableImages(images), batch_sampler=batches, num_workers=self.num_workers, collate_fn=list
         )
-        hidden = None  # shown on a terminal only
+        hidden = None  # tqdm: shown on a terminal only
         if rank() > 0:
             hidden = True
         count = sum(map(len, groups))
@@ -346,7 +347,7 @@ class ImageEmbedder:
 
         Args:
             listed: the images.
-            positions: of the images to embed; if None, all.
+            positions: positions of the images to embed; if None, all.
 
         Raises:
             ValueError: as for `embed`.
@@ -368,7 +369,7 @@ class ImageEmbedder:
         return EmbeddedImages(torch.tensor(embedded, dtype=torch.int64), embeddings[: len(embedded)], unreadable)
 
     def dim(self) -> int:
-        """The dimension of an embedding: that of a black image."""
+        """The dimension of an embedding, found by embedding a black image."""
         transform = self.transform
         if isinstance(transform, Preparation):
             transform = transform.to_uint8
@@ -447,5 +448,5 @@ def default_device() -> str:
 
 
 def unusable_device(device: str, error: Exception) -> str:
-    """A sentence about a device that torch has an error for."""
+    """A sentence about a device for which torch raised an error."""
     return f"`device` must be a device that torch can use here, got {device!r} ({first_line(error)})."

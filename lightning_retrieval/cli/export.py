@@ -1,4 +1,4 @@
-"""`lightning-retrieval export`: write a model as programs that do not need this library, and compare them with it."""
+"""`lightning-retrieval export`: export a model to programs that do not need this library, and check their outputs."""
 
 import argparse
 import dataclasses
@@ -25,23 +25,23 @@ from lightning_retrieval.preparation.preparation import Preparation
 OWNER = "export_model"
 FORMAT = "lightning-retrieval model"
 ONNX, TORCH, INT8, PREPARATION = "model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"
-TOLERANCE = 1e-5  # largest difference to torch in float32
-CHECKED_BATCHES = (1, 3)  # numbers of images with which a program is compared
+TOLERANCE = 1e-5  # largest allowed difference from torch in float32
+CHECKED_BATCHES = (1, 3)  # batch sizes with which a program is compared
 CALIBRATION_IMAGES = 256
 TIMED_IMAGES, TIMED_RUNS = 64, 15
 
 
 @dataclass(frozen=True)
 class Int8Cost:
-    """What eight bits cost and gain on the images that were given.
+    """The cost and the gain of int8 on the given images.
 
     Args:
         kind: `"static"` or `"dynamic"`.
         images: number of images that were embedded.
-        recall: R@1 of the eight-bit model.
+        recall: R@1 of the int8 model.
         recall_before: R@1 of the float model.
-        size_ratio: ratio of the file sizes.
-        speed_ratio: ratio of the images in a second, in batches of 64.
+        size_ratio: file size of the int8 model divided by that of the float model.
+        speed_ratio: throughput of the int8 model divided by that of the float model, in batches of 64.
     """
 
     kind: str
@@ -54,12 +54,12 @@ class Int8Cost:
 
 @dataclass
 class ExportedModel:
-    """The files that were written.
+    """The result of an export.
 
     Args:
         about: the plain values of `preparation.json`.
-        differences: the largest difference to torch of each program, by its file name.
-        int8: what eight bits cost, None if they were not asked for.
+        differences: for each program, by file name, the largest difference from torch.
+        int8: cost and gain of int8, None if it was not requested.
     """
 
     about: dict[str, Any]
@@ -68,7 +68,7 @@ class ExportedModel:
 
 
 def export(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """The command. It prints what was written."""
+    """Run the command: print what was written."""
     made = export_model(**vars(options))
     print("\n".join(_summary(made, options.output)))
     return []
@@ -110,15 +110,15 @@ def export_model(
 ) -> ExportedModel:
     """Export the model of a checkpoint to ONNX and to a program of `torch.export`, and compare both with the model.
 
-    The programs include the whitening and the scales of the model. `preparation.json`, which the ONNX file also holds
-    in its metadata, says what is done to an image before.
+    The programs include the whitening and the scales of the model. `preparation.json` describes the preparation of
+    images for the programs; the metadata of the ONNX file hold the same text.
 
     Args:
-        checkpoint: of a `RetrievalModule`. LoRA adapters are merged first.
-        output: folder of the files.
+        checkpoint: checkpoint of a `RetrievalModule`. LoRA adapters are merged first.
+        output: folder for the files.
         input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
-        int8: also write an eight-bit ONNX file, and measure what it costs.
-        images: for `int8`: images on which it is calibrated and measured, in class folders or a table with labels.
+        int8: also write an int8 ONNX file, and measure its cost.
+        images: for `int8`: images for calibration and measurement, in class folders or a table with labels.
         root: folder that the paths of a table are relative to.
         transform: as for `index_images`.
 
@@ -127,7 +127,7 @@ def export_model(
         ModuleNotFoundError: if onnx, onnxscript or onnxruntime is missing.
         ValueError: if the model cannot be traced, a program differs from it, or an argument is invalid.
     """
-    load_onnx()  # raises before anything is done
+    load_onnx()  # raises, if missing, before anything is done
     if output.exists() and not output.is_dir():
         raise ValueError(f"{OWNER}: `output` must be a folder, got {output}, which is something else.")
     listed = None
@@ -166,12 +166,12 @@ def export_model(
 
 
 def _preparation(embedder: ImageEmbedder) -> Preparation:
-    """The preparation of a model, which gives images of one size."""
+    """The preparation of a model; raises unless it produces images of one size."""
     preparation = embedder.transform
     if not isinstance(preparation, Preparation):
         raise ValueError(
-            f"{OWNER}: the model of `checkpoint` must be one that was evaluated with a Preparation, whose settings a "
-            "program can hold, got a transform of its own; evaluate it with `image_size`, `mean` and `std` instead."
+            f"{OWNER}: the model of `checkpoint` must have been evaluated with a Preparation, which a program can "
+            "include, got another transform; evaluate it with `image_size`, `mean` and `std` instead."
         )
     if preparation.image_size is None:
         raise ValueError(
@@ -196,10 +196,10 @@ def _about(program: EmbeddingProgram, embedder: ImageEmbedder) -> dict[str, Any]
 
 @torch.inference_mode()
 def check_program(name: str, embed: Callable[[Tensor], Tensor], program: EmbeddingProgram) -> float:
-    """The largest difference of an exported program to the model; raise if it is too large or NaN.
+    """The largest difference between an exported program and the model; raises if it is too large or NaN.
 
     Args:
-        name: of the file, for the error message.
+        name: name of the file, for the error message.
         embed: runs the exported program.
         program: the model.
     """
@@ -217,7 +217,7 @@ def check_program(name: str, embed: Callable[[Tensor], Tensor], program: Embeddi
 
 
 def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:
-    """The images of a table with labels, or of class folders, whose names become the labels."""
+    """The images of a table with labels, or of class folders, whose names are the labels."""
     if images is None:
         raise ValueError(f"{OWNER}: `images` must be given with `int8`, to calibrate it and to measure what it costs.")
     listed = list_images(OWNER, images, root)
@@ -233,7 +233,7 @@ def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:
 
 
 def _write_int8(folder: Path, embedder: ImageEmbedder, program: EmbeddingProgram, listed: ListedImages) -> Int8Cost:
-    """Write the eight-bit file, and measure it against the other one."""
+    """Write the int8 file, and compare it with the float file."""
     embedder = dataclasses.replace(embedder, transform=program.preparation, normalizes=program.input_type == "float")
     count = len(listed.index)
     step = max(1, count // CALIBRATION_IMAGES)
@@ -254,13 +254,13 @@ def _write_int8(folder: Path, embedder: ImageEmbedder, program: EmbeddingProgram
 
 
 class _Recorder:
-    """Keeps the images that it is to embed."""
+    """Stands in for a model: records the batches instead of embedding them."""
 
     def __init__(self) -> None:
         self.batches: list[Tensor] = []
 
     def embed(self, images: Tensor) -> Tensor:
-        """Keep a batch."""
+        """Record a batch; returns zeros."""
         self.batches.append(images.clone())
         return torch.zeros(len(images), 1)
 
@@ -277,7 +277,7 @@ def _recall(embedder: ImageEmbedder, model: OnnxModel, listed: ListedImages) -> 
 
 
 def _speed_ratio(after: OnnxModel, before: OnnxModel, program: EmbeddingProgram) -> float:
-    """How many times as fast the first model is: by the medians of batches that take turns, after one that warms up."""
+    """The speed of `after` divided by that of `before`: medians over alternating batches, after a warm-up batch."""
     images = program.random_images(TIMED_IMAGES)
     seconds: list[list[float]] = [[], []]
     for run in range(-1, TIMED_RUNS):

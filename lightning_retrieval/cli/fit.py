@@ -40,8 +40,8 @@ class, as do --model.help, --trainer.logger.help, --trainer.callbacks.help and
 others. `lightning-retrieval check --help` lists the data modules."""
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 # Compact help: of each option its name, the first sentence of its description, and its default.
-NAME_WIDTH = 47  # columns of a name with a description on the same line
-INDENT = 4  # columns by which a description on lines of its own is indented more than its name
+NAME_WIDTH = 47  # columns for the name, if the description is on the same line
+INDENT = 4  # further indentation, in columns, of a description on separate lines
 FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
@@ -60,7 +60,7 @@ def fit(args: Any = None) -> None:
         pl.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
-        auto_configure_optimizers=False,  # its --optimizer options would replace the module's own
+        auto_configure_optimizers=False,  # its --optimizer options would replace those of the module
         save_config_callback=_SaveConfig,
         parser_kwargs=parser_settings,
         parser_class=_Parser,
@@ -72,7 +72,8 @@ class RetrievalCLI(LightningCLI):
     """LightningCLI that evaluates after training, and resumes.
 
     `fit --test_after_fit true` evaluates the test set after training. `fit --ckpt_path last` continues the newest
-    earlier run of the same model and data. `fit --run_folder FOLDER` continues the run in that folder, if there is one.
+    earlier run with the same model and data. `fit --run_folder FOLDER` continues the run in that folder, if there is
+    one.
     """
 
     @property
@@ -101,7 +102,7 @@ class RetrievalCLI(LightningCLI):
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Let the run log into the folder that `--run_folder` names; checkpoints follow the first logger."""
+        """Make the run log to the folder `--run_folder`; checkpoints are saved in the folder of the first logger."""
         folder = self._get(self.config_init, "run_folder")
         if folder is not None:
             configured = self._get(self.config_init, "trainer").get("logger")
@@ -113,10 +114,10 @@ class RetrievalCLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
     def _parse_ckpt_path(self) -> None:
-        """Read the checkpoint that `--ckpt_path` names, if it is a file.
+        """Read the checkpoint of `--ckpt_path`, if it is a file.
 
-        Lightning would add its hyperparameters to the config, and so let a file choose what jsonargparse imports and
-        calls. Here, too, they take the place of the config's model, but only `plain_data` reads them.
+        Its hyperparameters replace the model of the config. Lightning would merge them into the config, so that a file
+        could choose what jsonargparse imports and calls. Here, only `plain_data` reads them.
         """
         self._checkpoint: dict[str, Any] = {}
         path = self.config[self.config.subcommand].get("ckpt_path")
@@ -130,17 +131,17 @@ class RetrievalCLI(LightningCLI):
             self._checkpoint = self._read_checkpoint(path)
 
     def _read_checkpoint(self, path: str) -> dict[str, Any]:
-        """The content of a checkpoint without the values of its tensors; stop if it is something else."""
+        """The content of a checkpoint without the values of its tensors; exits if it is not a checkpoint."""
         try:
             content = torch.load(path, map_location="meta", weights_only=True)
-        except Exception as error:  # of what a file may not unpickle
+        except Exception as error:  # the file holds an object that may not be unpickled
             self.parser.error(f"`--ckpt_path` must be a checkpoint of plain values, got {path} ({first_line(error)}).")
         if not isinstance(content, dict):
             self.parser.error(f"`--ckpt_path` must be a checkpoint of Lightning, got {path}, which holds no dict.")
         return content
 
     def instantiate_classes(self) -> None:
-        """Create the objects of the config; one sentence if an argument is invalid or a package missing."""
+        """Create the objects of the config. An invalid argument or a missing package is reported as one sentence."""
         try:
             if self._checkpoint.get("hyper_parameters"):
                 self._instantiate_with_checkpoint()
@@ -153,7 +154,7 @@ class RetrievalCLI(LightningCLI):
             self.parser.error(message)
 
     def _instantiate_with_checkpoint(self) -> None:
-        """Create the objects of the config, with the model that the checkpoint describes in place of the config's."""
+        """Create the objects of the config, but with the model of the checkpoint instead of the config's model."""
         subcommand = self.config.subcommand
         class_path = self.config[subcommand].model.class_path
         cls = load_function(self._owner, "--model", class_path)
@@ -172,7 +173,7 @@ class RetrievalCLI(LightningCLI):
         self.trainer = self.instantiate_trainer()
 
     def before_fit(self) -> None:
-        """Leave a checkpoint when Ctrl-C is pressed, and find the one that `--ckpt_path last` asks for."""
+        """Install the callback that saves a checkpoint on Ctrl-C, and find the checkpoint to continue from."""
         trainer: Any = self.trainer
         trainer.callbacks.append(CheckpointOnInterrupt())
         options = self.config_init.fit
@@ -181,7 +182,7 @@ class RetrievalCLI(LightningCLI):
         self._continue_run()
 
     def _continue_run(self) -> None:
-        """Continue from the checkpoint that `--run_folder` or `--ckpt_path last` leads to."""
+        """Continue from the checkpoint that `--run_folder` or `--ckpt_path last` stands for."""
         trainer: Any = self.trainer
         options = self.config_init.fit
         config = self._parser("fit").dump(self.config.fit, skip_none=False)
@@ -205,7 +206,7 @@ class RetrievalCLI(LightningCLI):
             trainer.callbacks.insert(first_checkpoint, RowsBeforeCheckpoints(trainer.logger))
 
     def before_predict(self) -> None:
-        """Write the embeddings to files, and do not collect them in memory."""
+        """Write the embeddings to files instead of collecting them in memory."""
         trainer: Any = self.trainer
         if not isinstance(self.model, RetrievalModule):
             return
@@ -230,7 +231,7 @@ class RetrievalCLI(LightningCLI):
                     rank_zero_info(f"Made again, because images in them have changed: {callback.renewed} files.")
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run it; if Ctrl-C has ended it, exit as programs do then, where Lightning exits with 1."""
+        """Run the subcommand; after Ctrl-C, exit with the usual code 130, where Lightning exits with 1."""
         with self._locked_run_folder():
             try:
                 super()._run_subcommand(subcommand)
@@ -241,9 +242,10 @@ class RetrievalCLI(LightningCLI):
 
     @contextmanager
     def _locked_run_folder(self) -> Iterator[None]:
-        """Let no other start log, save or continue in the folder that `--run_folder` names.
+        """Context that locks the folder `--run_folder`, so that no other program logs, saves or continues there.
 
-        The first process takes the lock, before a checkpoint is looked for: a run that goes on writes newer ones.
+        The first process takes the lock before it looks for a checkpoint, because another run that is still active
+        would write newer checkpoints.
         """
         given = self._get(self.config_init, "run_folder")
         with ExitStack() as stack:
@@ -275,13 +277,13 @@ class RetrievalCLI(LightningCLI):
 
 
 def _missing_package(error: Exception) -> str | None:
-    """The sentence that names the package which a class of a config needs, or None if no package is missing.
+    """The message about a missing package that a class of a config needs, or None.
 
-    jsonargparse quotes the error of a class within errors of its own. A module whose import fails without a sentence on
-    what needs it is none of these packages: its traceback says more.
+    jsonargparse wraps the error of a class in its own errors. If an import fails without such a message, the result is
+    None: the traceback is more useful.
 
     Args:
-        error: what the parser raised when it created the objects of a config.
+        error: the error that the parser raised while creating the objects of a config.
 
     Example:
         >>> error = ValueError("Problem with given class_path 'a.B'")
@@ -299,12 +301,12 @@ def _missing_package(error: Exception) -> str | None:
 
 
 def _invalid_argument(error: Exception) -> str | None:
-    """The sentence in which a class of this library says which argument of a config is invalid, or None.
+    """The message of a class of this library about an invalid argument of a config, or None.
 
-    The traceback of another error, such as one of a class of the user's, says more than its message.
+    For other errors, such as those of a user's class, the result is None: the traceback is more useful.
 
     Args:
-        error: what the parser raised when it created the objects of a config.
+        error: the error that the parser raised while creating the objects of a config.
 
     Example:
         >>> from lightning_retrieval import SmoothAPLoss
@@ -322,7 +324,7 @@ def _invalid_argument(error: Exception) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what caused it, and so on."""
+    """An error, its cause, the cause of its cause, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -340,10 +342,10 @@ def _is_ours(error: BaseException) -> bool:
 
 
 class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """For each option its name, the first sentence of its description, and its default.
+    """Formats each option as its name, the first sentence of its description, and its default.
 
-    They are on one line if the terminal is wide enough; otherwise, the sentence and the default are on lines of their
-    own. Options `--NAME.help`, which show the settings of a class, are omitted if their names are nested.
+    All three are on one line if the terminal is wide enough; otherwise, the sentence and the default start a new line.
+    Options `--NAME.help`, which show the settings of a class, are omitted if their names are nested.
     """
 
     def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], *args: Any, **kwargs: Any) -> str:
@@ -361,7 +363,7 @@ class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpForm
         super().start_section(heading)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """A description, whose lines are kept unless they are too long."""
+        """Format a description: only lines that are too long are wrapped."""
         lines = []
         for line in text.splitlines():
             lines += textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent) or [""]
@@ -385,12 +387,12 @@ class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpForm
 
 
 def _names(action: argparse.Action) -> str:
-    """The names of an option, without the variant `--NAME+`, which appends to a list."""
+    """The names of an option, except the variant `--NAME+`, which appends to a list."""
     return ", ".join(name for name in action.option_strings if not name.endswith("+"))
 
 
 def _ending(action: argparse.Action, description: str) -> str:
-    """The end of an option's line: that it is required, or its default if there is one."""
+    """The end of an option's line: "required", or the default if there is one."""
     if action.required:
         return " (required)"
     default = DEFAULT.search(description)
@@ -400,7 +402,7 @@ def _ending(action: argparse.Action, description: str) -> str:
 
 
 class _Parser(LightningArgumentParser):
-    """A parser with compact help, also of subcommands and classes. Its error for a missing model or data has a cure."""
+    """A parser with compact help, also of subcommands and classes, and a clear error if model or data are missing."""
 
     def __init__(
         self, *args: Any, formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter, **kwargs: Any
@@ -408,14 +410,14 @@ class _Parser(LightningArgumentParser):
         super().__init__(*args, formatter_class=formatter_class, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print an error and exit; where the model or the data is missing, name the option that gives both."""
+        """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""
         if message.startswith("the following arguments are required: "):
             message += "; give a config, --config FILE"
         super().error(message, ex)
 
 
 class _WriterToRunFolder(EmbeddingWriter):
-    """Writes to the folder of the run, which is the same on all ranks only when all of them have been started."""
+    """Writes to the folder of the run, which is known in `setup`: before, ranks may have different folders."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "predict":
@@ -424,10 +426,10 @@ class _WriterToRunFolder(EmbeddingWriter):
 
 
 class _SaveConfig(SaveConfigCallback):
-    """Saves the config in the folder of the run, even if the logger has none, such as that of Weights & Biases.
+    """Saves the config in the folder of the run, even if the logger has no folder, such as that of Weights & Biases.
 
     Args:
-        model: plain data of the model, if it is not that of the config.
+        model: plain data of the model, if it is not the model of the config.
     """
 
     def __init__(self, *args: Any, model: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""`lightning-retrieval index`: an index of the images in a folder, or of embeddings that `embed` wrote.
+"""`lightning-retrieval index`: build an index of the images in a folder, or of embeddings written by `embed`.
 
-The index of a folder of images is that of their embeddings, which stay in memory instead of files. It records which
-checkpoint it was made with and how images were prepared, so that queries are embedded in the same way.
+For a folder of images, the embeddings are kept in memory, not in files. The index records its checkpoint and the
+preparation of its images, so that queries are embedded in the same way.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from lightning_retrieval.search.rows import FolderRows
 
 
 def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """The command. It prints what was written, and returns the images that could not be read."""
+    """Run the command: print what was written, and return the images that could not be read."""
     settings = vars(options)
     if options.embeddings is not None:
         made, unreadable = index_embeddings(**{name: settings[name] for name in EMBEDDINGS_OPTIONS})
@@ -66,24 +66,24 @@ def index_images(
     """Embed all images below a folder, and save an index of them.
 
     Args:
-        checkpoint: of a `RetrievalModule`.
-        images: the folder; all files with a suffix that Pillow opens are indexed, at any depth, except hidden ones.
+        checkpoint: checkpoint of a `RetrievalModule`.
+        images: the folder; all files at any depth with a suffix that Pillow can open are indexed, except hidden files.
         output: folder of the index, or its name in the store.
-        transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported; only needed if the
-            checkpoint does not hold what the evaluation in training did to an image, and otherwise it must be that. If
-            None, what the checkpoint says, else what the model's `Embedder` wants, else `"plain"` for a model of colour
-            images and `"glyphs"` for one of grey images. `about["preparation"]` of the index is what was used, and
-            `about["preparation_from"]` is `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
+        transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. Only needed if the
+            checkpoint does not record the preparation in evaluation; if it does, `transform` must be the same. If None:
+            the preparation in the checkpoint, else that of the model's `Embedder`, else `"plain"` for a model of colour
+            images and `"glyphs"` for one of grey images. `about["preparation"]` of the index is the preparation used,
+            and `about["preparation_from"]` is `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
         store: `"milvus:URI"`, see `MilvusStore`; if None, a folder of faiss' files.
         factory: faiss' factory string, or type of Milvus' index.
-        parameters: of the search, as in `RetrievalIndex` or `MilvusStore`.
+        parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
         shards: number of shards of the index, for faiss.
         rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
             `RetrievalIndex.build_on_disk`; if None, build it in memory.
-        overwrite: replace an earlier index, whatever it holds.
-        update: change an earlier index of the same model and images: embed and add the images that it lacks, remove the
-            rows whose images are gone, and keep the others, with their ids. An image that has changed under its path
-            keeps its embedding. If there is no earlier index, make one.
+        overwrite: replace an existing index, whatever it holds.
+        update: update an existing index of the same model and images: embed and add new images, remove the rows of
+            deleted images, and keep all other rows with their ids. An image that has changed under the same path keeps
+            its old embedding. If there is no index, build one.
         batch_size: number of images embedded at a time; 1 if images keep their sizes.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -93,13 +93,13 @@ def index_images(
 
     Raises:
         FileNotFoundError: if the checkpoint or the folder does not exist.
-        ValueError: if no image can be read, an argument is invalid, or, without `overwrite`, an earlier index holds
-            rows that the new one would not hold: of other images or of another model. With `update`, if it is of
-            another model, or rows cannot be removed from an index of its kind.
-        OSError: if the store cannot be reached, which is tried before any image is embedded.
+        ValueError: if no image can be read or an argument is invalid; without `overwrite`, if rows of an existing index
+            would be lost, because they are of other images or of another model; with `update`, if the index is of
+            another model, or rows cannot be removed from this kind of index.
+        OSError: if the store cannot be reached; raised before any image is embedded.
 
     Cost:
-        For a `"Flat"` index, 8 bytes for each number of an embedding: 4 for the embeddings and 4 for the index.
+        With a `"Flat"` index, 8 bytes of memory per number of an embedding: 4 for the embeddings and 4 for the index.
     """
     owner = "index_images"
     new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
@@ -113,7 +113,7 @@ def index_images(
     dim = embedder.dim()
     new.check_dim(dim)
     new.check_paths(paths)
-    writer.check_kept(ids, paths)  # before any image of the folder is embedded
+    writer.check_kept(ids, paths)  # raises before any image is embedded
     return writer.write(dim, ids, paths, lambda positions: embedder.embed_all(listed, positions.tolist()))
 
 
@@ -132,39 +132,38 @@ def index_embeddings(
     """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
 
     Args:
-        embeddings: folder that `embed_images` or `EmbeddingWriter` wrote.
+        embeddings: folder written by `embed_images` or `EmbeddingWriter`.
         output: folder of the index, or its name in the store.
         store: `"milvus:URI"`, see `MilvusStore`; if None, a folder of faiss' files.
         factory: faiss' factory string, or type of Milvus' index.
-        parameters: of the search, as in `RetrievalIndex` or `MilvusStore`.
+        parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
         shards: number of shards of the index, for faiss.
         rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
             `RetrievalIndex.build_on_disk`; if None, build it in memory.
-        overwrite: replace an earlier index, whatever it holds.
-        update: change an earlier index of the same model and images: add the rows that it lacks, with ids after its
-            largest, and remove those that are not in the folder. If there is no earlier index, make one.
+        overwrite: replace an existing index, whatever it holds.
+        update: update an existing index of the same model and images: add new rows, with ids after the largest id, and
+            remove rows that are not in the folder. If there is no index, build one.
 
     Returns:
         The index, and the images that could not be read when they were embedded.
 
     Raises:
         FileNotFoundError: if the folder holds no embeddings.
-        ValueError: if some of its files are missing or damaged, no image could be read, an argument is invalid, or,
-            without `overwrite`, an earlier index holds rows that the new one would not hold. With `update`, as for
-            `index_images`.
-        OSError: if the store cannot be reached, which is tried first.
+        ValueError: if files of the folder are missing or damaged, no image could be read, or an argument is invalid;
+            without `overwrite`, if rows of an existing index would be lost; with `update`, as for `index_images`.
+        OSError: if the store cannot be reached; checked first.
 
     Cost:
-        Memory for the index, with `rows_in_memory` for its ids and paths and the codes of these rows; the rows that
-        train it, a block of 65,536 rows and one file of embeddings. Each file is read up to six times, also to check
-        all of them first, and to train the index on rows from all files.
+        Memory for the index (with `rows_in_memory`, only for its ids and paths and the codes of these rows), the
+        training rows, a block of 65,536 rows and one file of embeddings. Each file is read up to six times: all files
+        are first checked, and training uses rows from all files.
     """
     owner = "index_embeddings"
     new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     folder = EmbeddingFolder.load(owner, embeddings)
     manifest = folder.manifest
     new.check_dim(manifest.dim)
-    rows = FolderRows(folder)  # which reads all files
+    rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
     unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
 

@@ -1,4 +1,4 @@
-"""The program `lightning-retrieval`: it passes the arguments on to the function of the subcommand.
+"""The program `lightning-retrieval`, which runs the function of a subcommand.
 
     lightning-retrieval fit|validate|test|predict --config FILE
     lightning-retrieval check --data NAME --root DIR
@@ -8,7 +8,7 @@
     lightning-retrieval search --index INDEX IMAGE...
     lightning-retrieval demo --index INDEX
 
-A subcommand's module is imported when its options are parsed, so that help appears without waiting for torch.
+The module of a subcommand is imported only after its options have been parsed, so that help does not wait for torch.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from lightning_retrieval.cli.options import command_line_message, parse
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
 
-EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # whose messages say what the user can change
+EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # their messages say what the user can change
 
 LIGHTNING_COMMANDS = {
     "fit": "Train a model, and evaluate it during training: --config FILE",
@@ -43,10 +43,11 @@ def main(args: Any = None) -> None:
     """Run the program.
 
     Args:
-        args: the arguments, if None those of the process; `fit` and its siblings also accept a parsed config.
+        args: the arguments; if None, those of the process. `fit`, `validate`, `test` and `predict` also accept a parsed
+            config.
 
     Raises:
-        TypeError: if `args` is something else, such as a single string.
+        TypeError: if `args` is not a sequence of strings, for example a single string.
     """
     given = args
     if args is None:
@@ -67,7 +68,7 @@ def main(args: Any = None) -> None:
 
 
 def _parse_command(args: Sequence[str]) -> str:
-    """The subcommand; the program ends here with its help or with an error if none is given."""
+    """Return the subcommand; without one, exit with the help or an error."""
     parser = argparse.ArgumentParser(
         "lightning-retrieval",
         description="Train image retrieval directly for Average Precision.",
@@ -110,7 +111,7 @@ def _run(command: str, args: Sequence[str]) -> int:
 
 
 def _work_of(command: str) -> Callable[[argparse.Namespace], Sequence["UnreadableImage"]]:
-    """The function of a command: it prints the results, and returns the images that could not be read."""
+    """The function of a command. It prints the results and returns the images that could not be read."""
     if command == "embed":
         from lightning_retrieval.cli.embed import embed
 

@@ -1,7 +1,7 @@
 """Options and messages of the commands that load a model: `embed`, `export`, `index`, `search` and `demo`.
 
-Their parsers stand together in this module, which needs no torch, so that help appears at once. The work of a command
-is in the module of its name, which is imported after parsing.
+All their parsers are in this module, which does not import torch, so that help appears immediately. The code of a
+command is in the module of the same name, which is imported after parsing.
 """
 
 import argparse
@@ -18,8 +18,8 @@ HOST_HELP = (
     "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
     "only; 0.0.0.0 serves the page to the network, under any name"
 )
-MODEL_OPTIONS = ("checkpoint", "transform", "batch_size", "num_workers", "device")  # of the model of an index
-# Options of `index --embeddings DIR`; the others are about images that are embedded.
+MODEL_OPTIONS = ("checkpoint", "transform", "batch_size", "num_workers", "device")  # options for the model of an index
+# Options allowed with `index --embeddings DIR`; the others concern embedding of images.
 EMBEDDINGS_OPTIONS = (
     "embeddings",
     "output",
@@ -34,7 +34,7 @@ EMBEDDINGS_OPTIONS = (
 
 
 def printable(text: str) -> str:
-    """The text with characters that cannot be printed, such as a line break in a file name, as escape sequences."""
+    """The text, with unprintable characters (such as a line break in a file name) replaced by escape sequences."""
     characters = []
     for character in text:
         if not character.isprintable():
@@ -44,11 +44,11 @@ def printable(text: str) -> str:
 
 
 def command_line_message(command: str, error: Exception, arguments: Iterable[str]) -> str:
-    """The message of an error with options of the command line instead of arguments of Python functions.
+    """The message of an error, with arguments of Python functions replaced by command-line options.
 
     Args:
         command: the subcommand, such as `index`.
-        error: what a Python function raised, such as `index_images`.
+        error: the error of a Python function, such as `index_images`.
         arguments: names of the arguments that are options of the subcommand.
 
     Example:
@@ -78,7 +78,7 @@ def model_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
-    """The options of a command. The program ends here with help, or with an error."""
+    """Parse the options of a command. Exits for `--help`, or if an option is invalid."""
     description, add_options = COMMANDS[command]
     parser = argparse.ArgumentParser(f"lightning-retrieval {command}", description=description)
     add_options(parser)
@@ -97,7 +97,7 @@ def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the program unless the options are for images or for embeddings, and not for both."""
+    """Exit unless the options are either for images or for embeddings."""
     if options.embeddings is None:
         missing = [f"--{name}" for name in ("checkpoint", "images") if getattr(options, name) is None]
         if missing:
@@ -262,7 +262,7 @@ def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) ->
 
 
 def _add_store(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add `--store`, with which the option `name` is the name of an index in Milvus."""
+    """Add `--store`, with which the value of the option `name` is the name of an index in Milvus."""
     parser.add_argument(
         "--store",
         metavar="milvus:URI",

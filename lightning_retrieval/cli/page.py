@@ -1,4 +1,4 @@
-"""Search results as one HTML page that works without a server, a network connection or any other file."""
+"""Renders search results as a single HTML page that needs no server, network connection or other file."""
 
 import base64
 import io
@@ -14,16 +14,16 @@ from lightning_retrieval.cli.search_images import Hit, QueryResult
 from lightning_retrieval.preparation.pixels import to_rgb
 
 LONGEST_SIDE = 320  # pixels of a picture in the page
-SHARP_SIDE = 96  # pictures up to this size keep sharp pixels when the browser enlarges them
+SHARP_SIDE = 96  # pictures up to this size are enlarged without blurring
 
 
 def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tuple[str, list[str]]:
-    """The page, which contains all pictures, and the paths of the results that cannot be read any more.
+    """The page, with all pictures embedded, and the paths of the results that can no longer be read.
 
     Args:
         results: the queries and their hits.
         images: folder that the paths of the hits are relative to.
-        about: one line that says what was searched.
+        about: a line that describes the search.
     """
     missing: list[str] = []
     sections = []
@@ -43,7 +43,7 @@ def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tup
 
 
 def _section(number: int, result: QueryResult, images: Path) -> tuple[str, list[str]]:
-    """The HTML of a query with its hits, and the paths of the hits that cannot be read."""
+    """The HTML of a query with its hits, and the paths of the hits that can no longer be read."""
     cards = []
     missing = []
     for hit in result.hits:
@@ -78,11 +78,11 @@ def _card(query: int, hit: Hit, picture: str) -> str:
 
 
 def _picture(path: Path, description: str) -> str | None:
-    """The HTML of an image as a data URI; None if the image cannot be read any more."""
+    """The HTML of an image as a data URI; None if the image can no longer be read."""
     try:
         with Image.open(path) as file:
             image = to_rgb(ImageOps.exif_transpose(file))
-    except Exception:  # Pillow's readers raise errors of many kinds for damaged files
+    except Exception:  # Pillow's readers raise errors of many types for damaged files
         return None
     stream = io.BytesIO()
     if max(image.size) <= SHARP_SIDE:
@@ -102,7 +102,7 @@ def _missing_picture(description: str) -> str:
     return f'<span class="picture gone" role="img" aria-label="{escape(description)}">not readable now</span>'
 
 
-# The content security policy forbids the page to load anything, even if a file name should get past the escaping.
+# The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>

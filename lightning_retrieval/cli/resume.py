@@ -1,8 +1,8 @@
-"""`fit --ckpt_path last` and `--run_folder`: the newest checkpoint of an earlier run of the same config.
+"""Finds the newest checkpoint of an earlier run, for `fit --ckpt_path last` and `--run_folder`.
 
-Lightning looks for the last checkpoint in the folder of the run, but a logger gives each run a new folder, which is
-empty. So the folders beside it are searched for runs whose saved config has the same model and data. With
-`--run_folder` all starts of a run have one folder.
+Lightning looks for the last checkpoint in the folder of the run, but a logger gives each run a new, empty folder. So
+the neighbouring folders are searched for runs whose saved config has the same model and data. With `--run_folder`, a
+run and its continuations share one folder.
 """
 
 from pathlib import Path
@@ -11,20 +11,21 @@ from typing import Any
 from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
 
 CONFIG = "config.yaml"
-COMPARED = ("model", "data")  # parts of a config that an earlier run must share
+COMPARED = ("model", "data")  # sections of a config that must be equal
 
 
 def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
-    """Find the newest checkpoint of the earlier runs of a config.
+    """Find the newest checkpoint of the earlier runs with the same model and data.
 
     Args:
         owner: prefix of error messages.
         trainer: the `pytorch_lightning.Trainer` of the new run, which has not begun.
-        config: of the new run, as it is saved in the folder of a run.
+        config: config of the new run, as YAML.
 
     Returns:
-        The path; None if a `ModelCheckpoint` has a `dirpath`, where there is no checkpoint, and no earlier run of
-        this config has left a trace: then the run is the first. Addresses on other machines are left to Lightning.
+        The path. None if this is the first run: a `ModelCheckpoint` has a `dirpath`, it holds no checkpoint, and there
+            is no earlier run with this config. Also None if a `dirpath` is a remote address, which Lightning searches
+            itself.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
@@ -53,15 +54,15 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
 
 
 def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None:
-    """Find the newest checkpoint of the run whose folder `--run_folder` names.
+    """Find the newest checkpoint of the run in the folder `--run_folder`.
 
     Args:
         owner: prefix of error messages.
-        trainer: the `pytorch_lightning.Trainer` of the new start, which has not begun.
-        config: of the new start.
+        trainer: the `pytorch_lightning.Trainer`, before the run begins or continues.
+        config: the present config, as YAML.
 
     Returns:
-        The path; None if the run has none yet, because it is new or was killed before the first.
+        The path; None if there is no checkpoint yet, because the run is new or was killed before the first one.
 
     Raises:
         ValueError: if the folder holds a run of another model or other data, or only damaged checkpoints.
@@ -79,7 +80,7 @@ def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None
 
 
 def _runs(trainer: Any) -> tuple[Path, list[Path]]:
-    """The folder that holds the folders of the runs, and these; without a logger there is a single one."""
+    """The folder that holds the folders of the runs, and those folders; without a logger, both are the same folder."""
     logger = trainer.logger
     root = Path(trainer.default_root_dir)
     if logger is None:
@@ -98,7 +99,7 @@ def _is_same_config(path: Path, config: str) -> bool:
 
 
 def _section(config: str, name: str) -> list[str]:
-    """The lines of one part of a config, which the command line writes as indented YAML."""
+    """The lines of one section of a config, which is indented YAML."""
     lines: list[str] = []
     inside = False
     for line in config.splitlines():

@@ -1,4 +1,4 @@
-"""`lightning-retrieval search`: print the images of an index that are nearest to query images, or write their page."""
+"""`lightning-retrieval search`: print the images of an index nearest to query images, or write them to a page."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 
 def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """The command. It prints the results, or writes their page, and returns the queries that could not be read."""
+    """Run the command: print the results or write the page, and return the queries that could not be read."""
     page, images = options.html, options.images
     if page is not None:
         _page_target(page)  # raises before anything is searched
@@ -50,7 +50,7 @@ def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list
 
 
 def _page_target(page: Path) -> Path:
-    """The regular file that the page is written to, which may not exist yet; the path's symbolic links are followed."""
+    """The file to write the page to, with symbolic links resolved; raises unless it is a regular or a new file."""
     target = Path(os.path.realpath(page))
     if page.is_dir() or not target.parent.is_dir():
         raise ValueError(f"search: `--html` must be a file in an existing folder, got {page}.")
@@ -65,7 +65,7 @@ def _page_target(page: Path) -> Path:
 
 
 def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about: str) -> None:
-    """Write the page, and print a warning if images of the results cannot be read."""
+    """Write the page, and print a warning if images of the results can no longer be read."""
     source, missing = result_page(results, images, about)
     try:
         with new_file(_page_target(page)) as file:

@@ -1,4 +1,4 @@
-"""Find the images of an index that are nearest to query images."""
+"""Finds the images of an index that are nearest to query images."""
 
 import os
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Hit:
 
     @property
     def distance(self) -> float:
-        """The cosine distance, 0 for the same direction."""
+        """The cosine distance: 0 for the same direction, 2 for opposite directions."""
         return max(0.0, 1 - self.similarity)
 
 
@@ -52,23 +52,24 @@ def search_images(
     """Find the images nearest to each query.
 
     Args:
-        index: made by `index_images`.
-        queries: image files.
+        index: an index made by `index_images`.
+        queries: paths of image files.
         k: number of hits of each query, at most the number of images in the index; if None, 10, or all images if there
             are fewer.
         checkpoint: file of the model; if None, the file that the index was made with.
-        transform: the dotted name of the function that prepared the images of the index, if one did; it is imported.
+        transform: the dotted name of the function that prepared the images of the index, if they were prepared by a
+            function; it is imported.
         batch_size: number of images embedded at a time.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 
     Returns:
-        The result of each query that could be read, and the queries that could not.
+        The results of the readable queries, and the unreadable queries.
 
     Raises:
         FileNotFoundError: if the checkpoint does not exist.
-        ValueError: if the index was not made by `index_images`, the checkpoint is not the one that it was made with,
-            `k` is too large, or no query can be read.
+        ValueError: if the index was not made by `index_images`, or was made with another checkpoint, `k` is too large,
+            or no query can be read.
     """
     settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
     _check_index(index)
@@ -78,15 +79,15 @@ def search_images(
 
 
 class ImageSearcher:
-    """An index and its model, both loaded once, for searches one after another.
+    """An index and its model, loaded once for many searches.
 
     Args:
-        index: made by `index_images`.
-        checkpoint: as for `search_images`, as are the arguments that follow.
-        transform: the dotted name of the function that prepared the images.
-        batch_size: number of images embedded at a time.
-        num_workers: number of processes that read images.
-        device: device that the model runs on.
+        index: an index made by `index_images`.
+        checkpoint: as for `search_images`.
+        transform: as for `search_images`.
+        batch_size: as for `search_images`.
+        num_workers: as for `search_images`.
+        device: as for `search_images`.
     """
 
     def __init__(
@@ -113,14 +114,14 @@ class ImageSearcher:
         )
 
     def search(self, queries: Sequence[str], k: int | None = None) -> tuple[list[QueryResult], list[UnreadableImage]]:
-        """The result of each query that could be read, and the queries that could not; see `search_images`."""
+        """The results of the readable queries, and the unreadable queries; see `search_images`."""
         k = _check_k(k, len(self.index))
         embedded = self._embedder.embed_all(_listed(queries))
         if len(embedded.positions) == 0:
             raise ValueError(
                 f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
             )
-        rows = embedded.embeddings[:]  # all of them are in memory
+        rows = embedded.embeddings[:]  # a tensor in memory
         similarities, ids, paths = self.index.search_with_paths(rows, k)
         results = []
         found_rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
@@ -135,7 +136,7 @@ class ImageSearcher:
 
 
 def _listed(queries: Sequence[str]) -> ListedImages:
-    """The queries, whose paths are taken relative to the root of the file system."""
+    """The queries as a list of images, with paths relative to the root of the file system."""
     files = [Path(os.path.abspath(query)) for query in queries]
     root = Path(files[0].anchor)
     paths = [file.relative_to(root).as_posix() for file in files]
@@ -143,10 +144,10 @@ def _listed(queries: Sequence[str]) -> ListedImages:
 
 
 def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
-    """The folder of an index's images: the given one, else the one that the index records.
+    """The folder of an index's images: the given folder, else the one recorded in the index.
 
     Raises:
-        ValueError: if none is given, and the index, such as one of a data set without image files, records none; if the
+        ValueError: if no folder is given and none is recorded, for example for a data set without image files; if the
             index was not made by `index_images` or `index_embeddings`.
     """
     _check_index(index)
@@ -163,7 +164,7 @@ def _check_index(index: EmbeddingStore) -> None:
 
 
 def _checkpoint_of(index: EmbeddingStore, checkpoint: Path | None) -> Path:
-    """The file of the model that the index was made with; raise if it is another file."""
+    """The checkpoint of the index; raises if the given file is another checkpoint."""
     if checkpoint is None:
         checkpoint = Path(index.about["checkpoint"])
         if not checkpoint.is_file():
@@ -174,7 +175,7 @@ def _checkpoint_of(index: EmbeddingStore, checkpoint: Path | None) -> Path:
     if checkpoint.is_file() and file_digest(checkpoint) != index.about["checkpoint_sha256"]:
         raise ValueError(
             f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
-            f"models cannot be compared, got {checkpoint.absolute()}, which is another; give the right one, or build "
+            f"models cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or build "
             "the index again."
         )
     return checkpoint

@@ -1,6 +1,7 @@
-"""Where the commands write and read an index: a folder of faiss' files, or, with `--store`, a collection of Milvus.
+"""Writes and reads the indexes of the commands: a folder of faiss files or, with `--store`, a collection of Milvus.
 
-Rows of an earlier index are never lost unasked: `IndexWriter` compares them with the new ones before it replaces them.
+No row of an existing index is lost unless the user asks for it: `IndexWriter` compares the rows of the existing index
+with the new rows before it replaces the index.
 """
 
 import itertools
@@ -30,7 +31,7 @@ from lightning_retrieval.search.storage import MANIFEST, check_folder
 
 KIND = "milvus:"
 BLOCK = 1 << 16  # rows whose paths are read at a time
-MODEL = ("checkpoint_sha256", "preparation")  # what an index records of its embeddings, which must be equal
+MODEL = ("checkpoint_sha256", "preparation")  # entries of `about` that must be equal for embeddings to be comparable
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class IndexSettings:
 
     Args:
         factory: factory string of faiss, or type of Milvus' index.
-        parameters: of the search.
+        parameters: search parameters.
         shards: number of shards of the index, for faiss.
-        rows_in_memory: build an index of faiss on disk, with this many rows in memory; if None, build it in memory.
+        rows_in_memory: build a faiss index on disk, with this many rows in memory; if None, build it in memory.
     """
 
     factory: str = "Flat"
@@ -51,28 +52,28 @@ class IndexSettings:
 
 
 class EarlierRows:
-    """The rows of an index that a command is about to replace or to change.
+    """The rows of an existing index that a command is about to replace or update.
 
-    A row is known by its path, or by its id if it has no path.
+    A row is identified by its path, or by its id if it has no path.
 
     Args:
         owner: prefix of error messages.
-        index: the earlier index.
-        name: how messages refer to it.
-        about: of the new index.
+        index: the existing index.
+        name: name of the index in messages.
+        about: `about` of the new index.
     """
 
     def __init__(self, owner: str, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
         self.ids = index.ids
         self.difference = _difference(index.about, about)
-        """Why no row can be one of the new index; None if rows can."""
+        """Why none of the rows can be kept in the new index; None if rows can be kept."""
         self._owner = owner
         self._name = name
         paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
         self._rows = row_keys(self.ids, paths)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
-        """Raise if there are rows that are not among those of the new index, whose ids and paths are given."""
+        """Raise if a row is not in the new index, whose ids and paths are given."""
         lost, cure = len(self.ids), "`overwrite` to replace it"
         why = self.difference
         if why is None:
@@ -86,10 +87,10 @@ class EarlierRows:
             )
 
     def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
-        """The ids of rows that are not among these, which are all there is.
+        """The ids of the rows that are not in the new index, whose ids and paths are given.
 
         Raises:
-            ValueError: if the rows are of something else, or two of them have the same path.
+            ValueError: if the existing index is of another model or other images, or two rows have the same path.
         """
         if self.difference is not None and len(self.ids) > 0:
             raise ValueError(
@@ -106,12 +107,12 @@ class EarlierRows:
         return self.ids[torch.from_numpy(~np.isin(self._rows, rows))]
 
     def is_new(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> NDArray[np.bool_]:
-        """Of each of these rows, whether the index does not hold it."""
+        """For each of these rows, whether it is missing in the existing index."""
         return ~np.isin(row_keys(ids, paths), self._rows)
 
 
 def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int64]:
-    """A number for each row, by which two indexes are compared in this process: the hash of its path, or of its id."""
+    """A key for each row, valid in this process, to compare two indexes: the hash of its path, or else of its id."""
     keys = np.empty(len(ids), np.int64)
     for row, path in enumerate(paths):
         known_by: Any = path
@@ -122,7 +123,7 @@ def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int6
 
 
 def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
-    """How many keys the others lack; one that is there twice must be twice among the others."""
+    """The number of keys that are missing in `others`, counting repeated keys."""
     distinct, counts = np.unique(keys, return_counts=True)
     other_distinct, other_counts = np.unique(others, return_counts=True)
     _, at, other_at = np.intersect1d(distinct, other_distinct, assume_unique=True, return_indices=True)
@@ -131,8 +132,8 @@ def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 
 def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
-    """What the rows of an earlier index are of, if they are not of the same model and images as a new one."""
-    made = json.loads(json.dumps(dict(about)))  # as the earlier one was read
+    """How an existing index differs from a new one in model or images; None if it does not."""
+    made = json.loads(json.dumps(dict(about)))  # in the form in which the existing index was read
     if MODEL[0] not in earlier:
         return "something else than this command has made them"
     if earlier[MODEL[0]] != made.get(MODEL[0]):
@@ -146,15 +147,15 @@ def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | N
 
 
 class FaissFolder:
-    """A new index of faiss in a folder.
+    """A new faiss index in a folder.
 
     Args:
         owner: prefix of error messages.
-        folder: of the index.
-        settings: of the index.
+        folder: folder of the index.
+        settings: settings of the index.
 
     Raises:
-        ValueError: if something else is in the folder, or a number is invalid.
+        ValueError: if the folder holds other files, or a number is invalid.
     """
 
     def __init__(self, owner: str, folder: Path, *, settings: IndexSettings) -> None:
@@ -167,19 +168,19 @@ class FaissFolder:
         self._settings = settings
 
     def check_dim(self, dim: int) -> None:
-        """Raise if the settings do not fit embeddings of this dimension."""
+        """Raise if the settings are invalid for embeddings of this dimension."""
         index = self._empty_index(dim, {})
         if self._settings.rows_in_memory is not None:
             check_lists(index.faiss_indexes[0], index.factory)
 
     def check_paths(self, paths: Sequence[str]) -> None:
-        """All paths can be stored."""
+        """Accept all paths: a folder can store any path."""
 
     def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:
-        """The rows of the index that is there; None if there is none, or a killed process has not completed it.
+        """The rows of the existing index; None if there is none, or a killed process left it incomplete.
 
         Raises:
-            ValueError: if it cannot be read.
+            ValueError: if the index cannot be read.
         """
         if not (self._folder / MANIFEST).exists():
             return None
@@ -189,10 +190,10 @@ class FaissFolder:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """The index that is there; its rows are changed in the block, and it is saved at the end.
+        """Context with the existing index, to change its rows; the index is saved on exit.
 
         Raises:
-            ValueError: if the settings are not those of the index, or another process has changed it meanwhile.
+            ValueError: if the settings differ from those of the index, or another process has changed it meanwhile.
         """
         if self._settings.rows_in_memory is not None:
             raise ValueError(
@@ -214,7 +215,7 @@ class FaissFolder:
     def write(
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
     ) -> EmbeddingStore:
-        """Make the index and save it, in place of an earlier one."""
+        """Build the index and save it, replacing an existing one."""
         index = self._empty_index(dim, about)
         rows_in_memory = self._settings.rows_in_memory
         if rows_in_memory is not None:
@@ -236,12 +237,12 @@ class MilvusCollection:
 
     Args:
         owner: prefix of error messages.
-        name: of the index.
-        uri: of the store.
-        settings: of the index; Milvus distributes and keeps rows by itself.
+        name: name of the index.
+        uri: URI of the store.
+        settings: settings of the index; `shards` and `rows_in_memory` are not supported.
 
     Raises:
-        ValueError: if an argument is invalid, or the name is that of something else.
+        ValueError: if an argument is invalid, or the name belongs to a collection that is not an index.
         OSError: if the store cannot be reached.
     """
 
@@ -263,11 +264,11 @@ class MilvusCollection:
         self._settings = settings
 
     def check_dim(self, dim: int) -> None:
-        """Raise if Milvus cannot hold embeddings of this dimension."""
+        """Raise if Milvus cannot store embeddings of this dimension."""
         check_dim(dim)
 
     def check_paths(self, paths: Sequence[str]) -> None:
-        """Raise if Milvus cannot hold these paths."""
+        """Raise if Milvus cannot store these paths."""
         check_path_bytes(paths)
 
     def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:
@@ -288,7 +289,7 @@ class MilvusCollection:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """The index of this name, whose rows are changed in the block; it keeps what it says about itself."""
+        """Context with the existing index, to change its rows; its metadata do not change."""
         store = MilvusStore(*self._address)
         try:
             _check_settings(self._owner, store, self._settings)
@@ -300,7 +301,7 @@ class MilvusCollection:
     def write(
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
     ) -> EmbeddingStore:
-        """Make the index, in place of an earlier one, which stays as it is if this fails."""
+        """Build the index and replace an existing one, which is unchanged if this fails."""
         with _named_as("output"):
             store = MilvusStore.create(
                 *self._address, dim, about=about, factory=self._settings.factory, parameters=self._settings.parameters
@@ -317,16 +318,16 @@ class MilvusCollection:
 
 
 def new_index(owner: str, output: Path, store: str | None, settings: IndexSettings) -> FaissFolder | MilvusCollection:
-    """Where a command writes an index; checked before any image is embedded.
+    """The index that a command will write, checked before any image is embedded.
 
     Args:
         owner: prefix of error messages.
         output: folder of the index, or its name in the store.
-        store: `"milvus:URI"`; if None, faiss' files in a folder.
-        settings: of the index.
+        store: `"milvus:URI"`; if None, a folder of faiss files.
+        settings: settings of the index.
 
     Raises:
-        ValueError: if an argument is invalid, or something else is there.
+        ValueError: if an argument is invalid, or `output` exists and is not an index.
         OSError: if the store cannot be reached.
     """
     if store is None:
@@ -335,17 +336,17 @@ def new_index(owner: str, output: Path, store: str | None, settings: IndexSettin
 
 
 class IndexWriter:
-    """Writes an index where there may be an earlier one, which is replaced or brought up to date.
+    """Writes an index. An existing index in the same place is replaced or updated.
 
     Args:
         owner: prefix of error messages.
-        new: where the index is written.
-        about: of the new index.
-        overwrite: replace an earlier index, whatever it holds.
-        update: change an earlier index, if there is one.
+        new: the index to write.
+        about: plain values to save with the index.
+        overwrite: replace an existing index, whatever it holds.
+        update: update an existing index, if there is one.
 
     Raises:
-        ValueError: if both are asked for, or the earlier index cannot be read.
+        ValueError: if both `overwrite` and `update` are True, or the existing index cannot be read.
         TypeError: if one of them is not a bool.
     """
 
@@ -369,10 +370,10 @@ class IndexWriter:
             self._earlier = new.earlier_rows(about)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings) -> None:
-        """Raise if an earlier index, as it is now, is to be replaced and has rows that the new one would not hold.
+        """Raise if rows of an existing index would be lost without `overwrite` or `update`. The index is read again.
 
         Raises:
-            ValueError: if it has, or cannot be read.
+            ValueError: if rows would be lost, or the index cannot be read.
         """
         if self._overwrite or self._earlier is not None:
             return
@@ -387,20 +388,20 @@ class IndexWriter:
         paths: PackedStrings,
         embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
-        """Write the index, or bring the earlier one up to date.
+        """Write the index, or update the existing one.
 
         Args:
-            dim: of an embedding.
-            ids: of all images.
-            paths: of all images.
-            embed: gives the embeddings of the images at some positions.
+            dim: dimension of an embedding.
+            ids: ids of all images.
+            paths: paths of all images.
+            embed: returns the embeddings of the images at the given positions.
 
         Returns:
             The index, and the images that could not be read.
 
         Raises:
-            ValueError: if an earlier index is of something else, no image can be read, or rows cannot be removed from
-                an index of its kind.
+            ValueError: if an existing index is of another model or other images, no image can be read, or rows cannot
+                be removed from this kind of index.
         """
         if self._earlier is not None:
             return self._updated(self._earlier, ids, paths, embed)
@@ -429,7 +430,7 @@ class IndexWriter:
         return index, embedded.unreadable
 
     def _check_some(self, rows: int, unreadable: Sequence[UnreadableImage]) -> None:
-        """Raise if an index would have no rows."""
+        """Raise if the index would have no rows."""
         if rows > 0:
             return
         first = ""
@@ -440,7 +441,7 @@ class IndexWriter:
 
 @contextmanager
 def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
-    """Name the cure in the error of an index that cannot be read, which is replaced only if the user asks for it.
+    """If an existing index cannot be read, raise an error that suggests `overwrite`.
 
     Raises:
         ValueError: if it cannot be read.
@@ -455,7 +456,7 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
 
 
 def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
-    """Raise if settings are given that are not those of an index that is updated, as far as it has them."""
+    """Raise if a given setting differs from the setting of the index to update."""
     for name, default in asdict(IndexSettings()).items():
         given, found = getattr(settings, name), getattr(index, name, default)
         if given not in (found, default):
@@ -467,7 +468,7 @@ def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
 
 @contextmanager
 def opened_index(index: Path, store: str | None) -> Iterator[EmbeddingStore]:
-    """An index that a command wrote, closed at the end of the block; one in a folder is mapped into memory.
+    """Context with an index that a command wrote, closed on exit. A faiss index is mapped into memory.
 
     Args:
         index: folder of the index, or its name in the store.
@@ -475,7 +476,7 @@ def opened_index(index: Path, store: str | None) -> Iterator[EmbeddingStore]:
 
     Raises:
         FileNotFoundError: if there is no such index.
-        ValueError: if it is damaged or something else.
+        ValueError: if it is damaged or not an index.
         OSError: if the store cannot be reached.
     """
     if store is None:
@@ -491,14 +492,14 @@ def opened_index(index: Path, store: str | None) -> Iterator[EmbeddingStore]:
 
 
 def close_index(index: EmbeddingStore) -> None:
-    """Close an index that needs it."""
+    """Close the connection of an index in Milvus; a faiss index needs no closing."""
     if isinstance(index, MilvusStore):
         index.close()
 
 
 @contextmanager
 def _named_as(index: str) -> Iterator[None]:
-    """Let messages of `MilvusStore` name the arguments of the functions here: `store`, and `index` or `output`."""
+    """Translate argument names in errors of `MilvusStore` to those of the commands: `store`, `index` or `output`."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -1,6 +1,6 @@
-"""Detectors trained for Average Precision (RaMBO): the loss, the RoI heads and the module that use it, the metrics.
+"""Detectors trained for Average Precision (RaMBO): the loss, RoI heads and a module that use it, and metrics.
 
-`DetectionModule` is imported when it is first used: the loss and the heads need no Lightning.
+`DetectionModule` is imported only when it is first used, because the loss and the heads do not need Lightning.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,12 +1,12 @@
-"""RaMBO's loss for detectors: Average Precision in place of the cross entropy (Rolinek et al., CVPR 2020, section 5.2).
+"""RaMBO's loss for detectors: Average Precision instead of the cross entropy (Rolinek et al., CVPR 2020, section 5.2).
 
 Faster R-CNN classifies regions of interest (RoIs): class 0 is background. Each foreground class ranks all RoIs of the
 batch by their scores, and the loss is RaMBO's mAP loss of these lists; see `losses/blackbox_map.py`.
 
-From the paper: lambda = 0.5, L_mAP and L_APC in the ratio 2 : 1, a memory of tau = 7 batches. Not in the paper, so our
-choice: scores are the softmax over all classes, of which the background is skipped, and the weight of the loss beside
-those of the boxes and of the region proposals. Where we differ: the paper has a margin of 0.15. On softmax scores of a
-network that begins its training, which lie closer together, the gradient is then exactly zero; the default is 0.
+From the paper: lambda = 0.5, L_mAP and L_APC in the ratio 2 : 1, a memory of tau = 7 batches. Our choice, not stated in
+the paper: scores are the softmax over all classes, without the background's; and the weight of the loss relative to the
+losses of the boxes and of the region proposals. Difference from the paper: the default margin is 0 instead of 0.15. At
+the start of training, softmax scores lie closer together than 0.15, so that the gradient would be exactly zero.
 """
 
 import warnings
@@ -31,7 +31,7 @@ from lightning_retrieval.losses.blackbox import LARGEST_MARGIN
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.training.step import gather_batch
 
-# Below this value of 1 - mAP a zero gradient is normal: lambda may be too small to correct the few errors that remain.
+# Below this value of 1 - mAP, a zero gradient is normal: lambda may be too small to correct the few remaining errors.
 LARGE_LOSS = 0.1
 
 
@@ -41,8 +41,8 @@ def foreground_lists(
     """The score of each RoI for each foreground class, and which RoIs show an object of the class.
 
     Args:
-        class_logits: of the background and of classes 1 to C.
-        labels: from 0, the background, to C.
+        class_logits: logits of the background and of classes 1 to C.
+        labels: label of each RoI, from 0 (background) to C.
     """
     scores = class_logits.to(torch.promote_types(class_logits.dtype, torch.float32)).softmax(1)
     targets = one_hot(labels, class_logits.shape[1]).bool()
@@ -52,23 +52,24 @@ def foreground_lists(
 class DetectionAPLoss(nn.Module):
     """`weight` x (1 - mAP) over the RoIs of a batch, for the classifier of a detector.
 
-    With several processes the lists are those of the global batch: each process gathers the logits and labels of all,
+    With several processes, lists rank the global batch: each process gathers the logits and labels of all processes,
     and computes the same loss. The gradient of its local RoIs is multiplied by the number of processes, since
-    `DistributedDataParallel` averages the gradients of the processes.
+    `DistributedDataParallel` averages gradients over processes.
 
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
         margin: alpha, >= 0: an object counts as above the others only if it scores this much higher. The scores are
             probabilities.
         interclass_coef: weight of L_APC, which ranks the scores of all classes in one list, from 0 to 1.
-        batch_memory: number of past batches whose scores make the lists longer, >= 0.
-        weight: factor of the loss, > 0, beside the losses of the boxes and of the region proposals.
+        batch_memory: number of past batches whose scores extend the lists, >= 0.
+        weight: weight of the loss, > 0, relative to the losses of the boxes and of the region proposals.
         gather: False restricts the lists and the memory to the shard of each process.
 
     Raises:
-        ValueError: if a number is out of its range; when called, if a label is not from 0 to C, shapes do not fit, or a
-            logit is not finite.
-        TypeError: if an argument has another type; when called, if logits are not floating point or labels no integers.
+        ValueError: if a number is out of its range; when called, if a label is not from 0 to C, shapes do not match, or
+            a logit is not finite.
+        TypeError: if an argument has the wrong type; when called, if logits are not floating point or labels are not
+            integers.
 
     Example:
         >>> import torch
@@ -82,7 +83,7 @@ class DetectionAPLoss(nn.Module):
         Two sorts of the scores, and a search in the sorted scores of the memory.
 
     Relations:
-        `RankedRoIHeads` puts it into a detector. `BlackboxMAPLoss` is the same loss for any matrix of scores.
+        `RankedRoIHeads` adds this loss to a detector. `BlackboxMAPLoss` is the same loss for any score matrix.
     """
 
     def __init__(
@@ -106,14 +107,14 @@ class DetectionAPLoss(nn.Module):
         self._warned = False
 
     def forward(self, class_logits: Float[Tensor, "roi level"], labels: Int[Tensor, " roi"]) -> Float[Tensor, ""]:
-        """The loss of a batch, whose scores then enter the memory.
+        """The loss of a batch. The scores are then added to the memory.
 
-        If no RoI of the batch shows an object, the loss is that of the lists with the memory, in which the batch should
-        come after the objects of past batches; 0 if there are none.
+        If no RoI of the batch shows an object, the batch consists of negatives for the objects in the memory; without
+        such objects, the loss is 0.
 
         Args:
-            class_logits: of each RoI, for the background and classes 1 to C.
-            labels: of each RoI, from 0, the background, to C.
+            class_logits: logits of each RoI, for the background and classes 1 to C.
+            labels: label of each RoI, from 0 (background) to C.
         """
         check_matrix("DetectionAPLoss", "class_logits", class_logits)
         check_integers("DetectionAPLoss", "labels", labels, len(class_logits), "class_logits")
@@ -126,14 +127,15 @@ class DetectionAPLoss(nn.Module):
         if len(scores) == 0:
             return 0 * scores.sum()
         value = self.map_loss(scores, targets)
-        # A batch without objects has no gradient if it comes after those of past batches, as it should.
+        # No warning for a batch without objects: if it is ranked below the objects in the memory, a zero gradient is
+        # right.
         if scores.requires_grad and not self._warned and bool((value > LARGE_LOSS) & targets.any()):
             scores.register_hook(self._warn_of_zero_gradient)
         loss: Tensor = self.weight * value
         return loss
 
     def reset(self) -> None:
-        """Forget all past scores."""
+        """Remove all past scores."""
         self.map_loss.reset()
 
     def extra_repr(self) -> str:

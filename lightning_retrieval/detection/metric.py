@@ -1,8 +1,8 @@
 """Metrics of detectors on any number of processes: the base class, which collects detections and objects; COCO's AP.
 
-COCO averages AP over ten thresholds of overlap, from 0.5 to 0.95; AP50 has the first one alone. Precision is
-interpolated at 101 levels of recall; at most 100 detections of an image count; objects with `iscrowd` are ignored. A
-class without objects has no AP, and is skipped in the mean. torchmetrics' `MeanAveragePrecision` computes all of it.
+COCO averages AP over ten thresholds of overlap, from 0.5 to 0.95; AP50 uses only the first. Precision is interpolated
+at 101 levels of recall; at most 100 detections per image count; objects with `iscrowd` are ignored. A class without
+objects has no AP, and is skipped in the mean. The computation is done by torchmetrics' `MeanAveragePrecision`.
 """
 
 import operator
@@ -28,13 +28,13 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.optional_packages import optional_import
 
-MAX_IMAGES = 1 << 40  # of one process, in one evaluation
+MAX_IMAGES = 1 << 40  # per process and evaluation
 LEAST_ID = -(1 << 63)
 
-# Of each image: key and id. Of each box: the box and its score; and key, whether it is a detection, label, ignored.
+# Columns. Images: key, id. Boxes: the box, score. Annotations of boxes: key of the image, is detection, label, ignored.
 STATES = {"_images": (2, torch.int64), "_boxes": (5, torch.float32), "_annotations": (4, torch.int64)}
 
-# As in pycocotools, in float64: an overlap or a recall often equals one of them, and torchmetrics' are float32.
+# In float64, as in pycocotools, because overlaps and recalls often equal a threshold; torchmetrics' default is float32.
 OVERLAPS = np.linspace(0.5, 0.95, 10).tolist()
 RECALLS = np.linspace(0.0, 1.0, 101).tolist()
 
@@ -42,18 +42,18 @@ Images = list[dict[str, Tensor]]
 
 
 class DetectionMetric(Metric):
-    """Base class of metrics of detections. A subclass implements `compute` from what `images_once` returns.
+    """Base class of metrics of detections. A subclass implements `compute` with the images that `images_once` returns.
 
-    An image that several processes evaluate, because a distributed sampler repeats it, is counted once, by the
-    `image_id` of its target.
+    An image that several processes evaluate, because a distributed sampler repeats it, is recognised by the `image_id`
+    of its target and counted once.
 
     Args:
         classes: number of classes, >= 1, with labels from 1; 0 is background.
         kwargs: arguments of `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if `classes` is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
-            a score or a box is not finite.
+        ValueError: if `classes` is out of its range; in `update`, if shapes do not match, a label is out of its range,
+            or a score or a box is not finite.
         TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
     """
 
@@ -75,10 +75,10 @@ class DetectionMetric(Metric):
         """Add the images of a batch.
 
         Args:
-            detections: of each image: `boxes` (detections, 4), `scores` and `labels` (detections,), as torchvision's
-                detectors give them in evaluation.
-            targets: of each image: `boxes` (objects, 4), `labels` (objects,), and optionally the number `image_id`, and
-                `difficult` and `iscrowd` (objects,); objects for which one of them is true are ignored.
+            detections: for each image, `boxes` (detections, 4), `scores` and `labels` (detections,), as returned by
+                torchvision's detectors in evaluation.
+            targets: for each image, `boxes` (objects, 4), `labels` (objects,), and optionally the number `image_id`,
+                and `difficult` and `iscrowd` (objects,): objects for which one of them is true are ignored.
         """
         owner = type(self).__name__
         check_sequence(owner, "detections", detections)
@@ -92,7 +92,7 @@ class DetectionMetric(Metric):
             self._add_image(detected, target)
 
     def reset(self) -> None:
-        """Forget all images."""
+        """Remove all images."""
         super().reset()
         self._begin()
 
@@ -104,9 +104,9 @@ class DetectionMetric(Metric):
         return ", ".join(f"{name}={value!r}" for name, value in self.init_args().items())
 
     def images_once(self) -> tuple[Images, Images]:
-        """Detections and targets of each image on the CPU, in the order of the ids, without copies of other processes.
+        """Detections and targets of each image, on the CPU, in the order of the ids, without duplicate images.
 
-        Detections have `boxes`, `scores` and `labels`, targets `boxes`, `labels` and `ignored`, 1 or 0.
+        Detections have `boxes`, `scores` and `labels`; targets have `boxes`, `labels` and `ignored` (1 or 0).
         """
         images, boxes = dim_zero_cat(self._images).cpu(), dim_zero_cat(self._boxes).cpu()
         key, is_detection, label, ignored = dim_zero_cat(self._annotations).cpu().unbind(1)
@@ -123,7 +123,7 @@ class DetectionMetric(Metric):
         return detections, targets
 
     def _begin(self) -> None:
-        """Begin each state with no row, so that a process without images has one of the right shape, too."""
+        """Initialise each state with zero rows, so that it has the right shape even on a process without images."""
         self._updates = 0
         for name, (columns, dtype) in STATES.items():
             setattr(self, name, [torch.zeros(0, columns, dtype=dtype, device=self.device)])
@@ -140,7 +140,7 @@ class DetectionMetric(Metric):
                 ignored |= _one_for_each(owner, "targets", target, name, labels) != 0
         key = rank() * MAX_IMAGES + self._updates
         self._updates += 1
-        # An image without an id gets one that no other image has; equal scores of such images stay in their order.
+        # An image without an id gets a unique id; the ids ascend, so that equal scores of such images keep their order.
         image_id = _image_id(owner, target.get("image_id", LEAST_ID + key))
         self._images.append(torch.tensor([[key, image_id]], device=self.device))
         self._add_boxes(key, 0, boxes, torch.ones_like(boxes[:, 0]), labels, ignored)
@@ -158,7 +158,7 @@ class DetectionMetric(Metric):
 def _boxes_and_labels(
     owner: str, name: str, given: Any, classes: int
 ) -> tuple[Float[Tensor, "box 4"], Int[Tensor, " box"]]:
-    """The boxes and labels of one image, if they are valid."""
+    """The boxes and labels of one image; raises if they are invalid."""
     keys = {"detections": ("boxes", "labels", "scores"), "targets": ("boxes", "labels")}[name]
     check_mapping(owner, name, given)
     for key in keys:
@@ -178,11 +178,11 @@ def _boxes_and_labels(
             f"{owner}: `labels` of `{name}` must be from 1 to {classes}, got {int(labels.min())} to "
             f"{int(labels.max())}; 0 is background."
         )
-    return boxes, labels.to(torch.int64)  # keys of images, which are stored with the labels, need 64 bits
+    return boxes, labels.to(torch.int64)  # 64 bits, because labels are stored together with keys of images
 
 
 def _one_for_each(owner: str, name: str, given: Mapping[str, Any], key: str, labels: Tensor) -> Tensor:
-    """The tensor of this key, if it has one value for each box."""
+    """The tensor with this key; raises unless it has one value for each box."""
     values: Tensor = given[key]
     check_tensor(owner, f"{name}[{key!r}]", values)
     if values.shape != labels.shape:
@@ -203,7 +203,7 @@ def _image_id(owner: str, value: Any) -> int:
 
 
 def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
-    """{key: its rows}, in their order."""
+    """{key: rows with this key, in order}."""
     order = key.argsort(stable=True)
     keys, counts = torch.unique_consecutive(key[order], return_counts=True)
     return dict(zip(keys.tolist(), order.split(counts.tolist())))
@@ -251,12 +251,12 @@ class COCOMetrics(DetectionMetric):
             import faster_coco_eval  # noqa: F401
 
     def compute(self) -> dict[str, Tensor]:
-        """`AP`, `AP50` and `AP50_per_class`, which is NaN for a class without objects; all are if no class has any."""
+        """`AP`, `AP50` and `AP50_per_class`, NaN for a class without objects. Without any objects, all are NaN."""
         from torchmetrics.detection import MeanAveragePrecision
 
         detections, targets = self.images_once()
         counted = sum(int((target["ignored"] == 0).sum()) for target in targets)
-        if counted == 0:  # for which torchmetrics has -1 or, without any image, an error
+        if counted == 0:  # torchmetrics would return -1 or, without any image, raise
             nothing = torch.tensor(torch.nan, device=self.device)
             return {"AP": nothing, "AP50": nothing, "AP50_per_class": nothing.repeat(self.classes)}
         metric = MeanAveragePrecision(

@@ -19,27 +19,27 @@ from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.training.manual_training import OptimizedModule
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 
-MAX_BATCHES = 1 << 24  # of an epoch
+MAX_BATCHES = 1 << 24  # per epoch
 
 
 class DetectionModule(OptimizedModule):
     """Trains a detector whose box classifier ranks the regions of all images of the global batch.
 
-    It uses automatic optimization, so every flag of the Trainer works that works with it, such as `gradient_clip_val`
-    and `accumulate_grad_batches`. A batch is a list of images and a list of targets, as torchvision's detectors take
-    them. In evaluation it logs what `metrics` computes; in a test also the AP50 of each class.
+    The module uses automatic optimization, so flags of the Trainer such as `gradient_clip_val` and
+    `accumulate_grad_batches` work. A batch is a list of images and a list of targets, in the format of torchvision's
+    detectors. In evaluation, the results of `metrics` are logged; in a test, also the AP50 of each class.
 
     Args:
         detector: a torchvision detector with RoI heads and a box classifier, such as Faster and Mask R-CNN.
-        loss: takes the place of the cross entropy of the box classifier; None keeps the cross entropy.
+        loss: replaces the cross entropy of the box classifier; None keeps the cross entropy.
         optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
         lr_scheduler: called with the optimizer, or None.
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
-        metrics: called with `update(detections, targets)`, computes a dict of numbers, in which `AP50_per_class` is a
-            tensor; None for `COCOMetrics`.
-        seed: the choice of regions in a step is a function of (seed, epoch, batch, rank); if None, the seed of
+        metrics: a metric with `update(detections, targets)`, which computes a dict of numbers and the tensor
+            `AP50_per_class`; None for `COCOMetrics`.
+        seed: the regions sampled in a step are a function of (seed, epoch, batch, rank); if None, the seed of
             `seed_everything`, else 0.
 
     Raises:
@@ -53,8 +53,8 @@ class DetectionModule(OptimizedModule):
         7
 
     Relations:
-        `RankedRoIHeads` does the same to a detector in a training loop of your own. `GlyphScenes`, `PascalVOC` and
-        `CocoDetection` are its data modules.
+        `RankedRoIHeads` adds the loss to a detector in your own training loop. `GlyphScenes`, `PascalVOC` and
+        `CocoDetection` are data modules for this module.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DetectionModule(OptimizedModule):
         return detections
 
     def unpack_batch(self, batch: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """Images and targets of a batch of the DataLoader. Override it if a batch is no such pair."""
+        """Images and targets of a batch of the DataLoader. Override this method if batches have another form."""
         images, targets = batch
         return list(images), list(targets)
 
@@ -134,7 +134,7 @@ class DetectionModule(OptimizedModule):
         self._evaluation_metrics.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Detections, targets and images, for callbacks; the metrics are updated."""
+        """Update the metrics; returns detections, targets and images, for callbacks."""
         images, targets = self.unpack_batch(batch)
         detections = self(images)
         self._evaluation_metrics.update(detections, targets)
@@ -150,7 +150,7 @@ class DetectionModule(OptimizedModule):
         self._evaluation_metrics.reset()
 
     def test_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """As `validation_step`."""
+        """Same as `validation_step`."""
         return self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
@@ -175,7 +175,7 @@ class DetectionModule(OptimizedModule):
 
     @property
     def _evaluation_metrics(self) -> Metric:
-        """The metrics, made when they are first needed: training alone needs no backend."""
+        """The metrics, created at the first use, because training alone does not need their backend."""
         if self.metrics is None:
             if self.num_classes is None:
                 raise ValueError(
@@ -186,7 +186,7 @@ class DetectionModule(OptimizedModule):
         return self.metrics
 
     def _log_metrics(self, stage: str) -> Mapping[str, Tensor]:
-        """Compute the metrics and log the numbers, which all processes have."""
+        """Compute the metrics, which are equal on all processes, and log the numbers."""
         result: Mapping[str, Tensor] = self._evaluation_metrics.compute()
         for name, value in result.items():
             if value.ndim == 0:

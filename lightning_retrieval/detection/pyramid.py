@@ -14,22 +14,22 @@ from lightning_retrieval.checks import check_bool, check_integer, check_not_nega
 from lightning_retrieval.models.pretrained import are_skipped
 from lightning_retrieval.optional_packages import optional_import
 
-LEVELS = (1, 2, 3, 4)  # timm's numbers of the maps of stride 4, 8, 16 and 32
+LEVELS = (1, 2, 3, 4)  # timm's indices of the maps of stride 4, 8, 16 and 32
 ROI_SIZE = 7
-ANCHOR_SIZES = ((32,), (64,), (128,), (256,), (512,))  # of each level, and of one of stride 64
+ANCHOR_SIZES = ((32,), (64,), (128,), (256,), (512,))  # for these levels and a level of stride 64
 
 
 class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
     """torchvision's Faster R-CNN on a feature pyramid over a backbone of timm.
 
-    The statistics and parameters of the backbone's BatchNorm layers are frozen, since batches of detectors are small,
-    and so are the layers before the map of stride 8.
+    The statistics and parameters of the backbone's BatchNorm layers are frozen, since batches of detectors are small.
+    The layers before the map of stride 8 are frozen, too.
 
     Args:
         num_classes: number of classes of objects, >= 1, without the background.
         backbone_name: timm's name of a network with maps of stride 4, 8, 16 and 32, such as `"resnet50.tv_in1k"`.
-        pretrained: whether timm's weights are loaded. `load_from_checkpoint` does not load them, since those of the
-            checkpoint replace them.
+        pretrained: whether timm's weights are loaded. `load_from_checkpoint` does not load them, since the checkpoint
+            has all weights.
         min_size: shorter side to which images are resized, in pixels, >= 32.
         max_size: largest longer side, in pixels, >= `min_size`.
         pyramid_channels: channels of each map of the pyramid, >= 1.
@@ -40,8 +40,8 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
 
     Raises:
         ModuleNotFoundError: if timm is not installed.
-        ValueError: if a number is out of its range, or the backbone lacks such maps.
-        TypeError: if an argument has another type.
+        ValueError: if a number is out of its range, or the backbone does not have such maps.
+        TypeError: if an argument has the wrong type.
 
     Example:
         >>> from lightning_retrieval.detection import PyramidFasterRCNN
@@ -84,7 +84,7 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
             max_size=max_size,
             rpn_anchor_generator=AnchorGenerator(ANCHOR_SIZES, ((0.5, 1.0, 2.0),) * len(ANCHOR_SIZES)),
             box_head=TwoMLPHead(pyramid_channels * ROI_SIZE**2, head_features),
-            box_predictor=FastRCNNPredictor(head_features, num_classes + 1),  # takes the place of num_classes
+            box_predictor=FastRCNNPredictor(head_features, num_classes + 1),  # replaces num_classes
             box_batch_size_per_image=rois_per_image,
             box_score_thresh=score_thresh,
             box_detections_per_img=detections_per_image,
@@ -102,7 +102,7 @@ class TimmPyramid(nn.Module):
     Args:
         name: timm's name of the backbone.
         pretrained: whether timm's weights are loaded, except while a checkpoint is loaded.
-        channels: of each map of the pyramid.
+        channels: number of channels of each map of the pyramid.
     """
 
     def __init__(self, name: str, *, pretrained: bool, channels: int) -> None:
@@ -124,7 +124,7 @@ class TimmPyramid(nn.Module):
         return pyramid
 
     def train(self, mode: bool = True) -> "TimmPyramid":
-        """As `nn.Module.train`, except that BatchNorm layers of the backbone keep their statistics."""
+        """Set the training mode, except that BatchNorm layers of the backbone stay in eval mode."""
         super().train(mode)
         for layer in self.body.modules():
             if isinstance(layer, _BatchNorm):
@@ -132,7 +132,7 @@ class TimmPyramid(nn.Module):
         return self
 
     def _freeze_first_layers(self) -> None:
-        """Freeze all layers up to the one that gives the map of stride 4."""
+        """Freeze all layers up to the map of stride 4."""
         last = self.body.feature_info.module_name()[0]
         for name, layer in self.body.named_children():
             layer.requires_grad_(False)
@@ -145,7 +145,7 @@ def make_body(name: str, pretrained: bool) -> Any:
 
     Raises:
         ModuleNotFoundError: if timm is not installed.
-        ValueError: if timm has no such backbone, or it has other maps.
+        ValueError: if timm does not have this backbone, or it does not have these maps.
     """
     with optional_import(
         'PyramidFasterRCNN: timm must be installed for `backbone_name`: pip install "lightning-retrieval[timm]".'
@@ -153,7 +153,7 @@ def make_body(name: str, pretrained: bool) -> Any:
         import timm
     is_loaded = pretrained and not are_skipped()
     try:
-        if not timm.is_model(name):  # "hf-hub:..." would fetch a model
+        if not timm.is_model(name):  # "hf-hub:..." would download a model
             raise ValueError("no model of timm")
         body: Any = timm.create_model(name, pretrained=is_loaded, features_only=True, out_indices=LEVELS)
     except Exception as error:

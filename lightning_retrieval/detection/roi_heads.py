@@ -1,7 +1,8 @@
-"""The RoI heads of a torchvision detector, with another loss in place of the cross entropy of the box classifier.
+"""The RoI heads of a torchvision detector, with another loss instead of the cross entropy of the box classifier.
 
-torchvision computes that loss in a function of its module that cannot be exchanged. So a subclass takes over the old
-heads, notes the labels of the sampled RoIs and the logits of the classifier, and replaces one entry of the losses.
+torchvision computes the cross entropy in a function that cannot be replaced. So a subclass takes over the layers of the
+original heads, records the labels of the sampled RoIs and the logits of the classifier, and replaces one entry of the
+losses.
 """
 
 from typing import Any
@@ -19,16 +20,16 @@ NEEDED = "RoI heads with a box classifier, as those of torchvision's FasterRCNN 
 class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
     """RoI heads that train the box classifier with a loss of ranked lists. Detection is unchanged.
 
-    `detector.roi_heads = RankedRoIHeads(detector.roi_heads, DetectionAPLoss())` is all that a detector needs. The
-    layers are those of the old heads, and keep their names: checkpoints of the plain detector can be loaded.
+    To use them, assign `detector.roi_heads = RankedRoIHeads(detector.roi_heads, DetectionAPLoss())`. The layers of the
+    original heads keep their names, so checkpoints of the plain detector can be loaded.
 
     Args:
-        roi_heads: the heads of a detector; their layers are shared, and they stay as they are.
+        roi_heads: the heads of a detector; their layers are shared, and the heads do not change.
         loss: called as `loss(class_logits, labels)` with the RoIs of the batch.
 
     Raises:
-        TypeError: if `roi_heads` are no RoI heads, or `loss` is not a module.
-        ValueError: in training, if a label of an object is not from 1 to C.
+        TypeError: if `roi_heads` are not RoI heads, or `loss` is not a module.
+        ValueError: in training, if the label of an object is not from 1 to C.
 
     Example:
         >>> from lightning_retrieval.detection import DetectionAPLoss, RankedRoIHeads, TinyFasterRCNN
@@ -45,7 +46,7 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
             raise TypeError(f"RankedRoIHeads: `loss` must be a module such as DetectionAPLoss, got {short_repr(loss)}.")
         nn.Module.__init__(self)
         for name, value in vars(roi_heads).items():
-            if isinstance(value, dict):  # layers, parameters and hooks: the loss must not be added to the old heads
+            if isinstance(value, dict):  # copied, so that the loss is not added to the original heads
                 value = value.copy()
             self.__dict__[name] = value
         self.loss = loss
@@ -83,7 +84,7 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
         return detections, losses
 
     def select_training_samples(self, proposals: Any, targets: Any) -> Any:
-        """As torchvision's, noting the labels of the samples.
+        """Like torchvision's method, but records the labels of the samples.
 
         Args:
             proposals: boxes of each image.
@@ -95,7 +96,7 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
 
 
 class _Notes:
-    """What one forward pass of the heads computes for the loss."""
+    """The inputs of the loss, recorded in one forward pass of the heads."""
 
     labels: Tensor
     class_logits: Tensor
@@ -104,7 +105,7 @@ class _Notes:
         self.object_labels = object_labels
 
     def add_logits(self, box_predictor: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
-        """Note the logits, before torchvision's own loss sees labels that are no classes."""
+        """Record the logits, and raise for invalid labels before torchvision's own loss would fail on them."""
         self.class_logits = outputs[0]
         check_class_labels("RankedRoIHeads", self.object_labels, 1, self.class_logits.shape[1] - 1)
 
@@ -114,8 +115,8 @@ def check_roi_heads(owner: str, name: str, value: Any) -> None:
 
     Args:
         owner: prefix of error messages.
-        name: the argument.
-        value: what was given.
+        name: name of the argument.
+        value: value of the argument.
     """
     if isinstance(value, RoIHeads):
         return
@@ -128,6 +129,6 @@ def check_roi_heads(owner: str, name: str, value: Any) -> None:
 
 
 def _ignore_missing_memory(heads: nn.Module, incompatible_keys: Any) -> None:
-    """Let a checkpoint of the plain detector, which has no memory of past scores, be loaded strictly."""
+    """Allow strict loading of a checkpoint of the plain detector, which lacks the memory of past scores."""
     missing: list[str] = incompatible_keys.missing_keys
     missing[:] = [key for key in missing if not (".loss." in f".{key}" and key.endswith("_extra_state"))]

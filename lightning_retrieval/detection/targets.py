@@ -1,4 +1,4 @@
-"""Targets of a detector's batch, checked before anything is computed from them."""
+"""Checks of the targets of a detector's batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +13,8 @@ def check_class_labels(owner: str, labels: Int[Tensor, " object"], lowest: int, 
 
     Args:
         owner: prefix of the error message.
-        labels: of objects or RoIs.
-        lowest: 1 for objects, 0 where the background is a class.
+        labels: labels of objects or RoIs.
+        lowest: 1 for objects, 0 if the background is a class.
         highest: number of foreground classes.
     """
     wrong = labels[(labels < lowest) | (labels > highest)]
@@ -26,11 +26,11 @@ def check_class_labels(owner: str, labels: Int[Tensor, " object"], lowest: int, 
 
 
 def check_targets(owner: str, images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]], classes: int) -> None:
-    """Raise unless each image has one target, with boxes inside of the image and labels from 1 to `classes`.
+    """Raise unless each image has one target, with boxes inside the image and labels from 1 to `classes`.
 
     Args:
         owner: prefix of error messages.
-        images: each (channels, height, width).
+        images: tensors of shape (channels, height, width).
         targets: a dict of `boxes` (objects, 4) and `labels` (objects,) for each image; both may be empty.
         classes: number of classes of objects.
     """
@@ -47,7 +47,7 @@ def num_classes(detector: nn.Module) -> int | None:
     """Number of classes of objects that the box classifier of a detector has; None if it is unknown.
 
     Args:
-        detector: of torchvision, or one with the same attributes.
+        detector: a detector of torchvision, or with the same attributes.
     """
     heads = getattr(detector, "roi_heads", None)
     classifier = getattr(getattr(heads, "box_predictor", None), "cls_score", None)
@@ -78,7 +78,7 @@ def _boxes_and_labels(owner: str, number: int, target: Mapping[str, Any]) -> tup
 
 def _check_boxes(owner: str, what: str, boxes: Float[Tensor, "object 4"], height: int, width: int) -> None:
     left, top, right, bottom = boxes.unbind(1)
-    # Written so that NaN is wrong as well.
+    # Written so that NaN is invalid, too.
     is_right = (left < right) & (top < bottom) & (left >= 0) & (top >= 0) & (right <= width) & (bottom <= height)
     if bool(is_right.all()):
         return
@@ -90,7 +90,7 @@ def _check_boxes(owner: str, what: str, boxes: Float[Tensor, "object 4"], height
 
 
 def _name(number: int, target: Mapping[str, Any]) -> str:
-    """How messages call an image: by its id if it has one."""
+    """The name of an image in messages: its id if it has one, else its number."""
     if "image_id" in target:
         return f"with image_id {int(target['image_id'])}"
     return str(number)

@@ -21,14 +21,14 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
     Args:
         num_classes: number of classes of objects, >= 1, without the background.
         width: channels of the first layer, >= 1.
-        image_size: side to which images are resized, in pixels, >= 32.
+        image_size: length of the sides to which images are resized, in pixels, >= 32.
         rois_per_image: number of regions that the classifier is trained with in each image, >= 1.
         score_thresh: detections with a lower score are dropped, >= 0.
         detections_per_image: largest number of detections, >= 1.
 
     Raises:
         ValueError: if a number is out of its range.
-        TypeError: if a number has another type.
+        TypeError: if a number has the wrong type.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
         ['boxes', 'labels', 'scores']
 
     Relations:
-        It has the interface and the state of any detector of torchvision: `DetectionModule` trains it.
+        It has the interface and the state of torchvision's detectors, so `DetectionModule` can train it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
             rpn_batch_size_per_image=64,
             box_roi_pool=MultiScaleRoIAlign(levels, ROI_SIZE, sampling_ratio=1),
             box_head=TwoMLPHead(PYRAMID_CHANNELS * ROI_SIZE**2, ROI_FEATURES),
-            box_predictor=FastRCNNPredictor(ROI_FEATURES, num_classes + 1),  # takes the place of num_classes
+            box_predictor=FastRCNNPredictor(ROI_FEATURES, num_classes + 1),  # replaces num_classes
             box_batch_size_per_image=rois_per_image,
             box_score_thresh=score_thresh,
             box_detections_per_img=detections_per_image,
@@ -84,7 +84,7 @@ class TinyPyramid(nn.Module):
     """Three convolutions with BatchNorm, and a feature pyramid over the last two.
 
     Args:
-        width: channels of the first convolution; each of the others has twice as many as the one before.
+        width: channels of the first convolution; each further convolution has twice as many.
     """
 
     def __init__(self, width: int) -> None:

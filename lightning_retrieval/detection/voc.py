@@ -1,11 +1,12 @@
-"""Mean Average Precision of a detector as Pascal VOC defines it (Everingham et al., IJCV 2010, section 4.2).
+"""Mean Average Precision of a detector as defined by Pascal VOC (Everingham et al., IJCV 2010, section 4.2).
 
-The rules are those of `VOCevaldet` in the development kit. Each detection belongs to the object of its class and image
-that it overlaps most. If the two overlap by the threshold or more, the best-scored detection of the object is true and
-the others are false; detections of a difficult object count neither way, and difficult objects need not be found.
+The rules are those of `VOCevaldet` in the development kit. Each detection is assigned to the object of its class and
+image that it overlaps most. If the overlap is below the threshold, the detection is false. Otherwise, the best-scored
+detection of an object is true and its other detections are false. Detections of difficult objects are ignored, and
+difficult objects need not be found.
 
-Boxes are (left, top, right, bottom) in continuous coordinates. The kit's boxes are of inclusive pixels, counted from 1:
-the overlaps are the same if 1 is subtracted from the left and the top.
+Boxes are (left, top, right, bottom) in continuous coordinates. The kit's boxes consist of inclusive pixels counted from
+1; subtracting 1 from left and top gives the same overlaps.
 """
 
 from enum import IntEnum
@@ -21,7 +22,7 @@ from lightning_retrieval.detection.metric import DetectionMetric
 
 
 class Outcome(IntEnum):
-    """What a detection counts as."""
+    """How a detection counts."""
 
     FALSE = 0
     TRUE = 1
@@ -38,7 +39,7 @@ def detection_outcomes(
     *,
     iou_threshold: float = 0.5,
 ) -> Int[Tensor, " detection"]:
-    """The `Outcome` of each detection of one image; of equal scores, the first detection takes the object."""
+    """The `Outcome` of each detection of one image. If scores are equal, the first detection gets the object."""
     outcomes = torch.full_like(labels, Outcome.FALSE)
     if len(boxes) == 0 or len(object_boxes) == 0:
         return outcomes
@@ -68,12 +69,12 @@ def voc_average_precision(
     """AP of one class over all images.
 
     Args:
-        scores: of all detections of the class; equal ones are ranked in the order given.
+        scores: scores of all detections of the class; equal scores are ranked in the given order.
         outcomes: the `Outcome` of each detection.
         objects: number of objects of the class that are not difficult.
-        eleven_points: the rule until VOC 2009: the mean, over the recalls 0, 0.1, ..., 1, of the highest precision at
-            this recall or a higher one. If False, the rule since VOC 2010: the mean of these precisions over all
-            recalls, which is the area under the precision-recall curve made monotone.
+        eleven_points: use the rule until VOC 2009: the mean, over the recalls 0, 0.1, ..., 1, of the highest precision
+            at this or a higher recall. If False, the rule since VOC 2010: the mean over all recalls, which is the area
+            under the monotone precision-recall curve.
 
     Returns:
         The AP, NaN without objects.
@@ -93,7 +94,7 @@ def voc_average_precision(
     counted = outcomes != Outcome.IGNORED
     order = scores[counted].argsort(descending=True, stable=True)
     is_true = (outcomes[counted][order] == Outcome.TRUE).cpu()
-    found = is_true.cumsum(0)  # true detections among the best, exact integers
+    found = is_true.cumsum(0)  # true detections among the best ones, as exact integers
     precision = found.double() / torch.arange(1, len(found) + 1)
     if not eleven_points:
         best_from_here = precision.flip(0).cummax(0).values.flip(0)
@@ -109,20 +110,21 @@ def voc_average_precision(
 class VOCMetrics(DetectionMetric):
     """AP of each class and their mean, by the rules of Pascal VOC.
 
-    An image that several processes evaluate, because a distributed sampler repeats it, is counted once, by the
-    `image_id` of its target.
+    An image that several processes evaluate, because a distributed sampler repeats it, is recognised by the `image_id`
+    of its target and counted once.
 
     Args:
         classes: number of classes, >= 1, with labels from 1; 0 is background.
-        iou_threshold: overlap from which a detection has found an object, > 0 and at most 1.
-        eleven_points: the rule of VOC 2007 to 2009, by which results on VOC 2007 are reported; False for the rule
-            since 2010.
+        iou_threshold: smallest overlap at which a detection has found an object, > 0 and at most 1.
+        eleven_points: use the rule of VOC 2007 to 2009, as in published results on VOC 2007; False for the rule since
+            2010.
         kwargs: arguments of `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if a number is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
-            a score or a box is not finite.
-        TypeError: if an argument has another type; in `update`, if a detection or a target is not a mapping of tensors.
+        ValueError: if a number is out of its range; in `update`, if shapes do not match, a label is out of its range,
+            or a score or a box is not finite.
+        TypeError: if an argument has the wrong type; in `update`, if a detection or a target is not a mapping of
+            tensors.
 
     Example:
         >>> import torch
@@ -151,7 +153,7 @@ class VOCMetrics(DetectionMetric):
         self.eleven_points = check_bool(owner, "eleven_points", eleven_points)
 
     def compute(self) -> dict[str, Tensor]:
-        """`AP50`, the mean over the classes that have objects, and `AP50_per_class`, NaN for those without.
+        """`AP50`, the mean over the classes with objects, and `AP50_per_class`, NaN for classes without objects.
 
         The number in the names is the threshold in percent.
         """

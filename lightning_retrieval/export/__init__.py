@@ -1,4 +1,4 @@
-"""Models for services: programs without this library, checked against the model that they were made from."""
+"""Exports models to programs that do not need this library, and checks them against the original model."""
 
 from lightning_retrieval.export.program import EmbeddingProgram, export_program
 

@@ -1,4 +1,4 @@
-"""Write a program as an ONNX file with its preparation in the metadata, and run such files with onnxruntime."""
+"""Writes programs as ONNX files, with the preparation in the metadata, and runs such files with onnxruntime."""
 
 import contextlib
 import io
@@ -23,16 +23,16 @@ INPUT, OUTPUT = "images", "embeddings"
 
 
 def can_write_onnx(torch_version: str) -> bool:
-    """Whether this version of torch writes a program of `torch.export` with the versions of onnxscript that we need."""
+    """Whether this version of torch can write ONNX with the required versions of onnxscript."""
     major, minor = torch_version.split(".")[:2]
     return (int(major), int(minor)) >= (2, 8)
 
 
 def load_onnx() -> tuple[Any, Any]:
-    """The modules `onnx` and `onnxruntime`.
+    """Import and return `onnx` and `onnxruntime`.
 
     Raises:
-        ModuleNotFoundError: if one of the packages of the extra is missing.
+        ModuleNotFoundError: if onnx, onnxscript or onnxruntime is missing.
         ValueError: if torch is too old.
     """
     if not can_write_onnx(torch.__version__):
@@ -51,8 +51,8 @@ def write_onnx(exported: ExportedProgram, path: Path, about: Mapping[str, Any]) 
 
     Args:
         exported: the program.
-        path: of the file.
-        about: plain values, such as the preparation, that the file keeps as JSON.
+        path: path of the file.
+        about: plain values, such as the preparation, that are stored in the file as JSON.
 
     Raises:
         ValueError: if an operation of the program has no counterpart in ONNX.
@@ -63,7 +63,7 @@ def write_onnx(exported: ExportedProgram, path: Path, about: Mapping[str, Any]) 
             torch.onnx.export(
                 exported, (), path, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, external_data=False
             )
-    except Exception as error:  # of many kinds
+    except Exception as error:  # the exporter raises errors of many types
         raise ValueError(
             f"{OWNER}: the model must consist of operations that ONNX has, got an error ({first_line(error)}); use "
             "the program of torch.export."
@@ -74,11 +74,11 @@ def write_onnx(exported: ExportedProgram, path: Path, about: Mapping[str, Any]) 
 
 
 class OnnxModel:
-    """An ONNX file that embeds images, with the method `embed` of a `RetrievalModule`.
+    """Runs an ONNX file. It has the method `embed`, like a `RetrievalModule`.
 
     Args:
-        path: of the file.
-        threads: of onnxruntime; if None, as many as torch uses.
+        path: path of the file.
+        threads: number of threads of onnxruntime; if None, as many as torch uses.
     """
 
     def __init__(self, path: Path, threads: int | None = None) -> None:
@@ -90,7 +90,7 @@ class OnnxModel:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the file says of the model."""
+        """The plain values about the model in the file's metadata."""
         found: dict[str, Any] = json.loads(self.session.get_modelmeta().custom_metadata_map[METADATA])
         return found
 
@@ -102,10 +102,10 @@ class OnnxModel:
 
 @contextlib.contextmanager
 def errors_only(logger: logging.Logger) -> Iterator[None]:
-    """Let a logger write nothing but errors.
+    """Context in which a logger writes only errors.
 
     Args:
-        logger: whose level is restored at the end.
+        logger: the logger; its level is restored on exit.
     """
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -117,7 +117,7 @@ def errors_only(logger: logging.Logger) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress and the warnings of the exporter, which are about torch's own code."""
+    """Context without the exporter's progress output and warnings, which concern torch's own code."""
     output = contextlib.redirect_stdout(io.StringIO())
     with errors_only(logging.getLogger("torch.onnx")), warnings.catch_warnings(), output:
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""A module as one program from pixels to embeddings, with any number of images in a batch."""
+"""Exports a module as a program that maps batches of any size from pixels to embeddings."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -14,17 +14,18 @@ from lightning_retrieval.preparation.preparation import Preparation
 OWNER = "export_program"
 INPUT_TYPES = ("uint8", "float")
 InputType = Literal["uint8", "float"]
-EXAMPLE_IMAGES = 2  # torch.export takes a batch of one for a constant
+EXAMPLE_IMAGES = 2  # torch.export would treat a batch size of 1 as a constant
 
 
 class EmbeddingProgram(nn.Module):
-    """What is exported: the images of a batch to their embeddings.
+    """The module to export: maps a batch of images to embeddings.
 
     Args:
-        module: with the method `embed`, such as a `RetrievalModule`, or any module from images to embeddings.
-        preparation: of the images; its `mean` and `std` become part of a program for uint8.
-        input_type: `"uint8"` for the pixels that `preparation.to_uint8` gives, or `"float"` for images that are
-            normalised already, as `preparation` gives them.
+        module: a module with the method `embed`, such as a `RetrievalModule`, or any module that maps images to
+            embeddings.
+        preparation: preparation of the images; its `mean` and `std` become part of a program for uint8.
+        input_type: `"uint8"` for pixels, as returned by `preparation.to_uint8`, or `"float"` for normalised images, as
+            returned by `preparation`.
 
     Raises:
         ValueError: if `input_type` is unknown.
@@ -49,7 +50,7 @@ class EmbeddingProgram(nn.Module):
         self.module = module
         values = torch.tensor([preparation.mean, preparation.std])
         self.register_buffer("mean", values[0, :, None, None].clone())
-        self.register_buffer("std", values[1, :, None, None].clone())  # not views of one storage
+        self.register_buffer("std", values[1, :, None, None].clone())  # not a view: buffers must not share a storage
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch ..."]:
         """Embed a batch (N, channels, height, width) of the input type."""
@@ -63,7 +64,7 @@ class EmbeddingProgram(nn.Module):
 
         Args:
             count: number of images.
-            seed: of the random numbers.
+            seed: seed of the random numbers.
 
         Raises:
             ValueError: if the preparation has no size.
@@ -85,10 +86,11 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
     """Export a program with `torch.export`, for any number of images.
 
     Args:
-        program: in eval mode, on the CPU.
+        program: the program, in eval mode, on the CPU.
 
     Raises:
-        ValueError: if the network cannot be traced, such as one whose forward depends on the values in a tensor.
+        ValueError: if the network cannot be traced, for example because its `forward` depends on the values in a
+            tensor.
         TypeError: if `program` is not an `EmbeddingProgram`.
     """
     check_instance(OWNER, "program", program, EmbeddingProgram)
@@ -97,7 +99,7 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
     try:
         with torch.no_grad():
             return torch.export.export(program, (images,), dynamic_shapes={"images": dynamic})
-    except Exception as error:  # torch.export raises errors of many kinds, also of its internals
+    except Exception as error:  # torch.export raises errors of many types, including internal ones
         raise ValueError(
             f"{OWNER}: the model must be one that torch.export can trace for any batch, and its forward must not "
             f"depend on the values of tensors, got an error for {type(program.module).__name__} "
@@ -106,6 +108,6 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two batches of embeddings, relative to the largest value if that is above 1."""
+    """The largest difference between two batches of embeddings, relative to the largest value if that is above 1."""
     scale = max(1.0, float(expected.abs().max()))
     return float((found - expected).abs().max()) / scale

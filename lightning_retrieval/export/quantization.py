@@ -1,8 +1,8 @@
-"""Eight-bit copies of ONNX files: smaller, and faster on CPUs, at a cost in accuracy that must be measured.
+"""Quantises ONNX files to int8: smaller, and faster on CPUs, at a cost in accuracy that must be measured.
 
-A convolutional network gets static quantisation: weights and activations in eight bits, with ranges that calibration
-images determine. A network with attention gets dynamic quantisation of its matrix products, since fixed ranges cost
-transformers much accuracy.
+A convolutional network gets static quantisation: int8 weights and activations, with ranges determined from calibration
+images. A network with attention gets dynamic quantisation of its matrix products, since fixed ranges reduce the
+accuracy of transformers considerably.
 """
 
 import logging
@@ -16,17 +16,17 @@ from torch import Tensor
 from lightning_retrieval.export.onnx_file import INPUT, errors_only, load_onnx
 
 OWNER = "quantize_onnx"
-ATTENTION = "Softmax"  # the operation of ONNX by which attention is recognised
+ATTENTION = "Softmax"  # the ONNX operation by which attention is recognised
 STATIC_OPERATIONS = ["Conv", "Gemm", "MatMul", "MaxPool", "Add"]
 
 
 def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> str:
-    """Write an eight-bit copy of an ONNX file.
+    """Write an int8 copy of an ONNX file.
 
     Args:
         source: the file.
         target: the new file.
-        calibration: batches of images as the file takes them; only used for a network without attention.
+        calibration: batches of images in the input format of the file; only used for a network without attention.
 
     Returns:
         `"static"` or `"dynamic"`.
@@ -51,7 +51,7 @@ def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> 
 
 
 def _prepare(onnx: Any, source: Path, target: Path) -> None:
-    """Fold constants and batch norms, and forget the shapes that the exporter wrote, which quantisation changes."""
+    """Fold constants and batch norms, and remove the recorded shapes, which quantisation changes."""
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     quant_pre_process(str(source), str(target), skip_symbolic_shape=True)

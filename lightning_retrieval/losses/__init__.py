@@ -1,4 +1,4 @@
-"""Losses over ranked lists: each a paper's formula on one base class."""
+"""Losses over ranked lists. Each implements the formula of a paper on top of one base class."""
 
 from lightning_retrieval.losses.base import RetrievalLoss
 from lightning_retrieval.losses.blackbox import BlackboxAPLoss, BlackboxRecallLoss, blackbox_rank

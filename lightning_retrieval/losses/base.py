@@ -42,11 +42,13 @@ class RetrievalLoss(BatchLoss, ABC):
 
     Relations:
         Embeddings are normalised inside, in float32 or better, also under autocast. No tensor of size (B, B, B) is ever
-        made, and of size (B, B) only if B is small; else a part at a time. `torch.compile` gives the same numbers but
-        breaks the graph at the checks and the blocks, whose sizes depend on the labels; `fullgraph=True` raises.
+        allocated. One of size (B, B) is allocated only if B is small; otherwise the scores are computed block by block.
+        `torch.compile` gives the same numbers but breaks the graph at the checks and the blocks, whose sizes depend on
+        the labels; `fullgraph=True` raises.
     """
 
-    # Whether include_self makes the query a positive too, and whether relevance has levels instead of yes and no.
+    # `self_is_positive`: with `include_self`, the query is its own positive. `graded`: relevance is a level, not a
+    # bool.
     self_is_positive = True
     graded = False
 
@@ -69,7 +71,7 @@ class RetrievalLoss(BatchLoss, ABC):
         """The paper's formula: the value of each query's list, which has at least one positive."""
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
-        """Number of elements of the formula's largest tensor for each query, which determines the size of blocks.
+        """Number of elements of the formula's largest tensor, for each query. It determines the size of the blocks.
 
         Args:
             positives: number of positives of each query.
@@ -78,7 +80,7 @@ class RetrievalLoss(BatchLoss, ABC):
         return torch.full_like(positives, gallery)
 
     def of_batch(self, batch: RankedBatch) -> Float[Tensor, "..."]:
-        """The loss of a batch; `forward` says what it holds and what it raises."""
+        """The loss of a batch. Contents and errors are documented in `forward`."""
         lists = EmbeddingLists(
             self.name,
             batch,
@@ -96,7 +98,7 @@ class RetrievalLoss(BatchLoss, ABC):
         relevant: Bool[Tensor, "query gallery"] | Integer[Tensor, "query gallery"],
         candidate: Bool[Tensor, "query gallery"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """The loss of a score matrix, which is used as it is.
+        """The loss of a score matrix; the scores are not normalised.
 
         Args:
             scores: higher is nearer.
@@ -167,7 +169,7 @@ class RetrievalLoss(BatchLoss, ABC):
     def _formula(
         self, lists: RankedLists, blocks: tuple[Block, ...], queries: QueryRange | None
     ) -> Callable[[ScoreBlock], Tensor]:
-        """The formula that is evaluated for each block. A subclass may compute sums over all lists here first."""
+        """The formula to evaluate for each block. A subclass may first compute sums over all lists here."""
         return self.query_losses
 
     def _warn_of_no_positive(self) -> None:

@@ -1,6 +1,6 @@
-"""The interface that a training step expects of every loss, whether of this library or of another.
+"""The interface that a training step expects of every loss, from this library or another.
 
-What one call of a loss ranks is packed once, as a `RankedBatch`, and is then passed along as one value.
+The inputs of one call of a loss are packed once, as a `RankedBatch`, and passed on as one value.
 """
 
 import inspect
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class SharedReads:
-    """What was read from the device of labels and ids, for batches that differ only in their embeddings.
+    """Numbers that were copied from the device to the host, shared by batches that differ only in their embeddings.
 
-    The number of positives of a query follows from labels and ids. A loss that is computed for several such batches
-    would read the same numbers for each of them, and wait for the device each time.
+    One example is the number of positives of each query, which depends on labels and ids only. Without this cache, a
+    loss of several such batches would copy the same numbers for each of them, and wait for the device each time.
     """
 
     def __init__(self) -> None:
         self._results: dict[object, Any] = {}
 
     def get(self, settings: object, read: Callable[[], T]) -> T:
-        """The result of `read`, or of an earlier call with the same settings, which are all that it depends on."""
+        """The result of `read`, cached for each value of `settings`, on which alone the result may depend."""
         if settings not in self._results:
             self._results[settings] = read()
         result: T = self._results[settings]
@@ -35,12 +35,12 @@ class SharedReads:
 
 @dataclass(frozen=True, eq=False)
 class QueryRange:
-    """The queries that one process computes of a batch that several processes share.
+    """The range of queries that one process computes, if several processes share a batch.
 
     Args:
         begin: index of the first query.
         end: index after the last query.
-        total: sums a tensor over all processes, each of which calls it with a tensor of the same shape.
+        total: sums a tensor over all processes. Every process must call it, with a tensor of the same shape.
     """
 
     begin: int
@@ -55,7 +55,7 @@ class QueryRange:
 
 @dataclass(frozen=True, eq=False)
 class RankedBatch:
-    """The queries of one call, the references that are ranked for them, and what identifies both.
+    """The queries of one call, the references that are ranked for them, and the labels and ids of both.
 
     Args:
         embeddings: one row for each query.
@@ -65,7 +65,7 @@ class RankedBatch:
         ids: dataset index of each query; a reference with the query's id is not in the query's list.
         ref_ids: dataset index of each reference.
         queries: the queries that this process computes; None computes all of them.
-        shared: what was read of the labels and ids of this batch; None if no other batch has the same ones.
+        shared: cache of numbers that depend only on labels and ids; None if no other batch has the same labels and ids.
     """
 
     embeddings: Float[Tensor, "query dim"]
@@ -79,7 +79,7 @@ class RankedBatch:
 
 
 class BatchLoss(nn.Module):
-    """A loss of a whole batch: what `RetrievalLoss`, `WeightedSum`, `NestedLoss` and `ThirdPartyLoss` have in common.
+    """Base class of `RetrievalLoss`, `WeightedSum`, `NestedLoss` and `ThirdPartyLoss`: a loss of a whole batch.
 
     A subclass implements `of_batch`, which everything in this library calls. `terms` holds the unweighted terms of the
     latest call by name; it is empty for a loss of one term.
@@ -88,7 +88,7 @@ class BatchLoss(nn.Module):
     terms: dict[str, Tensor]
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Any:
-        """Raise a TypeError for `temperature=`, the name in other libraries, that gives this library's name for it."""
+        """Raise a TypeError for `temperature=`, as other libraries call it; the message gives the name used here."""
         if "temperature" in settings:
             raise TypeError(_temperature_hint(cls))
         return super().__new__(cls)
@@ -113,7 +113,7 @@ class BatchLoss(nn.Module):
         Args:
             embeddings: one row for each query, normalised inside.
             labels: any integers; the same label means relevant.
-            ref_emb: what is ranked for each query; None ranks the batch itself.
+            ref_emb: the references to rank for each query; None ranks the batch itself.
             ref_labels: labels of `ref_emb`.
             ids: dataset index of each row; a reference with the query's own id is not in the query's list.
             ref_ids: dataset index of each reference, required with `ids` and `ref_emb`.
@@ -137,7 +137,7 @@ class BatchLoss(nn.Module):
 
     @property
     def terms_without_references(self) -> list[str]:
-        """Class names of the terms that cannot rank references, and so cannot be used with a memory."""
+        """Class names of the terms that cannot rank references and therefore cannot be used with a memory."""
         return []
 
     def extra_repr(self) -> str:
@@ -145,9 +145,9 @@ class BatchLoss(nn.Module):
 
 
 def settings_repr(module: nn.Module) -> str:
-    """The arguments of a module's constructor with their values, except for modules, which PyTorch shows itself.
+    """The arguments of a module's constructor with their values. Submodules are left to PyTorch's own `repr`.
 
-    A constructor with `**settings` passes them to that of the next base class, whose arguments are shown after its own.
+    If a constructor takes `**settings`, the arguments of the next base class follow.
     """
     names: dict[str, None] = {}
     for cls in type(module).__mro__:

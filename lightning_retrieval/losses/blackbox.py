@@ -6,15 +6,15 @@ with respect to the ranks of the scores s,
 
     backward:  - (rk(s) - rk(s + lambda g)) / lambda                                                (eq. 6)
 
-on ranks divided by the list's length L, as in the official code, so that lambda has the same effect on lists of all
-lengths.
+Ranks are first divided by the list's length L, as in the official code, so that lambda has the same effect on lists of
+every length.
 
-`blackbox_rank` ranks all scores of a list. The losses need the ranks of the positives only, which `positive_ranks`
-computes at less cost: only these ranks have a gradient, so only the positives move in s + lambda g. If queries have few
-positives, each is compared with all negatives, before and after the move. Otherwise the scores of the negatives are
-sorted once, and the rank of a positive is found by a search in them.
+`blackbox_rank` ranks all scores of a list. The losses need only the ranks of the positives, which `positive_ranks`
+computes at less cost: only these ranks have a gradient, so only the positives move in s + lambda g. If the queries have
+few positives, each positive is compared with all negatives, before and after the move. Otherwise the scores of the
+negatives are sorted once, and the rank of each positive is found by binary search.
 
-The losses, in which gradients flow through rk, the rank among all candidates, while rk+, the rank among the positives,
+In the losses, rk is the rank among all candidates and rk+ the rank among the positives. Gradients flow through rk; rk+
 is a constant:
 
     L_AP  = 1 - mean over positives i of rk+(i) / rk(i)                                             (eq. 21-22)
@@ -22,16 +22,17 @@ is a constant:
 
 with l(x) = log(1 + x) or log(1 + log(1 + x)).
 
-The official code's memory of tau past batches (`BatchMemoryRecallLoss`) joins the rows of their scores to those of
-the batch, as further queries. No list becomes longer, and the stored rows have no gradient. But as ranks are divided
-by the number of rows there, tau + 1 times that of the batch, x becomes (tau + 1) x; and the mean is over tau + 1
-times as many positives. So if all batches have the same numbers of queries and positives, its gradient is that of the
-weighting l((tau + 1) x) / (tau + 1) without a memory, whatever the stored scores are. `batch_memory` is this tau.
+The official code has a memory of tau past batches (`BatchMemoryRecallLoss`). It appends the stored score rows to those
+of the batch, as further queries; no list becomes longer, and the stored rows have no gradient. It has two effects.
+Ranks are divided by the number of rows, now tau + 1 times as large, so x becomes (tau + 1) x; and the mean is over tau
++ 1 times as many positives. If all batches have the same numbers of queries and positives, the gradient is therefore
+that of the weighting l((tau + 1) x) / (tau + 1) without a memory, whatever the stored scores are. `batch_memory` is
+this tau.
 
 Differences from the official code, for all losses that use this file: the margin is not random; nothing is added to the
-number of positives; a loss weight or a gradient scale does not change the direction of the gradient, since lambda acts
-on the gradient of the mean; ties count against the model; ranks are divided by the list's length, in the official
-recall loss by the number of queries.
+number of positives; lambda acts on the gradient of the mean, so a loss weight or a gradient scale does not change the
+direction of the gradient; ties count against the model; ranks are divided by the list's length (in the official recall
+loss, by the number of queries).
 """
 
 from collections.abc import Sequence
@@ -55,9 +56,9 @@ from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import Positives, ScoreBlock, joined, true_indices
 from lightning_retrieval.losses.roadmap import PairLoss
 
-LARGEST_MARGIN = 100.0  # with larger ones, float32 would make different scores of positives equal
+LARGEST_MARGIN = 100.0  # beyond this, different scores of positives may become equal in float32
 TINY = 1e-8  # the official code divides by lambda + TINY
-MOST_COMPARED = 16  # positives of a query that are compared with all negatives, which is faster than a sort
+MOST_COMPARED = 16  # up to this many positives of a query, comparing each with all negatives is faster than a sort
 
 
 def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) -> Float[Tensor, "*lists length"]:
@@ -67,8 +68,7 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
 
     Args:
         scores: lists along the last dimension; half precision is converted to float32, in which ranks are exact.
-        lambda_: length of the interpolation, > 0, for gradients with respect to ranks divided by the list's length.
-
+        lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
     Raises:
         ValueError: if `lambda_` is not a finite number > 0, or a score is not finite.
         TypeError: if `lambda_` is not a number, or `scores` is not a floating-point tensor of at least one dimension.
@@ -107,19 +107,19 @@ class SortedLists(NamedTuple):
     """Ranked lists of scores that are sorted at most once, and then searched as often as needed."""
 
     negatives: Float[Tensor, "query gallery"]  # -inf at positives and non-candidates; ascending if sorted
-    column: Int[Tensor, "query gallery"] | None  # where each sorted entry stands in the score matrix; None: not sorted
+    column: Int[Tensor, "query gallery"] | None  # column of each sorted entry in the score matrix; None: not sorted
     positives: Positives
     s: Float[Tensor, " pos"]  # the score of each positive
     length: Int[Tensor, " query"]  # number of candidates
 
 
 def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
-    """Prepare the lists of a score matrix, without a gradient; they are sorted if a query has many positives.
+    """Prepare a block of lists for ranking, without a gradient. Lists are sorted only if a query has many positives.
 
     Args:
         lists: a block of ranked lists.
-        margin: alpha of section 4.2 (eq. 15), which makes ranks robust: alpha / 2 is subtracted from the scores of the
-            positives and added to those of the others.
+        margin: alpha of section 4.2 (eq. 15). alpha / 2 is subtracted from the scores of the positives and added to
+            those of the negatives, which makes ranks robust.
     """
     scores, positives = lists.scores.detach(), lists.positives
     s = scores[positives.query, positives.index] - margin / 2  # (pos,)
@@ -138,14 +138,14 @@ def positive_ranks(
     lambda_: float,
     past: Sequence[SortedLists] = (),
 ) -> tuple[Int[Tensor, " pos"], Float[Tensor, " pos"], Float[Tensor, " pos"]]:
-    """For each positive: its query, its differentiable rank rk among candidates, and its rank rk+ among positives.
+    """The query of each positive, its differentiable rank rk among candidates, and its rank rk+ among positives.
 
     Args:
         scores: similarities, higher is nearer, to which the gradient flows.
         lists: `sort_lists` of the same scores.
         lambda_: length of the interpolation, > 0, for gradients with respect to ranks divided by the list's length.
-        past: lists of the same queries in past batches, with which these lists are joined. Their positives are
-            returned, too; their scores have no gradient.
+        past: lists of the same queries from past batches, to be appended to `lists`. Their positives are returned too;
+            their scores have no gradient.
     """
     query, rank, rank_among_positives = _PositiveRank.apply(scores, (lists, *past), lambda_)
     return query, rank, rank_among_positives
@@ -215,11 +215,11 @@ class _PositiveRank(torch.autograd.Function):
 def _rank_changes_of_negatives(
     lists: SortedLists, positives: Positives, s: Float[Tensor, " pos"], moved: Float[Tensor, " pos"]
 ) -> Float[Tensor, "query gallery"]:
-    """How much the rank of each negative increases if the positives move from `s` to `moved`.
+    """The increase of the rank of each negative if the positives move from `s` to `moved`.
 
-    It increases by one for each positive that moves from below its score to its score or above, and decreases by one
-    for each that moves below it. In a sorted list this adds 1 to all ranks from the position of `s` on, and subtracts
-    1 from all ranks from the position of `moved` on.
+    The rank increases by one for each positive that moves from below the negative's score to at least this score, and
+    decreases by one for each positive that moves below it. In a sorted list this adds 1 to all ranks from the position
+    of `s` on, and subtracts 1 from all ranks from the position of `moved` on.
     """
     negatives = lists.negatives
     if lists.column is None:
@@ -239,7 +239,7 @@ def _rank_changes_by_comparison(
     moved: Float[Tensor, " pos"],
 ) -> Float[Tensor, "query gallery"]:
     change, reached = torch.zeros_like(negatives), torch.empty_like(negatives)
-    before = _in_rows(positives, positives.column(), s, 0.0)  # (query, column); the padding adds and subtracts the same
+    before = _in_rows(positives, positives.column(), s, 0.0)  # (query, column); padding cancels out
     after = _in_rows(positives, positives.column(), moved, 0.0)
     for old, new in zip(before.unbind(1), after.unbind(1)):
         change += torch.le(negatives, new[:, None], out=reached)
@@ -250,7 +250,7 @@ def _rank_changes_by_comparison(
 def _count_negatives_at_least(
     lists: Sequence[SortedLists], positives: Positives, values: Float[Tensor, " pos"]
 ) -> Int[Tensor, " pos"]:
-    """How many negatives of the query in all lists are at least as large as each value."""
+    """For each value, the number of negatives of its query, over all lists, that are at least as large."""
     count = torch.zeros_like(positives.query)
     for part in lists:
         if part.column is None:
@@ -263,7 +263,7 @@ def _count_negatives_at_least(
 def _count_by_comparison(
     negatives: Float[Tensor, "query gallery"], positives: Positives, values: Float[Tensor, " pos"]
 ) -> Int[Tensor, " pos"]:
-    """How many negatives of the query are at least as large as each value."""
+    """For each value, the number of negatives of its query that are at least as large."""
     column = positives.column()
     rows = _in_rows(positives, column, values, 0.0)  # (query, column)
     counts, at_least = torch.zeros_like(rows), torch.empty_like(negatives)
@@ -279,8 +279,8 @@ def _count_at_least(
     *,
     strictly: bool = False,
 ) -> Int[Tensor, " pos"]:
-    """How many entries of the query's sorted row are at least as large as each value (or, if `strictly`, larger)."""
-    # One row of values per query, since searchsorted searches row by row.
+    """For each value, the number of entries of its query's sorted row that are at least as large, or larger."""
+    # searchsorted searches row by row, so the values need one row per query.
     column = positives.column()
     rows = _in_rows(positives, column, values, 0.0)
     below = torch.searchsorted(ascending, rows, right=strictly)
@@ -288,7 +288,7 @@ def _count_at_least(
 
 
 def _count_positives_at_least(positives: Positives, values: Float[Tensor, " pos"]) -> Int[Tensor, " pos"]:
-    """How many positives of the same query, itself included, score at least as high as each positive."""
+    """For each positive, the number of positives of its query, itself included, that score at least as high."""
     ascending = _in_rows(positives, positives.column(), values, -torch.inf).sort(dim=1)[0]
     return _count_at_least(ascending, positives, values)
 
@@ -296,7 +296,7 @@ def _count_positives_at_least(positives: Positives, values: Float[Tensor, " pos"
 def _in_rows(
     positives: Positives, column: Int[Tensor, " pos"], values: Float[Tensor, " pos"], padding: float
 ) -> Float[Tensor, "query column"]:
-    """The values of each query's positives in a row of their own, padded to the longest."""
+    """The values of the positives as a matrix with one row per query, padded to the longest row."""
     rows = values.new_full((len(positives.counts), positives.most), padding)
     rows[positives.query, column] = values
     return rows
@@ -306,7 +306,7 @@ def blackbox_ap(lists: ScoreBlock, *, lambda_: float, margin: float) -> Float[Te
     """1 - AP of each list (equation 21).
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
     """
@@ -371,14 +371,14 @@ Weighting = Literal["log", "loglog"]
 def blackbox_recall_sums(
     lists: ScoreBlock, *, lambda_: float, margin: float, weighting: Weighting = "log", batch_memory: int = 0
 ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
-    """The sum of l(negatives above) over each query's positives, and the number of positives (equations 16-20).
+    """For each query, the sum over its positives of l(negatives above), and the number of positives (eq. 16-20).
 
     Args:
         lists: a block of ranked lists.
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
         weighting: l: `"log"` or `"loglog"`.
-        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) takes the place of l(x).
+        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x).
     """
     query, rank, rank_among_positives = positive_ranks(lists.scores, sort_lists(lists, margin), lambda_=lambda_)
     negatives_above = rank - rank_among_positives  # (pos,)
@@ -395,12 +395,12 @@ class BlackboxRecallLoss(PairLoss):
     """Mean over positives of a slowly growing function of the number of negatives above them, with exact ranks.
 
     Args:
-        lambda_: length of the interpolation, > 0, on ranks divided by the list's length. The default is that of the
-            paper; 0.8 was better on both data sets of docs/study/losses.md.
+        lambda_: length of the interpolation, > 0, on ranks divided by the list's length. The default is the paper's
+            value; 0.8 was better on both data sets of docs/study/losses.md.
         margin: alpha, from 0 to 100: a positive counts as above the others only if it scores this much higher.
         weighting: l of the paper: `"log"`, log(1 + x), or `"loglog"`, log(1 + log(1 + x)).
-        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) takes the place of l(x). Nothing is stored: this is the
-            effect on the gradient of the official code's memory of the scores of tau past batches, once it is full.
+        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x). Nothing is stored: on the gradient, this has
+            the same effect as the official code's memory of the scores of tau past batches, once that is full.
         pair_mean: `"query"`, the mean over a query's positives, then over queries (the paper, section 5.1), or `"all"`,
             the mean over the positives of all queries together (the official code).
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
@@ -408,9 +408,9 @@ class BlackboxRecallLoss(PairLoss):
         include_self: rank the query in its own list. Only for comparison with other code.
 
     Raises:
-        ValueError: if `lambda_` is not from 1e-12 to 1e12, `margin` is not from 0 to 100, `batch_memory` is
-            negative, or `weighting`, `pair_mean` or `reduction` is unknown; if `reduction` or `class_balanced` needs a
-            value per query while `pair_mean` is not `"query"`.
+        ValueError: if `lambda_` is not from 1e-12 to 1e12, `margin` is not from 0 to 100, `batch_memory` is negative,
+            or `weighting`, `pair_mean` or `reduction` is unknown; if `pair_mean` is not `"query"`, but `reduction` or
+            `class_balanced` needs a value per query.
         TypeError: if `lambda_` or `margin` is not a number, or `batch_memory` is not an integer.
 
     Example:
@@ -426,7 +426,8 @@ class BlackboxRecallLoss(PairLoss):
         that of one block of queries.
 
     Relations:
-        `BlackboxAPLoss` optimises AP itself. `CrossBatchMemory` does make lists longer, by past embeddings.
+        `BlackboxAPLoss` optimises AP itself. Unlike `batch_memory`, `CrossBatchMemory` makes lists longer, with past
+        embeddings.
     """
 
     def __init__(

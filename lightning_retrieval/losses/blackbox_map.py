@@ -1,5 +1,5 @@
-"""RaMBO's mAP loss for score matrices (Rolinek et al., CVPR 2020, sections 4.3 and 5.2), with which the paper trains
-detectors.
+"""RaMBO's mAP loss for score matrices (Rolinek et al., CVPR 2020, sections 4.3 and 5.2). The paper trains detectors
+with it.
 
 Each column of a score matrix (images, classes) is a class that ranks the images:
 
@@ -7,8 +7,8 @@ Each column of a score matrix (images, classes) is a class that ranks the images
     L_APC = 1 - AP of all scores in one list, whatever their class                                    (eq. 23)
     loss  = (1 - interclass_coef) L_mAP + interclass_coef L_APC
 
-Section 4.3: the scores of past batches, which have no gradient, make the lists longer. As in the official code, they
-are added to the lists of L_mAP only. Each batch is sorted once, when it comes; later its sorted scores are searched.
+The lists are extended by the scores of past batches, which have no gradient (section 4.3). As in the official code,
+only the lists of L_mAP are extended. Each batch is sorted once, when it is added; later its sorted scores are searched.
 """
 
 from collections.abc import Sequence
@@ -40,9 +40,10 @@ def map_loss(
     lambda_: float,
     past: Sequence[SortedLists] = (),
 ) -> Float[Tensor, ""]:
-    """1 - mAP over the rows that have a positive (eq. 22), in lists that past batches make longer.
+    """1 - mAP over the rows that have a positive (eq. 22), in lists extended by past batches.
 
-    Its gradient is computed at once, so lambda acts on the gradient of this loss alone, and not on a weight.
+    The gradient is computed in the forward pass, so that lambda acts on the gradient of this loss before any loss
+    weight.
 
     Args:
         scores: higher is nearer.
@@ -63,7 +64,7 @@ def map_loss(
 
 
 class _WithGradient(torch.autograd.Function):
-    """A value whose gradient with respect to the scores is known already."""
+    """Return a value whose gradient with respect to the scores has already been computed."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -84,11 +85,11 @@ class BlackboxMAPLoss(nn.Module):
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
         margin: alpha, from 0 to 100: a positive counts as above the others only if it scores this much higher.
         interclass_coef: weight of L_APC, from 0 to 1.
-        batch_memory: number of past batches whose scores make the lists longer, >= 0.
+        batch_memory: number of past batches whose scores extend the lists, >= 0.
 
     Raises:
         ValueError: if a number is out of its range; when called, if shapes differ or a score is not finite.
-        TypeError: if an argument has another type; when called, if the targets are not bool.
+        TypeError: if an argument has the wrong type; when called, if the targets are not bool.
 
     Example:
         >>> import torch
@@ -100,8 +101,8 @@ class BlackboxMAPLoss(nn.Module):
         (0.0, 1)
 
     Relations:
-        `BlackboxAPLoss.from_scores` with the matrix transposed is this loss without a memory. If images are ranked by
-        images, use `CrossBatchMemory`, which keeps embeddings, for longer lists.
+        Without a memory, this loss equals `BlackboxAPLoss.from_scores` of the transposed matrix. If images are ranked
+        for images, extend the lists with `CrossBatchMemory`, which stores embeddings.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class BlackboxMAPLoss(nn.Module):
         self._sorted_memory: list[SortedLists] = []
 
     def forward(self, scores: Float[Tensor, "image level"], targets: Bool[Tensor, "image level"]) -> Float[Tensor, ""]:
-        """The loss of a batch, whose scores then enter the memory.
+        """The loss of a batch. The scores are then added to the memory.
 
         Args:
             scores: the score of each image for each class.
@@ -143,13 +144,13 @@ class BlackboxMAPLoss(nn.Module):
             one_list, weight = scores.reshape(1, -1), self.interclass_coef
             L_APC = map_loss(one_list, self._sort(one_list, targets.reshape(1, -1)), lambda_=self._lambda_of(weight))
             loss = loss + weight * L_APC
-        first = max(0, len(self.memory) + 1 - self.batch_memory)  # the oldest batch that stays
+        first = max(0, len(self.memory) + 1 - self.batch_memory)  # index of the oldest batch to keep
         self.memory = [*self.memory, (scores.detach(), targets)][first:]
         self._sorted_memory = [*self._sorted_memory, lists][first:]
         return loss
 
     def reset(self) -> None:
-        """Forget all past scores."""
+        """Remove all past scores."""
         self.memory, self._sorted_memory = [], []
 
     def get_extra_state(self) -> Any:
@@ -167,11 +168,11 @@ class BlackboxMAPLoss(nn.Module):
         return settings_repr(self)
 
     def _lambda_of(self, weight: float) -> float:
-        """The lambda of a term with a weight; at the smallest one that a loss accepts, no rank changes anyway."""
+        """lambda times the weight of a term, but at least the smallest lambda that a loss accepts."""
         return max(self.lambda_ * weight, SMALLEST)
 
     def _sort_memory(self, scores: Tensor) -> None:
-        """Sort the memory if it comes from a checkpoint, or from scores of another dtype or device."""
+        """Sort the memory again after it was loaded, or if the dtype or device of the scores has changed."""
         in_use = [lists.negatives for lists in self._sorted_memory]
         if len(in_use) == len(self.memory) and all(
             x.dtype == scores.dtype and x.device == scores.device for x in in_use
@@ -186,7 +187,7 @@ class BlackboxMAPLoss(nn.Module):
         return sort_lists(ScoreBlock(scores, targets, torch.ones_like(targets)), self.margin)
 
     def _check(self, scores: Tensor, targets: Tensor) -> None:
-        """Raise if the scores or the targets are invalid, or do not fit those in memory."""
+        """Raise if the scores or the targets are invalid, or their number of classes differs from the memory's."""
         ScoreLists("BlackboxMAPLoss", scores, targets, mask_name="targets")  # validates shapes and types
         check_finite("BlackboxMAPLoss", "scores", scores)
         if not self.memory:

@@ -1,12 +1,12 @@
 """Evaluation of a loss in blocks of queries, so that no tensor grows with the square of a large batch.
 
-The scores of a group of blocks are one matrix product, which is fast because it is large. The formula is evaluated for
-one block of the group after another, whose tensors stay near a CPU's caches. The gradient of a block overwrites its
-scores, so that a group needs no second matrix; one or two products then propagate the gradient to the embeddings.
+The scores of a group of blocks are computed by one large, and therefore fast, matrix product. The formula is then
+evaluated block by block, on tensors that fit into a CPU's caches. The gradient of a block overwrites its scores, so
+that a group needs no second matrix; one or two products then propagate the gradient to the embeddings.
 
-The weight of each query in the result is known before the first block. So a block's gradient is computed at once and
-its graph freed: memory is that of one group and one block, and nothing is computed twice. Only with `reduction="none"`,
-where the weights arrive with the gradient, each block is computed again in the backward pass.
+The weight of each query in the result is known before the first block. So the gradient of each block is computed
+immediately and its graph freed: memory is that of one group and one block, and nothing is computed twice. With
+`reduction="none"`, the weights are known only in the backward pass, which therefore computes each block again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,11 @@ from lightning_retrieval.distributed import size_for
 from lightning_retrieval.losses.lists import RankedLists
 from lightning_retrieval.losses.positives import ScoreBlock
 
-# Elements of a formula's largest tensor in one block. The values change no result beyond rounding. They depend on
-# nothing but the type of the device, so that a run can be reproduced on another machine.
+# Elements of a formula's largest tensor in one block. The values affect results only by rounding. They depend only on
+# the type of the device, so that a run can be reproduced on another machine.
 BLOCK_ELEMENTS = 1 << 19  # 2 MiB of float32: large enough for a CPU's full speed, small enough to stay in its caches
 ACCELERATOR_BLOCK_ELEMENTS = 1 << 25  # 128 MiB: few launches, each with enough work for all of its cores
-# Scores of a group of blocks: a whole batch of 4,096 on a CPU, and of 8,192 on an accelerator.
+# Number of scores in a group of blocks: a whole batch of 4,096 on a CPU, of 8,192 on an accelerator.
 GROUP_ELEMENTS = 1 << 24  # 64 MiB
 ACCELERATOR_GROUP_ELEMENTS = 1 << 26  # 256 MiB
 
@@ -36,15 +36,15 @@ class Block:
     """Queries that are computed together.
 
     Args:
-        rows: their indices.
-        counts: number of positives of each, on the CPU.
+        rows: indices of the queries.
+        counts: number of positives of each query, on the CPU.
     """
 
     rows: Int[Tensor, " block"]
     counts: Int[Tensor, " block"]
 
     def with_scores(self, lists: RankedLists, scores: Float[Tensor, "block gallery"]) -> ScoreBlock:
-        """These scores of the queries, with what is relevant and what is in their lists."""
+        """The ranked lists of the block: these scores, with the masks of relevant references and of candidates."""
         relevant, candidate = lists.masks(self.rows)
         return ScoreBlock(scores, relevant, candidate, self.counts, lists.levels)
 
@@ -62,7 +62,7 @@ class BlockGroup:
     blocks: tuple[Block, ...]
 
     def split(self, scores: Float[Tensor, "group gallery"]) -> Iterator[tuple[Block, Float[Tensor, "block gallery"]]]:
-        """Each block with its scores, which share the memory of the group's and can be the start of a graph."""
+        """Each block with its scores: a view of the group's scores without a graph."""
         sizes = [len(block.rows) for block in self.blocks]
         for block, of_block in zip(self.blocks, scores.split(sizes)):
             yield block, of_block.detach()
@@ -70,11 +70,11 @@ class BlockGroup:
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """All that is known of one call before a formula is evaluated.
+    """The inputs of one call, before a formula is evaluated.
 
     Args:
         formula: maps a block of ranked lists to the value of each query.
-        lists: what is ranked.
+        lists: the ranked lists.
         blocks: the queries that are computed, block by block.
         weights: weight of each query in the mean.
         count: number of queries in the mean, at least 1.
@@ -90,11 +90,11 @@ class BlockPlan:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What gradients are computed for: the tensors of the lists, then the parameters."""
+        """The tensors that gradients are computed for: those of the lists, then the parameters."""
         return (*self.lists.tensors, *self.parameters)
 
     def groups(self) -> Iterator[BlockGroup]:
-        """The blocks in groups of at most `GROUP_ELEMENTS` scores, but of at least one block."""
+        """The blocks in groups of at most `GROUP_ELEMENTS` scores; a larger block is a group by itself."""
         device = self.lists.device
         most = size_for(device, cpu=GROUP_ELEMENTS, accelerator=ACCELERATOR_GROUP_ELEMENTS) // max(
             1, self.lists.gallery
@@ -118,8 +118,8 @@ def cut_into_blocks(
 
     Args:
         rows: indices of queries.
-        elements: how many elements the formula's largest tensor has for each of them, on the CPU.
-        counts: number of positives of each of them, on the CPU.
+        elements: for each query, the number of elements of the formula's largest tensor, on the CPU.
+        counts: number of positives of each query, on the CPU.
     """
     most = size_for(rows.device, cpu=BLOCK_ELEMENTS, accelerator=ACCELERATOR_BLOCK_ELEMENTS)
     block = elements.cumsum(0) // most
@@ -155,7 +155,8 @@ class _BlockGradients:
             scores: the scores that `values` was computed from.
             values: the weighted value of each query, with a graph.
             upstream: the incoming gradient of each value; 1 if None. A score affects the value of one query only, so
-                its gradient is scaled afterwards. The parameters affect all values, so these are scaled before the sum.
+                the gradient of the scores is scaled afterwards. The parameters affect all values, so for them the
+                values are scaled before they are summed.
         """
         gradient = None
         if self.of_scores:
@@ -172,7 +173,7 @@ class _BlockGradients:
             torch.mul(gradient, upstream[:, None], out=memory)
 
     def add_group(self, rows: Tensor, gradient: Tensor) -> None:
-        """Propagate the gradient of a group's scores to the tensors of the lists; it may be changed."""
+        """Propagate the gradient of a group's scores to the tensors of the lists. `gradient` may be overwritten."""
         if self.of_scores:
             self.lists.add_gradient(rows, gradient, self.all)
 
@@ -186,7 +187,7 @@ class _BlockGradients:
 
 
 class WeightedMean(torch.autograd.Function):
-    """Sum over queries of weight x value; the gradient is computed in the forward pass, block by block."""
+    """The sum over queries of weight x value. The gradient is computed in the forward pass, block by block."""
 
     @staticmethod
     def forward(ctx: Any, plan: BlockPlan, *inputs: Tensor) -> Tensor:

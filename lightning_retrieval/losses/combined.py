@@ -1,4 +1,4 @@
-"""Sums of losses: of several losses (`WeightedSum`), or of one for several dimensions of the embeddings (`NestedLoss`).
+"""Sums of several losses (`WeightedSum`), or of one loss over several prefixes of the embeddings (`NestedLoss`).
 
 Nested embeddings (Kusupati et al., "Matryoshka Representation Learning", NeurIPS 2022):
 
@@ -24,18 +24,19 @@ from lightning_retrieval.ranking.rows import normalize
 
 
 class NestedLoss(BatchLoss):
-    """The sum of a loss over the first dimensions of the embeddings, for several numbers of them.
+    """The sum of a loss over prefixes of the embeddings: their first 64, 128, 256 and 512 dimensions, by default.
 
     Args:
-        loss: of this library or of another, computed for each of `dims`.
-        dims: numbers of dimensions, in ascending order; the last is usually that of the embeddings.
+        loss: a loss of this library or another, computed for each of `dims`.
+        dims: numbers of dimensions, in ascending order; the last is usually the dimension of the embeddings.
         weights: weight of each of `dims`; all 1 if None.
 
     Raises:
-        ValueError: if `dims` is empty or does not ascend, or there is not one weight from -1e12 to 1e12 for each; when
-            called, if the embeddings have fewer dimensions than the last of `dims`.
-        TypeError: if `loss` is not a module, or is one of pytorch-metric-learning that learns proxies; if a number
-            has another type.
+        ValueError: if `dims` is empty or does not ascend, the number of weights differs from the number of `dims`, or a
+            weight is not from -1e12 to 1e12; when called, if the embeddings have fewer dimensions than the last of
+            `dims`.
+        TypeError: if `loss` is not a module, or is a loss of pytorch-metric-learning that learns proxies; if a number
+            has the wrong type.
 
     Example:
         >>> import torch
@@ -47,12 +48,13 @@ class NestedLoss(BatchLoss):
         {'1d': 0.5, '2d': 0.21}
 
     Cost:
-        That of the loss for each of `dims`, one after another. The network, which takes most of a step, runs once.
+        The loss is computed once for each of `dims`, one after another. The network, which takes most of a step, runs
+        once.
 
     Relations:
-        `RetrievalEvaluation(dims=...)` logs the metrics for each of `dims`. `PCAWhitening` shortens the embeddings of a
-        model that was trained without this loss: compare both. `terms` holds the unweighted value for each of `dims`,
-        which `RetrievalModule` logs as `train/loss/64d` and so on.
+        `RetrievalEvaluation(dims=...)` logs the metrics for each of `dims`. An alternative is `PCAWhitening`, which
+        shortens the embeddings of a model that was trained without this loss: compare both. `terms` holds the
+        unweighted value for each of `dims`, which `RetrievalModule` logs as `train/loss/64d` and so on.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class NestedLoss(BatchLoss):
         """The weighted sum over `dims`."""
         check_batch(type(self.loss).__name__, batch)
         check_dims_fit(type(self).__name__, self.dims, batch.embeddings)
-        # The largest first: only the first call checks that all numbers are finite, as part of the shared reads.
+        # The largest first: only the first call checks, as part of the shared reads, that all embeddings are finite.
         values = [self.part.of_batch(shortened) for shortened in self._shortened(batch)]
         values.reverse()
         self.terms = {f"{dim}d": value.detach() for dim, value in zip(self.dims, values)}

@@ -1,8 +1,8 @@
 """FastAP (Cakir, He, Xia, Kulis, Sclaroff: "Deep Metric Learning to Rank", CVPR 2019).
 
 The squared distances d^2 = 2 - 2 s between unit vectors, from 0 to 4, are put into soft histograms, and AP is a sum
-over the bins (eq. 14). With h_j the weight in bin j, H_j the weight up to and including it, and h+_j and H+_j those of
-the positives,
+over the bins (eq. 14). Let h_j be the weight in bin j, H_j the weight up to and including bin j, and h+_j and H+_j the
+same for the positives:
 
     FastAP = 1 / N+ * sum over j of H+_j h+_j / H_j,   loss = 1 - mean over queries
 
@@ -26,23 +26,23 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 
-MOST_BINS = 1 << 16  # float32 has at least 8 bits left for the position between two bins
+MOST_BINS = 1 << 16  # leaves float32 at least 8 bits for the position between two bins
 
-# A position on the bin axis from which no bin is within reach, so that the item has no weight in any.
+# A position on the bin axis so far from all bins that the item has no weight in any of them.
 OUTSIDE = -2.0
 
 
 def soft_histograms(
     lists: ScoreBlock, *, bins: int, low: float, high: float
 ) -> tuple[Float[Tensor, "query bin"], Float[Tensor, "query bin"]]:
-    """The weight of the candidates and of the positives in each bin, with bin centres from `high` down to `low`.
+    """The weights of the candidates and of the positives in each bin. Bin centres go from `high` down to `low`.
 
     A score outside [low, high] has its whole weight in the nearest bin and gets no gradient.
     """
     u = ((high - lists.scores) * ((bins - 1) / (high - low))).clamp(0, bins - 1)  # position on the bin axis
     h: Tensor = _Histogram.apply(u, lists.candidate, bins)
 
-    # The positives are few, so their weights are scattered.
+    # There are few positives, so scattering their weights is faster than a loop over the bins.
     positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
     u_i = at(u, query, i)  # (pos,)
@@ -63,7 +63,7 @@ def binned_ap(h: Float[Tensor, "query bin"], h_pos: Float[Tensor, "query bin"]) 
 
 
 class _Histogram(torch.autograd.Function):
-    """The histogram of positions on the bin axis. It loops over the bins, which is faster than scattering a block."""
+    """The histogram of positions on the bin axis. A loop over the bins is faster than scattering a whole block."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, mask: Tensor, bins: int) -> Tensor:
@@ -91,7 +91,7 @@ def fast_ap(lists: ScoreBlock, *, num_bins: int) -> Float[Tensor, " query"]:
     """1 - FastAP of each list (equation 14).
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         num_bins: number of intervals of the squared distances from 0 to 4, >= 2.
     """
     # d^2 = 2 - 2 s falls as s rises: bins of d^2 from 0 to 4 are bins of s from 1 to -1.

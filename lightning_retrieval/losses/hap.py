@@ -1,7 +1,7 @@
 """HAP, hierarchical Average Precision (Ramzi, Audebert, Thome, Rambour, Bitot: "Hierarchical Average Precision Training
 for Pertinent Image Retrieval" (HAPPIER), ECCV 2022).
 
-Items have a graded relevance rel(i) instead of being relevant or not:
+Each item has a graded relevance rel(i):
 
     H-rank(i) = rel(i) + sum over j above i of min(rel(i), rel(j))
     HAP = sum over relevant i of H-rank(i) / rank(i)  /  sum over relevant i of rel(i)
@@ -10,12 +10,12 @@ An item that shares l of the L label levels with the query has rel = (l / L)^alp
 l). In rank(i), items that share fewer levels with the query than i are counted by SupAP's H^-, which is never below the
 step function; all other items, and all items in H-rank(i), are counted by the step function, without a gradient.
 
-As in the official code, the number of shared levels decides which items are lower and higher than i, and the relevance
-is only their weight: where a fine level has many items and a coarser one few, the coarser items have the higher
+As in the official code, items are lower or higher than i by the number of shared levels; relevance is only a weight.
+The two orders can differ: if a fine level has many items and a coarser level few, the coarser items have the higher
 relevance.
 
-Differences from the official code: the query is neither in its own list nor in the counts; a query without a relevant
-item is skipped. `hrank_slopes` is the official code's optional gradient through H-rank.
+Differences from the official code: the query is neither in its own list nor counted in any level; a query without a
+relevant item is skipped. `hrank_slopes` is the official code's optional gradient through H-rank.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def hap(
     """1 - HAP of each list, with H^- in the ranks.
 
     Args:
-        lists: with at least one positive in each; `relevant` is the number of label levels that an item shares with
-            the query.
+        lists: ranked lists with at least one positive each; `relevant` is the number of label levels that an item
+            shares with the query.
         alpha: exponent of the relevance, > 0.
         h_minus: sums H^- over the gallery.
         hrank_slopes: (beta, gamma, leak) of `soft_step`, or None: H-rank has no gradient.
@@ -50,8 +50,8 @@ def hap(
     lower, row = lower_items(lists, query, level_i)
     lower_above = count_above(lower, row, s_i, h_minus)  # (pos,)
 
-    # All other counts are of relevant items. Each pair is a relevant i and a relevant j of the same query, as indices
-    # into (pos,); i itself is one of the j.
+    # All other counts involve relevant items only. Each pair is a relevant i and a relevant j of the same query, as
+    # indices into (pos,); j can be i itself.
     pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
     t = s_i.index_select(0, pair_j) - s_i.index_select(0, pair_i)  # (pair,)
     step = t.detach() >= 0  # (pair,)
@@ -74,9 +74,9 @@ def hap(
 def lower_items(
     lists: ScoreBlock, query: Int[Tensor, " pos"], level_i: Integer[Tensor, " pos"]
 ) -> tuple[Float[Tensor, "list gallery"], Int[Tensor, " pos"]]:
-    """One list for each query and level, with -inf for all but the items of lower levels.
+    """One list for each query and level, in which only the items of lower levels are not -inf.
 
-    The number of its list is returned for each positive, too.
+    Also returns, for each positive, the index of its list.
 
     Args:
         lists: a block of ranked lists.
@@ -84,7 +84,7 @@ def lower_items(
         level_i: the level of each positive.
     """
     lower = []
-    lower_levels = torch.zeros_like(query)  # how many of the levels that may occur are lower than that of i
+    lower_levels = torch.zeros_like(query)  # number of possible levels below the level of i
     for level in lists.levels:
         is_lower = lists.candidate & (lists.relevant < level)
         lower.append(lists.scores.where(is_lower, -torch.inf))
@@ -101,8 +101,8 @@ def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tenso
 def relevance_of_levels(lists: ScoreBlock, alpha: float) -> Float[Tensor, "query gallery"]:
     """(l / H)^alpha / (number of items of exactly level l) for each level l > 0, and 0 for level 0.
 
-    H is the highest level of the query's items. The paper has L, the number of levels, in its place, but HAP does not
-    depend on it, since it cancels; and with H no alpha is so large that all relevances of a query become 0.
+    H is the highest level of the query's items. The paper uses L, the number of levels, instead. The choice cancels in
+    HAP; with H, a large alpha cannot make all relevances of a query 0.
     """
     relevance = torch.zeros_like(lists.scores)
     highest = lists.relevant.amax(1, keepdim=True).clamp(min=1).to(relevance.dtype)  # (query, 1)
@@ -122,13 +122,13 @@ class HAPLoss(UpperStepLoss):
     Args:
         alpha: exponent of the relevance: larger values give finer levels more weight, > 0.
         tau: temperature of the sigmoid, > 0.
-        rho: slope for items that score more than `delta` above one that shares more levels with the query, > 0.
-        delta: the difference of scores from which the function is linear, > 0.
-        offset: value of the function just above `delta`, >= 0; if None, the function is continuous there.
-        start: added to the sigmoid above 0, >= 0; the function is an upper bound of the step if this is at least 0.5.
-        hrank_slopes: None, or (beta, gamma, leak): in H-rank, count items that share more levels with the query by
-            min(beta t + gamma, 1) above and leak t below, as the official configuration HAPPIER_5_SOP does with (25,
-            0.5, 10).
+        rho: slope of H^- above `delta`, > 0.
+        delta: the difference of scores above which H^- is linear, > 0.
+        offset: value of H^- just above `delta`, >= 0; if None, H^- is continuous there.
+        start: added to the sigmoid above 0, >= 0; H^- is an upper bound of the step function if this is at least 0.5.
+        hrank_slopes: None, or (beta, gamma, leak). If given, items that share more levels with the query are counted in
+            H-rank by min(beta t + gamma, 1) for t above 0 and leak t below. The official configuration HAPPIER_5_SOP
+            has (25, 0.5, 10).
         reduction: `"mean"` or `"sum"` over the queries that have a relevant item, or `"none"`: one value per query.
         class_balanced: give every class (of the finest level) of the batch the same total weight.
         include_self: rank the query in its own list, as the official code does. Only for comparison with it.

@@ -1,7 +1,7 @@
-"""The ranked lists of one call, one for each query: scores, relevance and candidates of a block of queries at a time.
+"""The ranked lists of one call, one for each query: scores, relevance and candidates, block by block.
 
-They come from embeddings with labels (`EmbeddingLists`: cosine scores, relevance by label, the query itself excluded)
-or from a score matrix with masks (`ScoreLists`).
+Lists are made from embeddings with labels (`EmbeddingLists`: cosine scores, relevance by label, the query itself
+excluded) or from a score matrix with masks (`ScoreLists`).
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch, Share
 from lightning_retrieval.ranking.labels import check_nesting, finest
 from lightning_retrieval.ranking.rows import normalize
 
-# Elements of the mask in which positives are counted at a time, on the CPU and on other devices.
+# Positives are counted in blocks of a mask with at most this many elements, on the CPU and on other devices.
 COUNTED_ELEMENTS = 1 << 22
 ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
 
@@ -34,9 +34,9 @@ ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
 class RankedLists(ABC):
     """One ranked list for each query, computed for a block of queries at a time.
 
-    `owner` is the prefix of error messages; `tensors` are the tensors that gradients are computed for, and `given` the
-    arguments that they were computed from, by name; `gallery` is the number of references, and `levels` are the levels
-    of relevance above 0 that may occur.
+    `owner` is the prefix of error messages. `tensors` are the tensors that gradients are computed for; `given` maps
+    names to the arguments that `tensors` were computed from. `gallery` is the number of references, and `levels` are
+    the possible levels of relevance above 0.
     """
 
     owner: str
@@ -59,13 +59,13 @@ class RankedLists(ABC):
 
     @abstractmethod
     def masks(self, rows: Int[Tensor, " query"]) -> tuple[Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]:
-        """Which references are relevant candidates of these queries, and which are candidates."""
+        """Two masks for these queries: the relevant candidates, and all candidates."""
 
     @abstractmethod
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         """Propagate the gradient of these queries' scores to `tensors`, and add it to `gradients`.
 
-        The rows are in ascending order. The gradient may be changed.
+        The rows must be in ascending order. `gradient` may be overwritten.
         """
 
     @abstractmethod
@@ -75,7 +75,7 @@ class RankedLists(ABC):
     def count_positives(self) -> tuple[Int[Tensor, " query"], Int[Tensor, " query"]]:
         """Number of relevant candidates of each query, on the device and on the CPU.
 
-        This is the only time that a loss waits for the device, so this also raises if what was given is not finite.
+        This is the only call in which a loss waits for the device, so it also raises if the inputs are not finite.
         """
         counts = self._count_on_device()
         finite = torch.stack([values.isfinite().all() for values in self.given.values()])
@@ -105,7 +105,7 @@ class ScoreLists(RankedLists):
         relevant: which references are relevant to each query, or their levels of relevance if `graded`.
         candidate: which references are in each query's list; None for all.
         graded: whether `relevant` holds levels, 0 for not relevant.
-        mask_name: what error messages call `relevant`.
+        mask_name: name of `relevant` in error messages.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ScoreLists(RankedLists):
             gradients[0].index_add_(0, rows, gradient)
 
     def class_weights(self, valid: Tensor) -> Tensor:
-        raise NotImplementedError("a score matrix has no classes")  # from_scores has raised before
+        raise NotImplementedError("a score matrix has no classes")  # from_scores has already raised
 
 
 def _check_relevance_levels(owner: str, relevant: Tensor) -> None:
@@ -177,14 +177,14 @@ ACCELERATOR_TILE = 4096
 
 
 class EmbeddingLists(RankedLists):
-    """Every query of a batch against the references, or against the batch itself without references.
+    """The ranked lists of a batch: each query against the references or, without references, against the batch itself.
 
     Args:
         owner: name of the loss, the prefix of error messages.
-        batch: what is ranked; it is validated here.
+        batch: queries and references; validated here.
         include_self: keep each query in its own list.
         self_is_positive: whether a query in its own list is a positive of itself.
-        graded: relevance is the number of label levels that query and reference share, instead of yes or no.
+        graded: whether relevance is the number of label levels that query and reference share, instead of a bool.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class EmbeddingLists(RankedLists):
 
     def scores(self, rows: Tensor) -> Tensor:
         queries = self._queries
-        if len(rows) != len(queries):  # else they are all, since rows are in ascending order
+        if len(rows) != len(queries):  # otherwise rows are all queries in ascending order
             queries = queries[rows]
         return queries @ self._references.T
 
@@ -264,7 +264,7 @@ class EmbeddingLists(RankedLists):
         of_embeddings = gradients[0]
         if of_embeddings is None:
             return
-        if len(rows) == len(self._queries):  # one product of G + G^T instead of one of each
+        if len(rows) == len(self._queries):  # one product with G + G^T instead of two with G and G^T
             of_embeddings.addmm_(add_transposed(gradient), self._queries)
         else:
             of_embeddings.index_add_(0, rows, gradient @ self._queries)
@@ -329,7 +329,7 @@ def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
 
 
 def check_batch(owner: str, batch: RankedBatch) -> None:
-    """Raise unless all parts of a batch are tensors that fit together; whether they are finite is not checked."""
+    """Raise unless the tensors of a batch have matching shapes and types. Whether they are finite is not checked."""
     check_matrix(owner, "embeddings", batch.embeddings)
     rows = len(batch.embeddings)
     if rows == 0:

@@ -1,8 +1,8 @@
-"""A block of ranked lists as a formula sees it, and its positives, found without waiting for the device.
+"""A block of ranked lists, the input of a formula, and its positives, found without waiting for the device.
 
-The host gives work to a device without waiting for results. But `nonzero` makes it wait, because the size of its result
-depends on values, and a loss would wait in each block. So the number of positives of each query is read once, before
-the first block, and each `ScoreBlock` has the numbers of its queries.
+The host queues work on a device without waiting for results. But `nonzero` makes the host wait, because the size of its
+result depends on values; a loss would wait in each block. So the number of positives of each query is read once, before
+the first block, and passed to each `ScoreBlock`.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from lightning_retrieval.distributed import is_accelerator, to_host
 def at(
     matrix: Float[Tensor, "query gallery"], rows: Int[Tensor, " pair"], columns: Int[Tensor, " pair"]
 ) -> Float[Tensor, " pair"]:
-    """`matrix[rows, columns]`, with a backward pass that adds up without sorting the positions first."""
+    """`matrix[rows, columns]`, with a backward pass that sums gradients without first sorting the indices."""
     return matrix.flatten().index_select(0, rows * matrix.shape[1] + columns)
 
 
 def constants(values: float | Sequence[float], like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """One number, or a vector of several, in the dtype and on the device of `like`.
+    """A number, or a vector of numbers, in the dtype and on the device of `like`.
 
-    Unlike `torch.tensor`, it copies nothing to the device, for which the host would wait.
+    Unlike `torch.tensor`, this copies nothing from the host to the device, so the host does not wait.
     """
     if not isinstance(values, Sequence):
         return like.new_full((), values)
@@ -39,7 +39,7 @@ class Positives:
 
     Args:
         query: the query of each positive.
-        index: its index among the references.
+        index: the index of each positive among the references.
         counts: number of positives of each query, on the CPU.
     """
 
@@ -55,12 +55,12 @@ class Positives:
         return int(self.counts.max())
 
     def column(self) -> Int[Tensor, " pos"]:
-        """The number of each positive among those of its query, from 0."""
+        """The index of each positive among the positives of its query, from 0."""
         position = torch.arange(len(self.query), device=self.query.device)
         return position - torch.searchsorted(self.query, self.query)
 
     def pairs(self) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
-        """All pairs of positives of the same query, also of one with itself, as two indices of positives."""
+        """All pairs of positives of the same query, each with itself included, as two vectors of indices."""
         first = torch.searchsorted(self.query, self.query)  # (pos,): the first positive of the same query
         count = torch.searchsorted(self.query, self.query, right=True) - first  # (pos,)
         end = count.cumsum(0)  # (pos,): where the pairs of each positive end
@@ -76,11 +76,11 @@ class ScoreBlock:
     """The ranked lists of a block of queries, from which a formula computes one value for each query.
 
     Args:
-        scores: similarities, higher is nearer; those of references that are not candidates are meaningless.
-        relevant: True, or a level above 0, for the positives, all of which are candidates.
+        scores: similarities, higher is nearer; meaningless for references that are not candidates.
+        relevant: True, or a level above 0, for positives. All positives are candidates.
         candidate: which references are in the query's list.
-        counts: number of positives of each query, on the CPU; if None, they are counted, for which the host waits.
-        levels: the levels of relevance above 0 that may occur.
+        counts: number of positives of each query, on the CPU; if None, the host waits while they are counted.
+        levels: the possible levels of relevance above 0.
     """
 
     scores: Float[Tensor, "query gallery"]
@@ -100,7 +100,7 @@ class ScoreBlock:
 
 
 def joined(parts: Sequence[Positives]) -> tuple[Positives, Int[Tensor, " pos"]]:
-    """The positives that the same queries have in several lists, and the position of each among those of all parts."""
+    """The positives of the same queries in several lists, merged, and the index of each in the concatenated lists."""
     query, order = torch.cat([part.query for part in parts]).sort(stable=True)
     index = torch.cat([part.index for part in parts])[order]
     counts = torch.stack([part.counts for part in parts]).sum(0)
@@ -108,7 +108,7 @@ def joined(parts: Sequence[Positives]) -> tuple[Positives, Int[Tensor, " pos"]]:
 
 
 def true_indices(mask: Shaped[Tensor, "*shape"], number: int) -> tuple[Int[Tensor, " true"], ...]:
-    """`mask.nonzero(as_tuple=True)` of a vector or a matrix with this number of elements that are not 0."""
+    """`mask.nonzero(as_tuple=True)` of a vector or matrix of which `number` elements are not 0."""
     if not is_accelerator(mask.device):  # there is nothing to wait for
         return mask.nonzero(as_tuple=True)
     true_so_far = (mask != 0).flatten().cumsum(0, dtype=torch.int32)

@@ -6,9 +6,9 @@ and the last bin also hold the scores beyond them. With the precision P_m = H+_m
 a bin, h+_m / N+ (eq. 10), AP_Q = sum over m of P_m h+_m / N+ (eq. 11). The loss is 1 - its mean over the queries
 (eq. 12).
 
-All items in a bin have the same rank. Tie-aware AP is the average over their orders: `"simplified"` (eq. 13) takes the
-precision in the middle of the bin, and `"full"` is the form of He, Lu and Sclaroff ("Local Descriptors Optimized for
-Average Precision", CVPR 2018) as the official code implements it.
+All items in a bin have the same rank. Tie-aware AP averages over the orders of the items in a bin: `"simplified"` (eq.
+13) takes the precision in the middle of the bin, and `"full"` is the form of He, Lu and Sclaroff ("Local Descriptors
+Optimized for Average Precision", CVPR 2018) as the official code implements it.
 
 Differences from the official code: a query without a positive is skipped (there: NaN). The official defaults are 20
 bins on [0, 1] or [-1, 1] and, in dirtorch, 25 bins on [0, 1], where all negative scores tie in the last bin.
@@ -37,7 +37,7 @@ def quantized_ap(
     """1 - AP_Q of each list (equation 11), or 1 - its tie-aware form.
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         num_bins: M, the number of bin centres, >= 2.
         low: centre of the last bin, below `high`.
         high: centre of the first bin.
@@ -79,7 +79,7 @@ def tie_aware_ap(c: Float[Tensor, "query bin"], c_pos: Float[Tensor, "query bin"
     before_pos = C_pos - c_pos  # C+'
     r = (c_pos - 1).clamp(min=0) / ((c - 1).clamp(min=0) + TINY)
     logarithm = torch.log((C + 1) / (before + 1))
-    summed_precision = c * r + (before_pos + 1 - r * (before + 1)) * logarithm  # over the positions in the bin
+    summed_precision = c * r + (before_pos + 1 - r * (before + 1)) * logarithm  # summed over the positions in the bin
     term = c_pos * summed_precision / (c + TINY)
     return term.sum(1) / c_pos.sum(1)
 
@@ -88,7 +88,7 @@ class QuantizedAPLoss(RetrievalLoss):
     """1 - AP of scores quantised into soft bins.
 
     Args:
-        num_bins: M, the number of bin centres from `low` to `high`; M is from 2 to 65,536.
+        num_bins: M, the number of bin centres from `low` to `high`, from 2 to 65,536.
         low: centre of the last bin, below `high`.
         high: centre of the first bin.
         tie_aware: how items in the same bin are ranked: False gives all of them the same rank (AP_Q); `"simplified"`

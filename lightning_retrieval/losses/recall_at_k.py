@@ -6,7 +6,7 @@
     loss = 1 - mean over k of R_k, averaged over queries
 
 Symbols: `tau_rank` is the paper's tau_2, `tau_k` its tau_1. Difference from the official code: the query is not in its
-own list. The official code ranks it, though not as a positive, so that the best positive has rank 2;
+own list. The official code includes it, though not as a positive, so the best possible rank of a positive is 2;
 `include_self=True` does the same.
 """
 
@@ -29,8 +29,8 @@ def recall_at_k(
     """1 - the mean over k of the soft recall@k of each list.
 
     Args:
-        lists: with at least one positive in each.
-        ks: the values of k, each >= 1; a larger one than the number of columns counts as that number.
+        lists: ranked lists with at least one positive each.
+        ks: the values of k, each >= 1; values above the number of columns are reduced to it.
         tau_rank: temperature of the ranks, > 0.
         tau_k: temperature of the comparison of a rank with k, > 0; one number, or one for each k.
     """
@@ -51,16 +51,16 @@ class RecallAtKLoss(RetrievalLoss):
     """1 - recall@k, averaged over several k, with soft ranks and a soft threshold.
 
     Args:
-        ks: the values of k, each >= 1; a larger one than the number of ranked rows counts as that number.
-        tau_rank: temperature of the sigmoids that count a rank, > 0.
+        ks: the values of k, each >= 1; values above the number of ranked rows are reduced to it.
+        tau_rank: temperature of the sigmoids whose sum is a rank, > 0.
         tau_k: temperature of the sigmoid that compares a rank with k, > 0; one number, or one for each k.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
         include_self: rank the query itself too, as the official code does. Only for comparison with it.
 
     Raises:
-        ValueError: if `ks` is empty or holds a number below 1, a temperature is not from 1e-12 to 1e12, or the numbers
-            of `tau_k` and `ks` differ.
+        ValueError: if `ks` is empty or holds a number below 1, a temperature is not from 1e-12 to 1e12, or `tau_k` is a
+            sequence of another length than `ks`.
         TypeError: if a k is not an integer or a temperature is not a number.
 
     Example:
@@ -112,7 +112,7 @@ def _check_ks(owner: str, ks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_tau_k(owner: str, tau_k: Any, number: int) -> float | tuple[float, ...]:
-    """Return one temperature as it is, several as a tuple; raise unless there is one or `number` of them."""
+    """Return one temperature as a float, several as a tuple; raise unless there are 1 or `number` of them."""
     are_several = isinstance(tau_k, Sequence) and not isinstance(tau_k, (str, bytes))
     if not are_several:
         return check_positive(owner, "tau_k", tau_k)

@@ -1,29 +1,30 @@
 """ROADMAP (Ramzi, Thome, Rambour, Audebert, Bitot: "Robust and Decomposable Average Precision for Image Retrieval",
-NeurIPS 2021): an upper bound of 1 - AP, and a term that makes the scores of different lists comparable.
+NeurIPS 2021): an upper bound of 1 - AP, plus a term that makes the scores of different lists comparable.
 
     L = (1 - lambda) L_SupAP + lambda L_calibration
 
 SupAP (section 3.1). As in Smooth-AP, the AP of a query is the mean over its positives of (rank among the positives) /
-(rank among all items). SupAP replaces the step function that counts a negative j above the positive i by H^-(t),
-t = s_j - s_i, which is never below the step, and counts positives by the true step, without a gradient:
+(rank among all items). For a negative j, SupAP replaces the step function of t = s_j - s_i by H^-(t), which is never
+below the step. Positives are counted by the true step function, without a gradient:
 
     H^-(t) = sigma(t / tau)                 t <= 0
            = start + sigma(t / tau)         0 < t <= delta
            = rho (t - delta) + offset       t > delta
 
-With start = 1/2, H^-(t) is at least 1 for every t > 0. `offset=None` makes it continuous at delta: the offset is then
-sigma(delta / tau) + start. The linear part has a gradient where that of a sigmoid vanishes.
+With start = 1/2, H^-(t) is at least 1 for every t > 0. `offset=None` makes H^- continuous at delta: the offset is then
+sigma(delta / tau) + start. The linear part has a gradient where the gradient of a sigmoid vanishes.
 
 Calibration (section 3.2). AP depends only on the order within a list, so the scores of different lists need not be on
-one scale. Two hinges pull the cosine similarity of positives above alpha and push that of negatives below beta:
+one scale. Two hinges pull the cosine similarity of positives above alpha and push the cosine similarity of negatives
+below beta:
 
     L = mean over positives of [alpha - s]_+  +  mean over negatives of [s - beta]_+
 
 Differences from the official code: the query is not in its own list; a query without a positive is skipped. The
-official configuration has offset 1.44, which is a step down at delta; before its pull request 13 (November 2022) the
-official code had rho t + offset as the linear part. The means of the calibration are taken for each query, and then
-over the queries; `pair_mean="nonzero"` is the official code's mean over all pairs of the batch that violate their
-bound. The choice changes the weight of the term by a factor of up to 8.
+official configuration has offset 1.44, at which H^- steps down at delta; before pull request 13 of its repository
+(November 2022), the linear part of the official code was rho t + offset. The means of the calibration are taken for
+each query, and then over the queries; the official code takes one mean over all pairs of the batch that violate their
+bound (`pair_mean="nonzero"`). This choice changes the weight of the term by a factor of up to 8.
 """
 
 import functools
@@ -54,10 +55,10 @@ from lightning_retrieval.losses.smooth_ap import Step, count_above
 
 
 def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
-    """1 - a lower bound of the AP of each list, in which H^- counts the negatives.
+    """1 - a lower bound of the AP of each list: negatives are counted by H^-.
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         h_minus: sums H^- over the gallery.
     """
     positives = lists.positives
@@ -69,7 +70,7 @@ def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
 
     # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
     pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
-    at_least = s_i[pair_j] >= s_i[pair_i]  # (pair,); i itself is one of the j
+    at_least = s_i[pair_j] >= s_i[pair_i]  # (pair,); j can be i itself
     rank_among_positives = torch.zeros_like(s_i).index_add(0, pair_i, at_least.to(s_i.dtype))  # (pos,)
 
     precision = rank_among_positives / (rank_among_positives + negatives_above)  # (pos,)
@@ -80,7 +81,7 @@ def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
 def count_upper(
     t: Float[Tensor, "pos gallery"], **settings: Any
 ) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
-    """The sum of H^-(t) over the gallery, and its slope at each t; for settings see `upper_step`."""
+    """The sum of H^-(t) over the gallery, and the slope of H^- at each t; for the settings, see `upper_step`."""
     value, slope = upper_step(t, **settings)
     return value.sum(1), slope
 
@@ -88,9 +89,9 @@ def count_upper(
 def upper_step(
     t: Float[Tensor, "..."], *, tau: float, rho: float, delta: float, offset: float | None, start: float
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """H^-(t), a sigmoid up to 0, `start` above it up to `delta`, and a line of slope `rho` beyond; and its slope.
+    """H^-(t) and its slope: a sigmoid, raised by `start` above 0, and above `delta` a line of slope `rho`.
 
-    Conditions are written as numbers 0 and 1 into float tensors, which is much faster on a CPU than `torch.where`.
+    Conditions are float tensors of 0 and 1, which is much faster on a CPU than `torch.where`.
     """
     if offset is None:
         sigma_at_delta = torch.sigmoid(torch.tensor(delta / tau, dtype=torch.float64))
@@ -107,7 +108,7 @@ def upper_step(
 
 
 class UpperStepLoss(RetrievalLoss):
-    """Base of the losses in which H^- counts the items above a positive; for its settings see `SupAPLoss`."""
+    """Base of the losses that count the items above a positive by H^-; for the settings, see `SupAPLoss`."""
 
     def __init__(
         self, *, tau: float, rho: float, delta: float, offset: float | None, start: float, **settings: Any
@@ -138,7 +139,7 @@ class SupAPLoss(UpperStepLoss):
     Args:
         tau: temperature of the sigmoid, > 0.
         rho: slope for negatives that score more than `delta` above the positive, > 0.
-        delta: the difference of scores from which the function is linear, > 0.
+        delta: the difference of scores above which the function is linear, > 0.
         offset: value of the function just above `delta`, >= 0; if None, the function is continuous there.
         start: added to the sigmoid above 0, >= 0; the function is an upper bound of the step if this is at least 0.5.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
@@ -188,15 +189,16 @@ class PairLoss(RetrievalLoss):
     """Base of losses that are means over pairs of a query and a reference.
 
     Args:
-        pair_mean: what a mean runs over: `"query"`, the pairs of each query, followed by a mean over queries; any other
-            name, the pairs of all queries together, including those without a positive. A subclass defines the names.
+        pair_mean: the pairs that a mean runs over. `"query"`: the pairs of each query, followed by a mean over queries.
+            Any other name, defined by a subclass: the pairs of all queries together, including queries without a
+            positive.
         reduction: as in `RetrievalLoss`; only `"mean"` unless `pair_mean` is `"query"`.
         class_balanced: as in `RetrievalLoss`; only False unless `pair_mean` is `"query"`.
         include_self: as in `RetrievalLoss`.
 
     Raises:
         TypeError: if `pair_mean` is not a string.
-        ValueError: if queries are to have values or weights of their own and `pair_mean` is not `"query"`.
+        ValueError: if `pair_mean` is not `"query"`, but `reduction` or `class_balanced` needs a value per query.
     """
 
     def __init__(self, pair_mean: str, *, reduction: Reduction, class_balanced: bool, include_self: bool) -> None:
@@ -204,24 +206,23 @@ class PairLoss(RetrievalLoss):
         self.pair_mean = check_string(self.name, "pair_mean", pair_mean)
         if pair_mean != "query" and (reduction != "mean" or class_balanced):
             raise ValueError(
-                f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, in which a query has "
-                f"neither value nor weight of its own, got reduction={reduction!r}, class_balanced={class_balanced}; "
-                "set pair_mean='query'."
+                f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, which gives no value "
+                f"per query, got reduction={reduction!r}, class_balanced={class_balanced}; set pair_mean='query'."
             )
 
     @abstractmethod
     def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
-        """For each query and term the sum over its pairs and the number of pairs; the loss adds the terms' means."""
+        """For each query and term, the sum of the term over the query's pairs, and the number of these pairs."""
 
     def query_losses(
         self, lists: ScoreBlock, pairs_per_query: Float[Tensor, " term"] | None = None
     ) -> Float[Tensor, " query"]:
-        """The means of each query, or its part of the means over the pairs of all queries.
+        """The value of each query: its own means, or its contribution to the means over the pairs of all queries.
 
         Args:
             lists: a block of ranked lists.
-            pairs_per_query: number of pairs of all queries together, divided by the number of queries; None divides by
-                the query's own number of pairs.
+            pairs_per_query: divisor of each sum: the number of pairs of all queries, divided by the number of queries.
+                If None, each sum is divided by the query's number of pairs.
         """
         sums, counts = self.pair_sums(lists)
         if pairs_per_query is None:
@@ -246,7 +247,7 @@ class PairLoss(RetrievalLoss):
 
     @torch.no_grad()
     def _count_pairs(self, lists: RankedLists, blocks: tuple[Block, ...]) -> Float[Tensor, " term"]:
-        """Number of pairs of each term over all blocks; one 0 for each term if this process computes no query."""
+        """Number of pairs of each term over all blocks; 0 for each term if this process computes no query."""
         if not blocks:
             nothing = torch.arange(0)
             blocks = (Block(nothing.to(lists.device), nothing),)
@@ -260,7 +261,7 @@ class PairLoss(RetrievalLoss):
 def calibration_sums(
     lists: ScoreBlock, *, alpha: float, beta: float, only_nonzero: bool = False
 ) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
-    """Both hinges, of the positives and of the negatives, summed over each query's pairs, and the numbers of pairs.
+    """For each query, the sums of the hinges of its positives and of its negatives, and the numbers of these pairs.
 
     Args:
         lists: a block of ranked lists.
@@ -285,8 +286,8 @@ class CalibrationLoss(PairLoss):
     Args:
         alpha: similarity that positives should reach.
         beta: similarity that negatives should stay below.
-        pair_mean: the pairs over which the two means are taken: those of each `"query"`, `"all"` pairs of the batch, or
-            the `"nonzero"` pairs of the batch, which violate their bound.
+        pair_mean: the pairs that the two means run over: `"query"`, the pairs of each query; `"all"`, all pairs of the
+            batch; `"nonzero"`, the pairs of the batch that violate their bound.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
         include_self: rank the query in its own list, as the official code does with a memory. Only for comparison with
@@ -294,7 +295,7 @@ class CalibrationLoss(PairLoss):
 
     Raises:
         ValueError: if `alpha` or `beta` is not from -1e12 to 1e12, or `pair_mean` or `reduction` is unknown; if
-            `reduction` or `class_balanced` needs a value per query while `pair_mean` is not `"query"`.
+            `pair_mean` is not `"query"`, but `reduction` or `class_balanced` needs a value per query.
         TypeError: if `alpha` or `beta` is not a number.
 
     Example:
@@ -354,7 +355,7 @@ class ROADMAPLoss(WeightedSum):
         0.3265
 
     Relations:
-        `ROADMAPLoss.official()` is what the official configuration computes.
+        `ROADMAPLoss.official()` has the settings of the official configuration.
     """
 
     def __init__(
@@ -407,8 +408,11 @@ class ROADMAPLoss(WeightedSum):
 
     @classmethod
     def official(cls) -> WeightedSum:
-        """SupAP + calibration with the official settings: the query in its own list, offset 1.44, means over the
-        violating pairs, both weights 1."""
+        """SupAP + calibration with the official settings.
+
+        The query is in its own list, the offset is 1.44, the means run over the violating pairs, and both weights are
+        1.
+        """
         sup_ap = SupAPLoss(offset=1.44, include_self=True)
         return WeightedSum({"sup_ap": (1.0, sup_ap), "calibration": (1.0, CalibrationLoss(pair_mean="nonzero"))})
 

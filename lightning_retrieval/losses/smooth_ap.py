@@ -24,7 +24,7 @@ from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 
-# Of t = s_j - s_i, which may be overwritten: the step function summed over j, and its slope at each t.
+# Maps t = s_j - s_i to the sum over j of the step function and its slope at each t. `t` may be overwritten.
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -33,8 +33,9 @@ def count_above(
 ) -> Float[Tensor, " pos"]:
     """For each positive i, the sum over all items j of its query of step(s_j - s_i).
 
-    The losses of soft ranks spend most of their time here, on tensors of shape (positives, gallery). So the slope of
-    the step function is computed beside its value, from which it often follows, and the backward pass only multiplies.
+    The losses with soft ranks spend most of their time here, on tensors of shape (positives, gallery). So the slope of
+    the step function, which often follows from its value, is computed in the forward pass; the backward pass only
+    multiplies.
 
     Args:
         scores: -inf for items that are not counted.
@@ -74,7 +75,7 @@ def smooth_ap(lists: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
     """1 - the smoothed AP of each list (equations 5-7).
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         tau: temperature of the sigmoid, > 0.
     """
     positives = lists.positives
@@ -103,7 +104,7 @@ def soft_ranks(
         query: the query (row of `s`) of each positive.
         s_i: the score of each positive.
     """
-    # The sum runs over all j including i itself, whose sigma(0) is 1/2; so 1/2 is missing from 1 + sum over j != i.
+    # The sum includes j = i, which adds sigma(0) = 1/2. So 1/2 is missing from 1 + sum over j != i.
     return 0.5 + count_above(s, query, s_i, sigmoid_step)
 
 
@@ -135,7 +136,7 @@ class SmoothAPLoss(RetrievalLoss):
         Time grows with (queries) x (positives per query) x (references); memory is that of one block of queries.
 
     Relations:
-        Converges to 1 - AP as tau -> 0 if no scores tie. It is not an upper bound of 1 - AP.
+        The loss converges to 1 - AP as tau -> 0 if no scores tie. It is not an upper bound of 1 - AP.
     """
 
     def __init__(

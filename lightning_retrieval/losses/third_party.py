@@ -1,4 +1,4 @@
-"""Losses of other libraries behind the interface of this one."""
+"""Adapter that gives losses of other libraries the interface of this library's losses."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.ranking.labels import finest
 
-# The losses of pytorch-metric-learning that rank references, whatever their order, and ignore the pairs that
-# `indices_tuple` does not list. NCALoss accepts references too, but counts the query's own copy among them whatever is
-# listed; ThresholdConsistentMarginLoss and LiftedStructureLoss mistake indices of references for indices of queries.
+# The losses of pytorch-metric-learning that rank references in any order and use only the pairs in `indices_tuple`.
+# Not in the list: NCALoss, which accepts references but always counts the query's own copy among them;
+# ThresholdConsistentMarginLoss and LiftedStructureLoss, which mistake indices of references for indices of queries.
 ACCEPT_REFERENCES = frozenset(
     {
         "AngularLoss",
@@ -44,17 +44,17 @@ CANNOT_TRAIN = {
 class ThirdPartyLoss(BatchLoss):
     """A loss of another library with the call signature of this library's losses.
 
-    It is called with embeddings and labels and, if there are references, with all pairs of queries and references
+    It is called with embeddings and labels. If there are references, it also gets all pairs of a query and a reference,
     except those of a query and its own copy. `RetrievalModule`, `WeightedSum` and `NestedLoss` wrap such losses
-    themselves.
+    automatically.
 
     Args:
         loss: called as `loss(embeddings, labels)` or, with references, as `loss(embeddings, labels, indices_tuple,
             ref_emb, ref_labels)`, the signature of pytorch-metric-learning.
 
     Raises:
-        TypeError: if `loss` is not a module; at the call, if there are references and the loss cannot exclude the
-            query's own copy, or if only a range of queries is to be computed.
+        TypeError: if `loss` is not a module; when called, if there are references and the loss cannot exclude the
+            query's own copy, or if `queries` is given.
 
     Example:
         >>> import torch
@@ -76,7 +76,7 @@ class ThirdPartyLoss(BatchLoss):
 
     @property
     def splits_by_query(self) -> bool:
-        """False: the value is known for the whole batch only."""
+        """False: the loss is not known to be a sum over queries."""
         return False
 
     @property
@@ -135,7 +135,7 @@ def as_batch_loss(loss: nn.Module) -> BatchLoss:
 
 
 def has_proxies(loss: nn.Module) -> bool:
-    """Whether it is a loss of pytorch-metric-learning that learns proxies: vectors of the embeddings' dimension."""
+    """Whether this is a loss of pytorch-metric-learning that learns proxies: vectors of the embeddings' dimension."""
     if not _is_of_pytorch_metric_learning(type(loss)):
         return False
     return any(parameter.ndim > 1 for parameter in loss.parameters())
@@ -161,7 +161,7 @@ def _is_of_pytorch_metric_learning(cls: type) -> bool:
 
 
 def _pairs(batch: RankedBatch, ref_labels: Tensor) -> tuple[Tensor, ...]:
-    """Indices of anchors and positives, anchors and negatives, without the pairs of a query and its own copy."""
+    """Indices of (anchors, positives, anchors, negatives), without the pairs of a query and its own copy."""
     same_label = finest(batch.labels)[:, None] == finest(ref_labels)
     another_image = torch.ones_like(same_label)
     if batch.ids is not None and batch.ref_ids is not None:

@@ -36,28 +36,28 @@ Indices = Int[Tensor, " chosen"] | slice
 
 
 class EmbeddingMetric(Metric):
-    """Base class of metrics of embeddings. A subclass implements `compute` from the rows that `gather` returns.
+    """Base class of metrics of embeddings. A subclass implements `compute` with the rows that `gather` returns.
 
-    If there are several processes, each keeps about an equal shard of the rows, and gathers the rest block by block.
+    With several processes, each holds a shard of about equal size, and gathers the other rows block by block.
 
     Subclasses and callbacks may use `gather`, `query_gallery`, `is_relevant`, `is_candidate`, `must_defer_errors` and
     `defer_error`. A subclass may override `is_relevant` and `is_candidate`.
 
     Args:
-        query_expansion: from (queries, gallery, self_index) to new queries, such as
-            `lightning_retrieval.QueryExpansion()`; none if None.
-        database_augmentation: from a gallery to a new one, such as `lightning_retrieval.DatabaseAugmentation()`,
-            applied before `query_expansion`; none if None. If there are several processes, each of them applies these
-            two classes to the rows that it holds. A function or a class of your own needs all rows, so every process
-            gathers all embeddings for it, and computes the same.
+        query_expansion: maps (queries, gallery, self_index) to new queries, such as
+            `lightning_retrieval.QueryExpansion()`; None for no expansion.
+        database_augmentation: maps a gallery to a new gallery before `query_expansion`, such as
+            `lightning_retrieval.DatabaseAugmentation()`; None for no augmentation. With several processes, each applies
+            these two classes to its shard of the rows. For any other function or class, each process gathers all
+            embeddings and computes the same result.
         embeddings_on_cpu: keep embeddings in main memory, and copy them to the device in blocks.
         kwargs: arguments of `torchmetrics.Metric`, such as `sync_on_compute` and `process_group`.
 
     Raises:
-        ValueError: if shapes do not fit, an embedding is not finite, one id has two labels or two cameras, or there are
-            several processes and no ids. With several processes, all of them raise at `compute`.
+        ValueError: if shapes do not match, an embedding is not finite, an id has two labels or two cameras, or there
+            are several processes and no ids. With several processes, the error is raised on all of them in `compute`.
         TypeError: if embeddings are not floating point, labels, ids, instances or cameras are not integers,
-            `embeddings_on_cpu` is not a bool, or `query_expansion` or `database_augmentation` cannot be called.
+            `embeddings_on_cpu` is not a bool, or `query_expansion` or `database_augmentation` is not callable.
     """
 
     is_differentiable = False
@@ -88,8 +88,8 @@ class EmbeddingMetric(Metric):
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
         self._error: str | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
-        self._cached_values: dict[str, Tensor] | None = None  # of the last `compute`, until the next `update`
-        for name in _STATES:  # `ids`, `instances` and `cameras` stay empty if none are given
+        self._cached_values: dict[str, Tensor] | None = None  # result of the last `compute`, until the next `update`
+        for name in _STATES:  # `ids`, `instances` and `cameras` stay empty unless they are given
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(
@@ -108,12 +108,13 @@ class EmbeddingMetric(Metric):
             labels: any integers; images with the same label are relevant for each other. Labels of several levels have
                 shape (batch, L), finest level first, and must nest.
             ids: dataset index of each image. Rows with the same id are the same image and are counted once. Required
-                if there are several processes.
-            roles: what each image is: 1 a query, 2 an image of the gallery, 3 both, 0 neither; 3 if None.
-            instances: the images of one instance, such as the frames of a video, are averaged and count as one image
-                with the least of their ids. Each image counts for itself if None.
-            cameras: the camera or the sequence that each image is from, any integers. Images with the query's own
-                (finest) label and camera are not in its list, as in Market-1501. If None, only the query itself is not.
+                with several processes.
+            roles: role of each image: 1 query, 2 gallery, 3 both, 0 neither; 3 if None.
+            instances: the instance of each image, any integers. The images of an instance, such as the frames of a
+                video, are averaged and count as one image with the smallest of their ids. If None, each image is an
+                instance.
+            cameras: the camera or the sequence of each image, any integers. Images with the query's (finest) label and
+                camera are excluded from its list, as in Market-1501. If None, only the query itself is excluded.
         """
         self._cached_values = None
         try:
@@ -124,7 +125,7 @@ class EmbeddingMetric(Metric):
             self.defer_error(str(error))
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         super().reset()
         self._error = None
         self._over_processes = None
@@ -139,8 +140,8 @@ class EmbeddingMetric(Metric):
     ) -> None:
         """Decide whether `gather` returns the rows of all processes. torchmetrics calls this before `compute`.
 
-        Unlike the method of torchmetrics it does not replace the states: `gather` does the communication, with any
-        number of rows on each process, and leaves the rows of this process as they are.
+        Unlike torchmetrics' own method, this does not replace the states. `gather` communicates, for any number of rows
+        per process, and does not change the rows of this process.
         """
         check_bool(type(self).__name__, "should_sync", should_sync)
         is_available = distributed_available or self.distributed_available_fn
@@ -155,27 +156,27 @@ class EmbeddingMetric(Metric):
         """Plot results, and return the figure and its axes, as the metrics of torchmetrics do.
 
         Args:
-            val: what `compute` returned, drawn as bars, or a list of that, drawn as lines; if None, calls `compute`.
-            ax: the axes of matplotlib to draw on; a new figure if None.
+            val: a result of `compute`, drawn as bars, or a list of results, drawn as lines; if None, calls `compute`.
+            ax: the axes of matplotlib to draw on; None for a new figure.
         """
         if val is None:
             val = self.compute()
         return plot_results(type(self).__name__, val, ax)
 
     def gather(self) -> tuple[Rows, Shard]:
-        """The images of all processes, each once, and which of the processes this one is.
+        """The images of all processes, each once, and the shard of this process.
 
         Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `query_gallery`
         distributes them.
 
-        This is a collective operation if there are several processes, like `compute`. It may be called in `compute`,
-        and elsewhere if `sync_on_compute` is True or there is one process.
+        With several processes, this is a collective operation, like `compute`. It may be called in `compute`; elsewhere
+        only if `sync_on_compute` is True or there is one process.
         """
         collected, shard = self._gather_collected()
         return merge_duplicates(collected), shard
 
     def _gather_collected(self) -> tuple[CollectedRows, Shard]:
-        """The rows of all processes as they were collected, and which of the processes this one is."""
+        """The rows of all processes as they were collected, and the shard of this process."""
         if self._over_processes is None:
             with self.sync_context(should_sync=self.sync_on_compute):
                 return self._gather_collected()
@@ -194,11 +195,11 @@ class EmbeddingMetric(Metric):
         return collected, shard
 
     def query_gallery(self, rows: Rows, *, unit: int | None = None) -> QueryGallery:
-        """Queries and gallery of these rows as they are ranked: sorted by label and post-processed.
+        """Queries and gallery of these rows, ready to be ranked: sorted by label and post-processed.
 
         Args:
             rows: the images of an evaluation set.
-            unit: rows of the blocks that are distributed over the processes; if None, those of `positive_ranks`.
+            unit: rows of the blocks that are distributed over the processes; None for the blocks of `positive_ranks`.
         """
         lists = query_gallery(rows, unit=unit)
         return post_processed(type(self).__name__, lists, self.query_expansion, self.database_augmentation)
@@ -210,20 +211,20 @@ class EmbeddingMetric(Metric):
         ids: Int[Tensor, " row"],
         labels: Int[Tensor, "row ..."],
     ) -> Bool[Tensor, "query row"]:
-        """Whether each row is relevant for each query: whether they share the finest label."""
+        """Whether each row is relevant for each query, which means that they share the finest label."""
         return finest(query_labels)[:, None] == finest(labels)
 
     def is_candidate(
         self, lists: QueryGallery, queries: Indices, gallery: Indices = slice(None)
     ) -> Bool[Tensor, "query row"]:
-        """Whether each of these images of the gallery is in the list of each of these queries, relevant or not.
+        """Whether each of these gallery images is in the list of each of these queries, relevant or not.
 
-        The query itself is not, and neither are images of its own label and camera, if there are cameras.
+        The query itself is excluded and, if there are cameras, images with its label and camera.
 
         Args:
             lists: queries and gallery.
             queries: indices of queries.
-            gallery: indices of images of the gallery; all if not given.
+            gallery: indices of gallery images; by default all.
         """
         is_other = lists.query_ids[queries, None] != lists.gallery_ids[gallery]
         if lists.query_cameras is None or lists.gallery_cameras is None:
@@ -234,7 +235,7 @@ class EmbeddingMetric(Metric):
 
     @property
     def must_defer_errors(self) -> bool:
-        """Whether other processes would wait in `compute` for a process that raises an error before."""
+        """Whether other processes would wait in `compute` if this process raised an error now."""
         return self.sync_on_compute and world_size(self.process_group) > 1
 
     def defer_error(self, message: str) -> None:
@@ -272,7 +273,7 @@ class EmbeddingMetric(Metric):
                 getattr(self, name).append(values.detach().long())
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Load the rows of a checkpoint, if they were made persistent; raise if an embedding is not finite."""
+        """Load the rows of a checkpoint, if the states are persistent; raise if an embedding is not finite."""
         super()._load_from_state_dict(*arguments)
         for embeddings in self.embeddings:
             check_finite(type(self).__name__, "state_dict", embeddings)
@@ -314,7 +315,7 @@ class EmbeddingMetric(Metric):
         )
 
     def _settings(self) -> str:
-        """What must be the same on all processes: they would wait for each other if one does more than the others."""
+        """The settings that must be equal on all processes, as text. If they differed, processes could wait forever."""
         return f"{self.extra_repr()}, {post_processing(self.query_expansion, self.database_augmentation)}"
 
 

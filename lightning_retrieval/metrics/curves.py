@@ -1,7 +1,6 @@
-"""What the pictures of an evaluation set show: precision at each recall, and the scores of positive and negative pairs.
+"""Computes the curves of an evaluation set: precision over recall, and histograms of the scores of pairs.
 
-Both are collective operations of the metric's processes, like `compute`, and have the same result for any number of
-them.
+Like `compute`, both are collective operations of the metric's processes. The results do not depend on their number.
 """
 
 import torch
@@ -13,7 +12,7 @@ from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.ranking.ranks import PositiveRanks, ieee_products
 from lightning_retrieval.ranking.rows import float64_device
 
-_BLOCK_GALLERY = 1 << 14  # images of the gallery that are scored at a time
+_BLOCK_GALLERY = 1 << 14  # number of gallery images that are scored at a time
 
 
 def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor, " step"]:
@@ -23,7 +22,7 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
     PASCAL VOC. Positives share the finest label.
 
     Args:
-        metrics: holds the embeddings of the set.
+        metrics: the metric that holds the embeddings of the set.
         steps: number of steps from recall 0 to 1.
     """
     rows, shard = metrics.gather()
@@ -34,31 +33,31 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
         values.zero_()
         for ranks in lists.positive_ranks():
             values[ranks.queries] = interpolated_precision(ranks, steps)
-    shard.add_up(values)  # other processes have zeros for each query: the sum is exact
+    shard.add_up(values)  # for each query, all other processes have zeros, so the sum is exact
     return values[~values[:, 0].isnan()].mean(0)
 
 
 def interpolated_precision(ranks: PositiveRanks, steps: int) -> Float[Tensor, "query step"]:
     """The interpolated precision of each query at recall 0, 1 / steps, ..., 1, NaN without a positive."""
     count = ranks.count[:, None]
-    best = ranks.precision.cummax(1).values  # the worst positive, at which recall is 1, comes first
+    best = ranks.precision.cummax(1).values  # columns begin with the worst positive, where recall is 1
     step = torch.arange(steps + 1, device=count.device)
-    needed = ((step * count + steps - 1) // steps).clamp(min=1)  # fewest positives that give this recall
+    needed = ((step * count + steps - 1) // steps).clamp(min=1)  # smallest number of positives with this recall
     return best.gather(1, (count - needed).clamp(min=0)).masked_fill(count == 0, torch.nan)
 
 
 def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
-    """The number of positive and of negative pairs (query, candidate) whose score is in each of equal bins of [-1, 1].
+    """Histograms of the scores of positive and of negative pairs (query, candidate), in equal bins of [-1, 1].
 
     Args:
-        metrics: holds the embeddings of the set.
+        metrics: the metric that holds the embeddings of the set.
         bins: number of bins.
     """
     rows, shard = metrics.gather()
     lists = metrics.query_gallery(rows)
     device = rows.ids.device
     counts = torch.zeros(2 * bins, dtype=torch.int64, device=device)
-    # The boundaries of the blocks do not depend on the number of processes, so the scores' last digits do not either.
+    # The blocks do not depend on the number of processes, so neither do the last digits of the scores.
     for begin in range(0, len(lists.gallery_ids), _BLOCK_GALLERY):
         images = slice(begin, min(begin + _BLOCK_GALLERY, len(lists.gallery_ids)))
         gallery = lists.gallery_rows.range(images.start, images.stop).to(device)

@@ -18,13 +18,13 @@ least as high as positive i (so p_i = i without ties):
     NDCG         sum over i of 1 / log2(1 + position_i), / its largest value (Järvelin and Kekäläinen, 2002), with
                  position_i = i + (candidates not relevant that score at least as high)
 
-Ties count against the model, as in scikit-learn: a positive has the rank of the last of those that tie with it, and
-`position_i` is its position in the list in which irrelevant candidates come first among those that tie. The query
-itself is not in its list. A query without a positive has no value: `RetrievalMetrics` sets it to NaN, skips it in every
-mean and reports the number of skipped queries.
+Ties count against the model, as in scikit-learn: the rank of a positive is that of the last candidate tied with it, and
+`position_i` is its position if irrelevant candidates come first among tied candidates. The query itself is not in its
+list. A query without a positive has no value: `RetrievalMetrics` sets it to NaN, skips it in every mean and reports the
+number of skipped queries.
 
 Labels with several levels (HAPPIER, Ramzi et al., ECCV 2022): an image that shares l of the L label levels with the
-query has level l; it is a positive if l > 0. Of images that tie, those that share the fewest levels come first.
+query has level l; it is a positive if l > 0. Among tied images, those that share the fewest levels come first.
 
     H-AP         sum over i of H-rank_i / r_i, / sum over i of rel_i, with rel_i = (l_i / L)^alpha / (number of images
                  of exactly level l_i) and H-rank_i = sum over j scoring at least as high, i itself included, of
@@ -63,9 +63,9 @@ def average_precision_at_k(ranks: PositiveRanks, k: int, divisor: Divisor = "min
     """AP@k: AP in which positives with a rank above k count as 0.
 
     Args:
-        ranks: of the positives.
-        k: number of ranks that count.
-        divisor: `"min(k, R)"` (Google Landmarks), with which a list that begins with positives only has the value 1;
+        ranks: ranks of the positives.
+        k: largest rank that counts.
+        divisor: `"min(k, R)"` (Google Landmarks), for which the value is 1 if the list begins with only positives;
             `"hits"`, the number of positives with a rank of at most k (torchmetrics, open-metric-learning); or `"R"`,
             the number of positives (pytorch-metric-learning, trec_eval).
     """
@@ -81,12 +81,12 @@ def inverse_negative_penalty(ranks: PositiveRanks) -> Float[Tensor, " query"]:
 
 
 def precision_at_k(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
-    """precision@k: the number of positives at the first k positions, divided by k."""
+    """precision@k: the number of positives among the first k positions, divided by k."""
     return _hits(ranks, k).sum(1).double() / k
 
 
 def recall_of_positives_at_k(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
-    """recall@k: the fraction of the positives that are at the first k positions."""
+    """recall@k: the fraction of the positives that are among the first k positions."""
     return _hits(ranks, k).sum(1) / ranks.count.double()
 
 
@@ -129,30 +129,30 @@ def ndcg(ranks: PositiveRanks) -> Float[Tensor, " query"]:
 def discounted_sum(gains: Float[Tensor, "query pos"], position: Int[Tensor, "..."]) -> Float[Tensor, " query"]:
     """The sum of gain / log2(1 + position). Columns are in the order of descending positions.
 
-    The terms are added from the first position to the last, so equal lists have equal sums whatever their padding.
+    Terms are added from the first position to the last, so equal lists have equal sums whatever their padding.
     """
     discounted = gains / torch.log2(1.0 + position.clamp(min=1).double())
     return discounted.flip(1).cumsum(1)[:, -1]
 
 
 def _hits(ranks: PositiveRanks, k: int) -> Bool[Tensor, "query pos"]:
-    """Which positives are at the first k positions."""
+    """Which positives are among the first k positions."""
     return ranks.is_positive & (ranks.position <= k)
 
 
 def _ideal_gain(ranks: PositiveRanks, hits: Int[Tensor, " query"]) -> Float[Tensor, " query"]:
-    """The discounted gain of a list that begins with this many positives."""
+    """The discounted gain of a list that begins with `hits` positives."""
     position = torch.arange(1, ranks.rank.shape[1] + 1, device=ranks.rank.device)
     ideal_list = (position <= hits[:, None]).double()
     return discounted_sum(ideal_list.flip(1), position.flip(0))
 
 
 def h_ap(ranks: PositiveRanks, alpha: float) -> Float[Tensor, " query"]:
-    """H-AP.
+    """H-AP, see the conventions above.
 
     Args:
-        ranks: of the positives.
-        alpha: how much more a finer level counts, > 0.
+        ranks: ranks of the positives.
+        alpha: exponent of the relevance, > 0: larger values give finer levels more weight.
     """
     level = torch.arange(1, ranks.levels + 1, device=ranks.rank.device)
     highest = ranks.level.amax(1, keepdim=True).clamp(min=1)  # (query, 1); see `relevance_of_levels` of HAPLoss
@@ -169,12 +169,12 @@ def h_ap(ranks: PositiveRanks, alpha: float) -> Float[Tensor, " query"]:
 
 
 def average_set_intersection(ranks: PositiveRanks) -> Float[Tensor, " query"]:
-    """ASI."""
+    """ASI: the set intersection SI(n), averaged over n."""
     length = ranks.rank.shape[1]
     n = torch.arange(1, length + 1, device=ranks.rank.device)
     level_sizes = _level_sizes(ranks)
     intersection = torch.zeros_like(ranks.rank)  # (query, n)
-    finer = torch.zeros_like(ranks.count)  # number of images of finer levels, which an ideal list has first
+    finer = torch.zeros_like(ranks.count)  # number of images of finer levels, which come first in an ideal list
     for level in range(ranks.levels, 0, -1):
         of_this_level = (ranks.level == level) & (ranks.position <= length)
         column = ranks.position.clamp(1, length) - 1
@@ -196,6 +196,6 @@ def graded_ndcg(ranks: PositiveRanks) -> Float[Tensor, " query"]:
 
 
 def _level_sizes(ranks: PositiveRanks) -> Int[Tensor, "query level"]:
-    """The number of images of exactly each level, the coarsest level first."""
+    """The number of images at each level exactly, the coarsest level first."""
     sizes = [(ranks.level == level).sum(1) for level in range(1, ranks.levels + 1)]
     return torch.stack(sizes, 1)

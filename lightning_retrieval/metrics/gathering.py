@@ -1,9 +1,9 @@
-"""The rows of an evaluation set, known to all processes and merged so that each image occurs once.
+"""Gathers the rows of an evaluation set from all processes, and merges duplicates so that each image occurs once.
 
-Labels, ids, roles and the like are gathered, so that every process knows all of them. Embeddings stay on the process
-that was given them, in the batches in which they came, since they may fill most of a device. They are sorted, merged
-and normalised in one copy: which rows are chosen, and in which order, is decided on their indices. If there are several
-processes, all of them know which rows are chosen, and each gets a shard of those.
+Labels, ids, roles and the like are gathered, so that every process has all of them. Embeddings may fill most of a
+device, so they stay on their process, in the original batches. Rows are first chosen and sorted by their indices; then
+they are merged and normalised in a single copy. With several processes, all choose the same rows, and each gets a shard
+of the chosen rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gat
 from lightning_retrieval.ranking.labels import Role, check_nesting
 from lightning_retrieval.ranking.rows import Layout, ShardedRows, normalize, unsharded
 
-_BLOCK_NUMBERS = 1 << 18  # of a block of rows, which are normalised and sent to other processes at a time
-_LEAST_ROWS = 32  # that are normalised together: a GPU may add the squares of fewer rows in another order
+_BLOCK_NUMBERS = 1 << 18  # numbers per block of rows that are normalised and sent to other processes at a time
+_LEAST_ROWS = 32  # minimum number of rows to normalise together: for fewer rows, a GPU may add squares in another order
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ class UnitRows:
     """Rows chosen from batches of embeddings.
 
     Args:
-        batches: those of this process; not changed and not copied.
-        index: the chosen rows of the batches of all processes together, in rank order. The same on all processes.
-        counts: number of rows of the batches of each process.
-        shard: this process.
+        batches: batches of this process; neither changed nor copied.
+        index: the chosen rows, as indices into the concatenated batches of all processes, in rank order. The same on
+            all processes.
+        counts: number of rows of each process in its batches.
+        shard: the shard of this process.
     """
 
     batches: Sequence[Float[Tensor, "_ dim"]]
@@ -44,7 +45,7 @@ class UnitRows:
 
     @property
     def device(self) -> torch.device:
-        """The device of the embeddings, which may be another one than that of labels and ids."""
+        """The device of the embeddings, which may differ from that of labels and ids."""
         return self.batches[0].device
 
     def select(self, chosen: Shaped[Tensor, " row"]) -> "UnitRows":
@@ -57,9 +58,9 @@ class UnitRows:
         return self.sharded(unit=max(1, rows_of_process)).all()
 
     def sharded(self, unit: int) -> ShardedRows:
-        """The chosen rows as unit rows, of which each process gets blocks of `unit` rows.
+        """The chosen rows as unit rows, distributed over the processes in blocks of `unit` rows.
 
-        This is a collective operation if there are several processes.
+        With several processes, this is a collective operation.
         """
         if self.shard.count == 1:
             return unsharded(self.distribute([len(self.index)]), unit)
@@ -67,12 +68,12 @@ class UnitRows:
         return ShardedRows(self.select(layout.by_process()).distribute(layout.sizes()), layout, self.shard)
 
     def distribute(self, sizes: Sequence[int]) -> Float[Tensor, "local dim"]:
-        """The chosen rows that are for this process, as unit rows, in float32 or better.
+        """The chosen rows that this process receives, as unit rows, in float32 or better.
 
-        This is a collective operation if there are several processes. Each sends its batches block by block.
+        With several processes, this is a collective operation, in which each sends its batches block by block.
 
         Args:
-            sizes: number of rows for each process: the first rows are for the first process, and so on.
+            sizes: number of rows that each process receives: the first process gets the first rows, and so on.
         """
         dtype = torch.promote_types(self.batches[0].dtype, torch.float32)
         rows = torch.empty(sizes[self.shard.index], self.batches[0].shape[1], dtype=dtype, device=self.device)
@@ -85,7 +86,7 @@ class UnitRows:
         return rows
 
     def _sent(self, sizes: Sequence[int], block_rows: int, blocks: int) -> "_Transfers":
-        """The rows of the batches of this process that are chosen, by block and by the process that they are for."""
+        """The chosen rows of this process's batches, by block and by receiving process."""
         begin = sum(self.counts[: self.shard.index])
         held = ((self.index >= begin) & (self.index < begin + self.counts[self.shard.index])).nonzero()[:, 0]
         row = self.index[held] - begin
@@ -94,7 +95,7 @@ class UnitRows:
         return _Transfers(row[order], counts)
 
     def _received(self, sizes: Sequence[int], block_rows: int, blocks: int) -> "_Transfers":
-        """The positions of the rows for this process in its result, by block and by the process that has them."""
+        """The positions of received rows in the result of this process, by block and by sending process."""
         begin = sum(sizes[: self.shard.index])
         wanted = self.index[begin : begin + sizes[self.shard.index]]
         sender = _section(wanted, self.counts)
@@ -104,7 +105,7 @@ class UnitRows:
     def _exchange(
         self, rows: Float[Tensor, "sent dim"], sent: Sequence[int], received: Sequence[int]
     ) -> Float[Tensor, "received dim"]:
-        """Send rows to each process, and receive rows of each."""
+        """Send rows to each process, and receive rows from each."""
         if self.shard.count == 1:
             return rows
         return exchange_rows(rows, sent, received, self.shard)
@@ -112,10 +113,10 @@ class UnitRows:
 
 @dataclass(frozen=True)
 class _Transfers:
-    """Rows that are sent or received: those of the first block, the first process first, then those of the second, ...
+    """Rows that are sent or received, ordered by block and, within a block, by process.
 
     Args:
-        rows: all of them.
+        rows: all rows.
         counts: for each block, the number of rows of each process.
     """
 
@@ -128,18 +129,18 @@ class _Transfers:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """The end of each block, after a 0."""
+        """0, then the end of each block."""
         return [0, *accumulate(map(sum, self.counts))]
 
 
 def unit_rows(batches: Sequence[Float[Tensor, "_ dim"]]) -> UnitRows:
-    """All rows of these batches, which this process has alone."""
+    """All rows of these batches, for a single process."""
     rows = sum(len(batch) for batch in batches)
     return UnitRows(batches, torch.arange(rows, device=batches[0].device), [rows])
 
 
 def _section(positions: Int[Tensor, " row"], sizes: Sequence[int]) -> Int[Tensor, " row"]:
-    """The section of each position, if consecutive sections have these sizes."""
+    """The index of the section that contains each position, for consecutive sections of these sizes."""
     ends = torch.tensor(list(accumulate(sizes)), device=positions.device)
     return torch.searchsorted(ends, positions, right=True)
 
@@ -147,7 +148,7 @@ def _section(positions: Int[Tensor, " row"], sizes: Sequence[int]) -> Int[Tensor
 def _by_block(
     row: Int[Tensor, " row"], process: Int[Tensor, " row"], block_rows: int, blocks: int, processes: int
 ) -> tuple[Int[Tensor, " row"], list[list[int]]]:
-    """The order by block, process and row, and the number of rows of each block and process."""
+    """The order of rows by block, process and row, and the number of rows of each block and process."""
     key = row // block_rows * processes + process
     by_row = row.argsort(stable=True)
     order = by_row[key[by_row].argsort(stable=True)]
@@ -156,7 +157,7 @@ def _by_block(
 
 
 def _blocks(batches: Sequence[Float[Tensor, "_ dim"]], rows: int, number: int) -> Iterator[Float[Tensor, "_ dim"]]:
-    """The rows of all batches in order, cut into this number of blocks of `rows` rows; the last ones may be smaller."""
+    """The rows of all batches in order, in `number` blocks of `rows` rows; the last blocks may be smaller."""
     waiting: list[Tensor] = []
     missing = rows
     for batch in batches:
@@ -174,7 +175,7 @@ def _blocks(batches: Sequence[Float[Tensor, "_ dim"]], rows: int, number: int) -
 
 
 def _normalized(block: Float[Tensor, "row dim"]) -> Float[Tensor, "padded dim"]:
-    """The rows as unit rows, and rows of zeros after them if they are few."""
+    """The rows as unit rows, padded by zero rows if there are few."""
     missing = max(0, _LEAST_ROWS - len(block))
     return normalize(pad(block, (0, 0, 0, missing)))
 
@@ -201,10 +202,10 @@ class CollectedRows(NamedTuple):
 
     Attributes:
         owner: name of the metric, the prefix of error messages.
-        embeddings: of this process, in batches. Everything else is of all processes, if `gather_over_processes` has
-            returned it, those of the first process first.
-        counts: number of rows of each process; None before they are gathered.
-        shard: this process.
+        embeddings: embeddings of this process, in batches. All other fields cover this process before
+            `gather_over_processes`, and all processes in rank order afterwards.
+        counts: number of rows of each process; None before rows are gathered.
+        shard: the shard of this process.
     """
 
     owner: str
@@ -218,7 +219,7 @@ class CollectedRows(NamedTuple):
     shard: Shard = UNSHARDED
 
     def unit_rows(self) -> UnitRows:
-        """The embeddings of all rows, normalised when they are needed."""
+        """The embeddings of all rows, which are normalised later, when they are needed."""
         if self.counts is None:
             return unit_rows(self.embeddings)
         every = torch.arange(sum(self.counts), device=self.embeddings[0].device)
@@ -230,7 +231,7 @@ class CollectedRows(NamedTuple):
 
 
 class RowFormat(NamedTuple):
-    """What the rows of all processes must have in common."""
+    """The properties that the rows of all processes must share."""
 
     dim: int
     dtype: str
@@ -241,11 +242,11 @@ class RowFormat(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a process reports before rows are gathered.
+    """The report of a process before rows are gathered.
 
     Attributes:
-        error: message of an error that occurred on it, which is then raised on all processes.
-        settings: of the metric, which must be the same on all processes.
+        error: message of an error of this process, which is then raised on all processes; or None.
+        settings: settings of the metric, which must be equal on all processes.
     """
 
     error: str | None
@@ -260,20 +261,20 @@ def gather_over_processes(
     shard: Shard,
     embeddings_device: torch.device,
 ) -> CollectedRows:
-    """The rows of all processes in rank order, but of the embeddings only those of this process.
+    """The rows of all processes in rank order, except that embeddings are only those of this process.
 
     This is a collective operation.
 
     Args:
         owner: prefix of error messages.
         rows: the rows of this process, or None if it has none.
-        report: of this process.
-        shard: this process, with the group and the device of the collective operations.
+        report: the report of this process.
+        shard: the shard of this process, with the group and the device of the collective operations.
         embeddings_device: device on which embeddings are kept.
 
     Raises:
-        ValueError: on all processes, if one has an error, none has rows, formats or settings differ, or there are no
-            ids.
+        ValueError: on all processes, if one reports an error, none has rows, formats or settings differ, or there are
+            no ids.
     """
     count, row_format, error = 0, None, report.error
     if rows is not None:
@@ -301,11 +302,13 @@ def gather_over_processes(
 
 
 def merge_duplicates(collected: CollectedRows) -> Rows:
-    """Sort the rows by id, keep the first of each id with the roles of all, and average the images of each instance.
+    """Sort the rows by id, merge rows with the same id, and average the images of each instance.
+
+    A merged row is the first one with its id, with the union of the roles.
 
     Raises:
-        ValueError: if ids, instances or cameras were given for some rows only, label levels do not nest, or one id or
-            one instance has two labels or two cameras.
+        ValueError: if ids, instances or cameras were given for only some rows, label levels do not nest, or an id or an
+            instance has two labels or two cameras.
     """
     error = _incomplete_column(collected)
     if error is not None:
@@ -327,7 +330,7 @@ def merge_duplicates(collected: CollectedRows) -> Rows:
 
 
 def given_only_sometimes(owner: str, name: str) -> str:
-    """The error message for an argument that was given with some updates only."""
+    """The error message for an argument that was given in only some updates."""
     return f"{owner}: `{name}` must be given with every update or with none, got both."
 
 
@@ -337,9 +340,9 @@ def nothing_to_compute(owner: str) -> str:
 
 
 def _incomplete_column(rows: CollectedRows) -> str | None:
-    """The message of an error if ids, instances or cameras were given for some rows only.
+    """An error message if ids, instances or cameras were given for only some rows, else None.
 
-    `update` raises an error for such rows, but `forward` of torchmetrics joins rows without a check.
+    `update` raises for such rows, but `forward` of torchmetrics merges rows without a check.
     """
     for name, column in (("ids", rows.ids), ("instances", rows.instances), ("cameras", rows.cameras)):
         if column is not None and len(column) != len(rows.labels):
@@ -359,7 +362,7 @@ def _format_of(rows: CollectedRows) -> RowFormat:
 
 
 def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat:
-    """The format of all processes that have rows."""
+    """The format that all processes with rows share; raises if formats differ."""
     found = {row_format for row_format in formats if row_format is not None}
     if not found:
         raise ValueError(nothing_to_compute(owner))
@@ -377,7 +380,7 @@ def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat
 def _no_rows(
     owner: str, row_format: RowFormat, device: torch.device | None, embeddings_device: torch.device
 ) -> CollectedRows:
-    """Rows of this format for a process that has none."""
+    """An empty set of rows of this format, for a process without rows."""
     dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
     integers = torch.empty(0, dtype=torch.int64, device=device)
     instances = integers if row_format.has_instances else None
@@ -401,7 +404,7 @@ def _first_of_each(
     roles: Int[Tensor, " row"],
     cameras: Int[Tensor, " row"] | None,
 ) -> tuple[Int[Tensor, " value"], Int[Tensor, " value"]]:
-    """The first row of each value, in ascending order of the values, and the union of the roles of all its rows."""
+    """The first row with each value, in ascending order of values, and the union of the roles of all rows with it."""
     unique, inverse = torch.unique(values, return_inverse=True)
     positions = torch.arange(len(values), device=values.device)
     first = torch.full_like(unique, len(values)).scatter_reduce(0, inverse, positions, "amin")
@@ -426,23 +429,23 @@ def _first_of_each(
 def _average_instances(
     rows: Rows, instances: Int[Tensor, " row"], first: Int[Tensor, " value"], roles: Int[Tensor, " value"]
 ) -> Rows:
-    """One row for each instance: the mean of its unit rows, again of unit norm, with the least of its ids.
+    """One row for each instance: the normalised mean of its unit rows, with the smallest of its ids.
 
     Args:
-        rows: in the order of their ids.
-        instances: of each row.
-        first: the first row of each instance.
-        roles: of each instance.
+        rows: rows in the order of their ids.
+        instances: the instance of each row.
+        first: index of the first row of each instance.
+        roles: the roles of each instance.
     """
     sizes = torch.unique(instances, return_counts=True)[1]
     by_instance = instances.argsort(stable=True)
-    by_id = first.argsort()  # the first row of an instance has its least id
+    by_id = first.argsort()  # the first row of an instance has its smallest id
     averages = _sums_of_sections(rows.embeddings.select(by_instance), sizes).select(by_id)
     return rows.select(first[by_id])._replace(embeddings=averages, roles=roles[by_id])
 
 
 def _sums_of_sections(rows: UnitRows, sizes: Int[Tensor, " section"]) -> UnitRows:
-    """The sums of consecutive sections of unit rows. Each process computes some of them."""
+    """The sums of consecutive sections of unit rows. Each process computes the sums of some sections."""
     shard = rows.shard
     ends = sizes.cumsum(0)
     middles = ends - (sizes + 1) // 2

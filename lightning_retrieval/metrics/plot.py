@@ -1,4 +1,4 @@
-"""A plot of the results of a metric, as torchmetrics' metrics have one."""
+"""Plots the results of a metric, like the method `plot` of torchmetrics' metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,12 @@ Results = Mapping[str, Tensor]
 
 
 def plot_results(owner: str, results: Results | Sequence[Results], ax: "Axes | None") -> "tuple[Figure, Axes]":
-    """Plot one result as bars, or several as lines over their steps. Numbers of skipped queries are not drawn.
+    """Plot a single result as bars, or several as lines over steps. Numbers of skipped queries are not drawn.
 
     Args:
         owner: prefix of error messages, and the title.
-        results: what `compute` returned, once or several times.
-        ax: drawn on; a new figure if None.
+        results: one result of `compute`, or several.
+        ax: the axes to draw on; None for a new figure.
     """
     steps = _as_list(owner, results)
     names = [name for name in steps[0] if "skipped_queries" not in name.split("/")]
@@ -61,7 +61,7 @@ def _axes(owner: str, ax: Any) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     if ax is None:
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # not pyplot, which would keep global state
+        figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # avoids pyplot, which has global state
         return figure, figure.subplots()
     if not isinstance(ax, Axes):
         raise TypeError(f"{owner}: `ax` must be an Axes of matplotlib, got {type(ax).__name__}.")

@@ -1,4 +1,4 @@
-"""Queries and gallery of an evaluation set, as they are ranked."""
+"""Queries and gallery of an evaluation set, sorted and post-processed for ranking."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class QueryGallery:
         gallery_rows: unit rows of the gallery, distributed over the processes.
         gallery_ids: dataset index of each image of the gallery.
         gallery_labels: finest level first.
-        self_index: index of each query itself in the gallery, or -1 if it is not there.
+        self_index: for each query, the index of the query itself in the gallery, or -1 if it is not there.
         query_cameras: the camera of each query, or None.
         gallery_cameras: the camera of each image of the gallery, or None.
     """
@@ -50,12 +50,12 @@ class QueryGallery:
 
     @property
     def queries(self) -> Float[Tensor, "query dim"]:
-        """Unit rows of all queries. A collective operation that takes the memory if there are several processes."""
+        """Unit rows of all queries. With several processes, a collective operation that needs memory for all rows."""
         return self.query_rows.all()
 
     @property
     def gallery(self) -> Float[Tensor, "gallery dim"]:
-        """Unit rows of the gallery. A collective operation that takes the memory if there are several processes."""
+        """Unit rows of the gallery. With several processes, a collective operation that needs memory for all rows."""
         return self.gallery_rows.all()
 
     @property
@@ -65,7 +65,7 @@ class QueryGallery:
 
     @property
     def labelled(self) -> LabelledLists:
-        """Labels and cameras, which decide which images are positives of a query."""
+        """The labels and cameras, which determine the positives of each query."""
         return LabelledLists(
             self.query_labels, self.gallery_labels, self.self_index, self.query_cameras, self.gallery_cameras
         )
@@ -73,17 +73,17 @@ class QueryGallery:
     def positive_ranks(self) -> Iterator[PositiveRanks]:
         """The ranks of the positives of this process's queries, one block of queries at a time.
 
-        This is a collective operation if there are several processes.
+        With several processes, this is a collective operation.
         """
         return positive_ranks(self.query_rows, self.gallery_rows, self.labelled)
 
 
 def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
-    """Split rows by their roles, and sort both parts by label.
+    """Split rows into queries and gallery, and sort both by label.
 
     Args:
         rows: the images of an evaluation set.
-        unit: rows of the blocks that are distributed over the processes; those of `positive_ranks` if None.
+        unit: rows of the blocks that are distributed over the processes; None for the blocks of `positive_ranks`.
     """
     order = _order_by_label(rows.labels)
     query_rows = order[has_role(rows.roles[order], Role.QUERY)]
@@ -116,7 +116,7 @@ def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
 
 
 def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
-    """What post-processing there is, as far as processes can compare it: the settings of the library's own classes."""
+    """The post-processing as text, for comparing processes; settings are included only for this library's classes."""
     shown = []
     for given in (query_expansion, database_augmentation):
         if isinstance(given, QueryExpansion | DatabaseAugmentation):
@@ -132,17 +132,17 @@ def post_processed(
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     database_augmentation: Callable[[Tensor], Tensor] | None,
 ) -> QueryGallery:
-    """Apply post-processing; each process to its own rows if it is the library's, else each to all rows.
+    """Apply post-processing: with classes of this library, each process handles its shard, else all rows.
 
     Args:
         owner: prefix of error messages.
         lists: queries and gallery, which may be empty.
-        query_expansion: from (queries, gallery, self_index) to new queries; none if None.
-        database_augmentation: from a gallery to a new one, applied first; none if None.
+        query_expansion: maps (queries, gallery, self_index) to new queries; None for no expansion.
+        database_augmentation: maps a gallery to a new gallery, before the expansion; None for no augmentation.
     """
     if lists.is_empty or (query_expansion is None and database_augmentation is None):
         return lists
-    # A class derived from them may compute something else.
+    # A subclass may compute something else.
     is_own_augmentation = database_augmentation is None or type(database_augmentation) is DatabaseAugmentation
     if is_own_augmentation and (query_expansion is None or type(query_expansion) is QueryExpansion):
         return _expanded_in_shards(lists, query_expansion, database_augmentation)
@@ -159,7 +159,7 @@ def post_processed(
 
 
 def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) -> QueryGallery:
-    """Apply the library's own post-processing: each process expands the rows that it holds."""
+    """Apply post-processing of this library: each process expands the rows of its shard."""
     queries, gallery = lists.query_rows, lists.gallery_rows
     if isinstance(augmentation, DatabaseAugmentation):
         device = lists.self_index.device
@@ -170,7 +170,7 @@ def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) 
 
 
 def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
-    """Return what post-processing made of rows; raise unless it has their shape, dtype and device."""
+    """Return the result of post-processing; raise unless it has the shape, dtype and device of the rows."""
     check_matrix(owner, f"{name}'s result", result)
     if result.shape != rows.shape or result.dtype != rows.dtype or result.device != rows.device:
         raise ValueError(
@@ -182,7 +182,7 @@ def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"])
 
 
 def _order_by_label(labels: Int[Tensor, "row level"]) -> Int[Tensor, " row"]:
-    """The rows sorted by the coarsest level, rows of one coarse label by the next finer one, and so on."""
+    """The order of rows by the coarsest label, then by the next finer label, and so on."""
     order = torch.arange(len(labels), device=labels.device)
     for level in range(labels.shape[1]):
         order = order[labels[order, level].argsort(stable=True)]

@@ -1,7 +1,7 @@
-"""`RetrievalMetrics`: all metrics of one table, over a full evaluation set; `RandomGalleryMetrics`: over random draws.
+"""`RetrievalMetrics`: all metrics over a full evaluation set; `RandomGalleryMetrics`: over randomly drawn galleries.
 
 To add a metric, write a function in `lightning_retrieval.metrics.definitions` and add one entry to `metrics_table`, or
-to `EXTRA_METRICS` if it is computed only where it is named. The metric is then computed, logged, and returned for each
+to `EXTRA_METRICS` if it should be computed only on request. The metric is then computed, logged, and returned for each
 query; nothing else has to change.
 """
 
@@ -38,11 +38,11 @@ class QueryMetric(NamedTuple):
     """A metric with one value per query.
 
     Args:
-        function: from the ranks of a block of queries to one value per query.
+        function: maps the ranks of a block of queries to one value per query.
         per_query: name of the values in the results of `per_query`.
-        mean: name of their mean in the results of `compute`; None if no mean is reported.
-        level: candidates that share the label of this level are positive, 0 is the finest; None if candidates that
-            share the label of any level are positive.
+        mean: name of the mean in the results of `compute`; None if no mean is reported.
+        level: the label level, 0 for the finest, at which candidates must share the query's label to be positive; None
+            if sharing any level suffices.
     """
 
     function: Callable[[PositiveRanks], Float[Tensor, " query"]]
@@ -57,7 +57,7 @@ class QueryMetric(NamedTuple):
         return self.function(ranks).masked_fill(ranks.count == 0, torch.nan)
 
 
-# The metrics that are computed if they are named, without @k: the function, and the name of the values of the queries.
+# The metrics that are computed on request, by name without @k: the function, and the name of the values per query.
 EXTRA_METRICS: dict[str, tuple[Callable[..., Float[Tensor, " query"]], str]] = {
     "mINP": (definitions.inverse_negative_penalty, "INP"),
     "precision": (definitions.precision_at_k, "precision"),
@@ -72,7 +72,7 @@ def extra_metric(owner: str, name: str) -> QueryMetric:
 
     Args:
         owner: prefix of error messages.
-        name: as in the results of `compute`.
+        name: name of the metric in the results of `compute`.
 
     Raises:
         ValueError: if there is no such metric.
@@ -107,7 +107,7 @@ def metrics_table(
         map_ks: the k of mAP@k.
         map_divisor: the divisor of mAP@k.
         extra: further metrics.
-        alpha: how much more a finer level counts in H-AP.
+        alpha: exponent of the relevance in H-AP.
         levels: number of label levels; hierarchical metrics need at least 2.
     """
     table = [
@@ -139,16 +139,15 @@ def metrics_table(
 def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
     """The values of each query, in the order of the queries' ids.
 
-    If queries and gallery are distributed over several processes, this is a collective operation, and returns the
-    values of all queries on each of them.
+    With several processes, this is a collective operation, and each process gets the values of all queries.
 
     Args:
         lists: queries and gallery.
-        metrics: what to compute.
+        metrics: the metrics to compute.
 
     Returns:
-        `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64; on the
-        CPU if the device of the ids has no float64.
+        `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64. All are
+            on the CPU if the device of the ids does not support float64.
     """
     shape = (len(metrics), len(lists.query_ids))
     device = float64_device(lists.query_ids.device)
@@ -167,39 +166,41 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
         unit="query",
         delay=2,  # seconds before the progress bar appears
         leave=False,
-        disable=None if lists.query_rows.shard.index == 0 else True,  # None: disabled if the output is not a terminal
+        disable=None if lists.query_rows.shard.index == 0 else True,  # None: only on a terminal
     )
     with progress:
         for ranks in lists.positive_ranks():
             for metric in metrics:
                 columns[metric.per_query][position[ranks.queries]] = metric.values(ranks)
             progress.update(len(ranks.queries))
-    lists.query_rows.shard.add_up(table)  # other processes have zeros for each query: the sum is exact
+    lists.query_rows.shard.add_up(table)  # for each query, all other processes have zeros, so the sum is exact
     return columns
 
 
 class RetrievalMetrics(EmbeddingMetric):
     """mAP, mAP@R, R-Precision, MRR, NDCG, R@k and more of a set of embeddings, equal for any number of processes.
 
-    Update with the embeddings of each batch, and compute once at the end. Each row is a query, an image of the gallery,
-    or both; then it is ranked against all others. `lightning_retrieval.metrics.definitions` defines the metrics.
+    Update with the embeddings of each batch, and compute once at the end. Each row is a query, a gallery image, or
+    both; if all are both, each is ranked against all others. `lightning_retrieval.metrics.definitions` defines the
+    metrics.
 
     Args:
         ks: the k of R@k, each >= 1.
-        map_ks: the k of mAP@k, each >= 1; none if empty.
+        map_ks: the k of mAP@k, each >= 1; empty for no mAP@k.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, R the number of positives of the query; `"hits"`, the number
             of positives with a rank of at most k; or `"R"`.
-        extra_metrics: names of metrics to compute as well: `"mINP"`, and `"precision@k"`, `"recall@k"`, `"MRR@k"` and
+        extra_metrics: names of further metrics: `"mINP"`, and `"precision@k"`, `"recall@k"`, `"MRR@k"` and
             `"NDCG@k"` for any k, such as `"NDCG@10"`.
-        alpha: how much more a finer level counts in H-AP, > 0; for labels of several levels.
-        dims: numbers of dimensions, in ascending order, at which all metrics are computed as well, from the first
-            dimensions of each embedding; for models trained with `NestedLoss`.
+        alpha: exponent of the relevance in H-AP, > 0; for labels of several levels. Larger values give finer levels
+            more weight.
+        dims: numbers of dimensions, in ascending order. All metrics are also computed from only these first dimensions
+            of each embedding; for models trained with `NestedLoss`.
         settings: settings of `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
             `torchmetrics.Metric`.
 
     Raises:
         ValueError: if `ks` is empty or holds a number below 1, `map_divisor` or a name of `extra_metrics` is unknown,
-            `dims` does not ascend or is larger than the embeddings, shapes do not fit, an embedding is not finite, one
+            `dims` does not ascend or is larger than the embeddings, shapes do not match, an embedding is not finite, an
             id has two labels, label levels do not nest, or there are several processes and no ids.
         TypeError: if a k is not an integer, embeddings are not floating point, or labels are not integers.
 
@@ -218,8 +219,8 @@ class RetrievalMetrics(EmbeddingMetric):
 
     Cost:
         The embeddings are kept until `reset`. `compute` holds one block of scores at a time, never all of them, and
-        takes little longer than the product of queries and gallery. Queries and gallery are distributed over the
-        processes: each keeps 1 / W of both, gathers the gallery twice, block by block, and ranks its own queries. If
+        takes little longer than the product of queries and gallery. Queries and gallery are distributed over the W
+        processes: each holds 1 / W of both, gathers the gallery twice, block by block, and ranks its queries. If
         queries have very many positives, it gathers the gallery more often.
     """
 
@@ -249,18 +250,18 @@ class RetrievalMetrics(EmbeddingMetric):
         self._extra = [extra_metric(owner, name) for name in self.extra_metrics]
         self.alpha = check_positive(owner, "alpha", alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
-        self.has_one_label = False  # whether all images of the last `compute` have the same label
+        self.has_one_label = False  # whether all images of the last `compute` had the same label
 
     def compute(self) -> dict[str, Tensor]:
-        """All metrics at once.
+        """Compute all metrics.
 
         Returns:
-            `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and `"R@k"` for each k, and those of
-            `extra_metrics`, each a float64 scalar in [0, 1], and `"skipped_queries"`, the number of queries without any
-            relevant candidate. With labels of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the
-            queries with a candidate of any level, and `"mAP/level1"` and so on: mAP if images that share the label of
-            this level are relevant. `"mAP/16d"` and so on: the same metrics of the first 16 dimensions, for each of
-            `dims`. NaN, with a warning, if all queries are skipped.
+            `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and `"R@k"` for each k, and
+                `extra_metrics`, each a float64 scalar in [0, 1], and `"skipped_queries"`, the number of queries without
+                any relevant candidate. With labels of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over
+                the queries with a candidate of any level, and `"mAP/level1"` and so on: mAP if images that share the
+                label of this level are relevant. For each of `dims`, the same metrics as `"mAP/16d"` and so on. If all
+                queries are skipped, values are NaN and a warning is issued.
         """
         collected, _ = self._gather_collected()
         rows = merge_duplicates(collected)
@@ -281,15 +282,15 @@ class RetrievalMetrics(EmbeddingMetric):
         return results
 
     def per_query(self) -> dict[str, Tensor]:
-        """The values of each query, in the order of the queries' ids, to look at failures.
+        """The values of each query, in the order of the queries' ids, for the analysis of failures.
 
         Returns:
             `"ids"` and `"labels"` (query,) int64, and float64 values (query,): `"AP"`, `"AP@R"`, `"R-Precision"`,
             `"RR"`, `"NDCG"`, `"AP@k"` for each k of `map_ks`, `"first_hit"` (the rank of the first positive), `"R@k"`
-            for each k of `ks`, those of `extra_metrics` (`"INP"` for mINP, `"RR@k"` for MRR@k), and with labels of
-            several levels `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... NaN if the query has no relevant
-            candidate. All processes get all queries. All of them must call it, unless they have called
-            `compute` already. `dims` has no effect here.
+            for each k of `ks`, `extra_metrics` (`"INP"` for mINP, `"RR@k"` for MRR@k), and with labels of several
+                levels `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... Values are NaN if the query has no
+                relevant candidate. All processes must call this, unless they have already called `compute`, and all get
+                the values of all queries. `dims` has no effect here.
         """
         if self._cached_values is None:
             self.compute()
@@ -305,7 +306,7 @@ class RetrievalMetrics(EmbeddingMetric):
         super()._append(embeddings, *arguments)
 
     def _means(self, rows: Rows, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The means over the queries that have a value, by the name of the mean."""
+        """The means over the queries that have a value, by name."""
         means = {}
         for metric in self._table(rows):
             if metric.mean is not None:
@@ -347,8 +348,8 @@ def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) ->
 class RandomGalleryMetrics(RetrievalMetrics):
     """`RetrievalMetrics` whose gallery is one random image of each label and whose queries are all other images.
 
-    The gallery is drawn several times, and the values are means over the draws. The draws depend on `seed` and the ids
-    only. Images without a role, such as images that could not be read, are skipped; otherwise roles are ignored.
+    The gallery is drawn several times, and the values are means over the draws. The draws depend only on `seed` and the
+    ids. Images without a role, such as unreadable images, are skipped; otherwise roles are ignored.
 
     Args:
         ks: the k of R@k, each >= 1.
@@ -386,7 +387,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"
 
     def _query_values(self, rows: Rows) -> dict[str, Tensor]:
-        """The results of `per_query`, of one draw after the other."""
+        """The results of `per_query`, concatenated over the draws."""
         rows = rows.select(has_role(rows.roles, Role.BOTH))  # with any role
         generator = torch.Generator().manual_seed(self.seed)
         draws = []

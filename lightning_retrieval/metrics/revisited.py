@@ -1,6 +1,6 @@
-"""mAP and mP@k of Revisited Oxford and Paris, where lists define which images are relevant for each query.
+"""mAP and mP@k of Revisited Oxford and Paris, where lists define the relevant images of each query.
 
-Conventions (those of the official code). Each query has easy, hard and junk images. Three setups use them as follows:
+Conventions (as in the official code). Each query has easy, hard and junk images. Three setups use them as follows:
 
     setup     positives     removed from the query's list
     easy      easy          hard, junk
@@ -14,7 +14,7 @@ least as high,
     mP@k    number of positives with r <= k', / k', where k' is the smaller of k and the last positive's rank
 
 Ties count against the model: r is the number of images in the list, without removed ones, that score at least as high.
-Positives that the gallery does not have are never found, but are counted in n. A query without positives in a setup is
+Positives that are missing in the gallery are never found, but are counted in n. A query without positives in a setup is
 skipped in the means of this setup, and the number of skipped queries is reported.
 """
 
@@ -37,7 +37,7 @@ from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
 
 class Kind(IntEnum):
-    """What an image is for a query. Images in no list are wrong results."""
+    """The kind of an image for a query. Images in no list are wrong results."""
 
     EASY = 0
     HARD = 1
@@ -53,8 +53,8 @@ class ListedImages(NamedTuple):
     """The listed images of each query; rows are padded with `Kind.NOT_LISTED`.
 
     Attributes:
-        kind: of each image. An image that the gallery does not have is `Kind.NOT_LISTED`.
-        column: index of each image in the gallery; any index where `kind` is `Kind.NOT_LISTED`.
+        kind: kind of each image; `Kind.NOT_LISTED` for images that are missing in the gallery.
+        column: index of each image in the gallery; arbitrary where `kind` is `Kind.NOT_LISTED`.
     """
 
     kind: Int[Tensor, "query listed"]
@@ -69,7 +69,7 @@ class QueryLists(NamedTuple):
     junk: Mapping[int, Sequence[int]]
 
     def check(self, owner: str) -> None:
-        """Raise an error unless all lists are of the same queries and hold each image at most once."""
+        """Raise an error unless the three mappings have the same queries, and no query lists an image twice."""
         for name, lists in self._asdict().items():
             _check_mapping(owner, name, lists)
             different = lists.keys() ^ self.easy.keys()
@@ -97,7 +97,7 @@ class QueryLists(NamedTuple):
             )
 
     def images(self, query: int) -> list[int]:
-        """The ids of the easy, hard and junk images, and of the query, which is junk in its own list."""
+        """The ids of the easy, hard and junk images, then of the query, which counts as junk in its own list."""
         return [*self.easy[query], *self.hard[query], *self.junk[query], query]
 
     def kinds(self, query: int) -> Int[Tensor, " listed"]:
@@ -106,7 +106,7 @@ class QueryLists(NamedTuple):
         return torch.tensor([int(Kind.EASY), int(Kind.HARD), int(Kind.JUNK)]).repeat_interleave(counts)
 
     def positives(self, query: int, kinds: Sequence[Kind]) -> int:
-        """The number of images of these kinds, easy or hard, whether the gallery has them or not."""
+        """The number of images of these kinds (easy or hard), including images that are missing in the gallery."""
         lists = {Kind.EASY: self.easy, Kind.HARD: self.hard}
         return sum(len(lists[kind][query]) for kind in kinds)
 
@@ -138,7 +138,7 @@ def _check_mapping(owner: str, name: str, lists: Any) -> None:
             )
 
 
-# Blocks have a fixed size and are padded, so an image has the same score on any number of processes, and equal
+# Blocks have a fixed size and are padded, so that scores do not depend on the number of processes, and equal
 # embeddings have equal scores (see `lightning_retrieval.ranking.ranks`).
 _BLOCK_ROWS = 128
 _BLOCK_COLUMNS = 384 * 16
@@ -154,10 +154,10 @@ def setup_values(
     """AP by trapezoids as `"mAP"`, and P@k as `"mP@k"` for each k; NaN for a query without positives.
 
     Args:
-        rank: of each positive, from 1, without the images that are removed in this setup; any number elsewhere.
-        rank_among_positives: number of positives that score at least as high.
+        rank: rank of each positive, from 1, without the images that are removed in this setup; arbitrary elsewhere.
+        rank_among_positives: for each positive, the number of positives that score at least as high.
         is_positive: which columns are positives.
-        total: number of positives, including those that the gallery does not have.
+        total: number of positives, including those that are missing in the gallery.
         ks: the k of P@k.
     """
     precision_before = (rank_among_positives - 1) / (rank - 1).clamp(min=1).double()
@@ -182,16 +182,17 @@ class RevisitedMetrics(EmbeddingMetric):
     `update`.
 
     Args:
-        easy: for each query's id the ids of the images that are easy to find.
-        hard: the same for those that are hard to find.
-        junk: the same for those that are neither relevant nor wrong.
+        easy: maps the id of each query to the ids of its easy positives.
+        hard: maps the id of each query to the ids of its hard positives.
+        junk: maps the id of each query to the ids of images that are neither relevant nor wrong.
         ks: the k of mP@k, each >= 1.
         settings: settings of `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
             `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if the three do not have the same queries, an image occurs twice in a query's lists, or `ks` is
-            empty or holds a number below 1; at `compute`, if a query has no lists; else as `EmbeddingMetric`.
+        ValueError: if the three mappings do not have the same queries, an image occurs twice in a query's lists, or
+            `ks` is empty or holds a number below 1; in `compute`, if a query has no lists; else as for
+            `EmbeddingMetric`.
         TypeError: if `easy`, `hard` or `junk` is not a mapping to integers, or a k is not an integer.
 
     Example:
@@ -208,9 +209,8 @@ class RevisitedMetrics(EmbeddingMetric):
          'skipped_queries/hard': 0.0}
 
     Cost:
-        The embeddings are kept until `reset`. `compute` goes once through the gallery in blocks, each of which is kept
-        by one process, while all processes have all queries, and a second time through the blocks with listed images.
-        It holds one block of scores at a time, however many there are.
+        The embeddings are kept until `reset`. Every process holds all queries and some blocks of the gallery. `compute`
+        scores each block once, and blocks with listed images a second time. It holds one block of scores at a time.
 
     Relations:
         The evaluation sets of `RevisitedOxford` and `RevisitedParis` use this metric.
@@ -239,7 +239,7 @@ class RevisitedMetrics(EmbeddingMetric):
         self._lists.check(owner)
 
     def compute(self) -> dict[str, Tensor]:
-        """All metrics at once.
+        """Compute all metrics.
 
         Returns:
             `"mAP"`, the mAP of the medium setup, and for each setup, such as easy: `"mAP/easy"` and, for each k,
@@ -282,7 +282,7 @@ class RevisitedMetrics(EmbeddingMetric):
     def is_candidate(
         self, lists: QueryGallery, queries: Indices, gallery: Indices = slice(None)
     ) -> Bool[Tensor, "query row"]:
-        """Whether each of these images is in the list of each of these queries. Junk and the query itself are not."""
+        """Whether each of these images is in the list of each of these queries: all but junk and the query itself."""
         query_ids, ids = lists.query_ids[queries], lists.gallery_ids[gallery]
         found = query_ids[:, None] != ids
         for row, query in enumerate(query_ids.tolist()):
@@ -294,7 +294,7 @@ class RevisitedMetrics(EmbeddingMetric):
         return f"ks={self.ks}"
 
     def _query_values(self) -> dict[str, dict[str, Float[Tensor, " query"]]]:
-        """For each setup the values of each query."""
+        """For each setup, the values of each query."""
         rows, _ = self.gather()
         ranked = self.query_gallery(rows, unit=_BLOCK_COLUMNS)
         query_ids = ranked.query_ids.tolist()
@@ -324,7 +324,7 @@ class RevisitedMetrics(EmbeddingMetric):
     def _scores_and_counts(
         self, ranked: QueryGallery, listed: ListedImages
     ) -> tuple[Float[Tensor, "query listed"], Int[Tensor, "query listed"]]:
-        """The score of each listed image, and the number of images of the gallery that score as high as a positive."""
+        """The score of each listed image and, for positives, the number of images that score at least as high."""
         queries, shard = ranked.queries.to(listed.kind.device), ranked.gallery_rows.shard
         scores = torch.zeros(listed.kind.shape, dtype=queries.dtype, device=queries.device)
         counts = torch.zeros_like(listed.kind)
@@ -333,7 +333,7 @@ class RevisitedMetrics(EmbeddingMetric):
             column = listed.column[rows] - begin
             inside = (column >= 0) & (column < _BLOCK_COLUMNS)
             scores[rows] += torch.where(inside, block.gather(1, column.clamp(0, _BLOCK_COLUMNS - 1)), 0.0)
-        shard.add_up(scores)  # all but one shard have 0 for each image: the sum is exact
+        shard.add_up(scores)  # for each image, all other shards have 0, so the sum is exact
         is_positive = listed.kind < Kind.JUNK
         bounds, order = scores.masked_fill(~is_positive, torch.inf).sort(1)
         for rows, _, block in _score_blocks(queries, ranked.gallery_rows):
@@ -345,14 +345,14 @@ class RevisitedMetrics(EmbeddingMetric):
 def _score_blocks(
     queries: Float[Tensor, "query dim"], gallery: ShardedRows, chosen: set[int] | None = None
 ) -> Iterator[tuple[slice, int, Float[Tensor, "query gallery"]]]:
-    """The scores of all queries with the blocks of the gallery that this process holds.
+    """The scores of all queries with the gallery blocks that this process holds.
 
-    Yields the range of the queries, the index of the first image of the gallery, and the scores, -inf at padding.
+    Yields the range of the queries, the index of the first gallery image, and the scores, -inf at padding.
 
     Args:
         queries: unit rows, on the device of the scores.
-        gallery: in blocks of `_BLOCK_COLUMNS` images.
-        chosen: numbers of the blocks; all if None.
+        gallery: unit rows, in blocks of `_BLOCK_COLUMNS` images.
+        chosen: numbers of the blocks; None for all.
     """
     blocks_of_queries = queries.split(_BLOCK_ROWS)
     padded_queries = [pad(rows, (0, 0, 0, _BLOCK_ROWS - len(rows))) for rows in blocks_of_queries]

@@ -1,7 +1,7 @@
-"""What may be added to a backbone before training: low-rank adapters (LoRA) through peft, and gradient checkpointing.
+"""Optional additions to a backbone before training: low-rank adapters (LoRA) through peft, gradient checkpointing.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, eq. 3: W x becomes W x + (alpha / r) B A x,
-with A (r, in) and B (out, r), and B = 0 at the start. The weights W stay as they are.
+with A (r, in) and B (out, r), and B = 0 at the start. The weights W are frozen.
 """
 
 from collections.abc import Mapping
@@ -21,19 +21,19 @@ ADAPTER = "lora_"  # prefix of the names of the trained matrices
 
 
 def check_lora(lora: Any) -> dict[str, Any] | None:
-    """The arguments of `peft.LoraConfig`, or None without adapters.
+    """Validate `lora` and convert it to arguments of `peft.LoraConfig`, or None without adapters.
 
     Args:
-        lora: the rank r, these arguments, or None.
+        lora: the rank r, arguments of `peft.LoraConfig`, or None.
 
     Raises:
         ValueError: if the rank is out of its range, or an argument names a module that peft would import.
-        TypeError: if it is something else.
+        TypeError: if it is neither an integer, a dict nor None.
     """
     if lora is None:
         return None
     if isinstance(lora, Mapping):
-        if lora.get("megatron_config") is not None:  # with it, peft imports the module that another argument names
+        if lora.get("megatron_config") is not None:  # makes peft import the module named in another argument
             raise ValueError(f"Embedder: `lora` must not have megatron_config, got {short_repr(lora)}; leave it out.")
         check_integer("Embedder", "lora['r']", lora.get("r", 8), 1, MOST_RANK)
         return dict(lora)
@@ -42,7 +42,7 @@ def check_lora(lora: Any) -> dict[str, Any] | None:
 
 
 def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
-    """Freeze a backbone and add adapters to its linear layers, by default to those of its attention.
+    """Freeze a backbone and add adapters to linear layers, by default those of its attention.
 
     Args:
         backbone: changed in place.
@@ -50,7 +50,7 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
 
     Raises:
         ModuleNotFoundError: if peft is not installed.
-        ValueError: if there is no attention and `target_modules` is not given, or an argument is invalid for peft.
+        ValueError: if `target_modules` is not given and there is no attention, or an argument is invalid for peft.
     """
     with optional_import("Embedder: peft must be installed for `lora`: pip install 'lightning-retrieval[lora]'."):
         import peft
@@ -73,7 +73,7 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
 
 
 def merge_adapters(backbone: nn.Module) -> None:
-    """Add what the adapters have learned to the weights, and remove them: the names are those of the plain backbone.
+    """Merge the adapters into the weights and remove them, so that parameters have the names of the plain backbone.
 
     Args:
         backbone: changed in place; all its parameters are trainable afterwards.
@@ -89,7 +89,7 @@ def merge_adapters(backbone: nn.Module) -> None:
 
 
 def _attention_layers(backbone: nn.Module) -> list[str]:
-    """The names of the linear layers of attention; `nn.MultiheadAttention` does not call its own as modules."""
+    """The names of the linear layers of attention, except `nn.MultiheadAttention`, which does not call its layers."""
     found = []
     hidden: tuple[str, ...] = ()
     for name, module in backbone.named_modules():
@@ -102,15 +102,15 @@ def _attention_layers(backbone: nn.Module) -> list[str]:
 
 
 def enable_gradient_checkpointing(name: str, backbone: nn.Module, *, frozen_norms: bool) -> None:
-    """Let the blocks of a backbone keep only their inputs, and run again in the backward pass.
+    """Enable gradient checkpointing: blocks store only their inputs and run again in the backward pass.
 
     Args:
-        name: of the backbone.
-        backbone: of timm or Hugging Face.
+        name: name of the backbone.
+        backbone: a backbone of timm or Hugging Face.
         frozen_norms: whether its batch norms are in eval mode.
 
     Raises:
-        ValueError: if the backbone has no such option, or batch norms would count each batch twice.
+        ValueError: if the backbone does not support it, or batch norms would count each batch twice.
     """
     is_timm = isinstance(backbone, TimmBackbone) and hasattr(backbone.model, "set_grad_checkpointing")
     is_hugging_face = isinstance(backbone, HuggingFaceBackbone) and backbone.model.supports_gradient_checkpointing

@@ -1,4 +1,4 @@
-"""What a builder of backbones gets and returns, and which names there are."""
+"""The input and output of the builders of backbones, and the names of backbones."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from torch import nn
 from lightning_retrieval.checks import check_choice
 
 GLYPH_NET = "glyph_net"
-MAP_POOLINGS = ("gem", "avg", "max")  # of feature maps and patch tokens
+MAP_POOLINGS = ("gem", "avg", "max")  # for feature maps and patch tokens
 OWN, CLASS_TOKEN = "own", "class_token"
 ALL_POOLINGS = (*MAP_POOLINGS, CLASS_TOKEN, OWN)
 
 
 def poolings_of_network(has_class_token: bool) -> tuple[str, ...]:
-    """The poolings of a network that can also pool by itself."""
+    """The possible poolings of a network that also has its own pooling."""
     if has_class_token:
         return ALL_POOLINGS
     return (*MAP_POOLINGS, OWN)
@@ -41,7 +41,7 @@ def timm_names() -> list[str]:
 
 
 def unknown_name(name: str) -> ValueError:
-    """The error for an unknown name, with the names of torchvision and timm that are close to it.
+    """The error for an unknown name, with similar names of torchvision and timm.
 
     Args:
         name: the argument `backbone`.
@@ -59,19 +59,19 @@ def unknown_name(name: str) -> ValueError:
 
 
 def _close_names(name: str, names: Sequence[str]) -> list[str]:
-    """At most three names that are similar to an unknown one."""
+    """Up to three names that are similar to an unknown name."""
     return difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
 
 
 @dataclass(frozen=True)
 class BackboneRequest:
-    """The backbone that an `Embedder` needs.
+    """The arguments of an `Embedder` that define its backbone.
 
     Args:
         name: the argument `backbone`.
         weights: the argument `weights`.
         pooling: the argument `pooling`, not yet checked.
-        image_size: the size for which the backbone is built; None for its own.
+        image_size: the size for which the backbone is built; None for its default.
         arguments: further keyword arguments of the constructor of the network.
     """
 
@@ -82,11 +82,11 @@ class BackboneRequest:
     arguments: Mapping[str, Any]
 
     def checked_pooling(self, default: str = "gem", allowed: tuple[str, ...] = MAP_POOLINGS) -> str:
-        """The pooling, `default` if none is asked for; raise unless it is allowed.
+        """The requested pooling, or `default` if it is None; raises unless it is allowed.
 
         Args:
-            default: of the backbone.
-            allowed: the poolings that the backbone has; by default those of feature maps.
+            default: default pooling of the backbone.
+            allowed: the poolings that the backbone supports; by default those of feature maps.
         """
         if self.pooling is None:
             return default
@@ -95,9 +95,9 @@ class BackboneRequest:
 
 
 class BuiltBackbone(NamedTuple):
-    """A backbone, and what an `Embedder` keeps of it besides."""
+    """A backbone, with the values that an `Embedder` stores about it."""
 
     module: nn.Module
     pooling: str
-    preparation: dict[str, Any]  # arguments of `Preparation` that its weights want
-    arguments: dict[str, Any]  # from which it can be built again without a network
+    preparation: dict[str, Any]  # arguments of `Preparation` for its weights
+    arguments: dict[str, Any]  # to build it again without a network connection

@@ -7,7 +7,7 @@
 | `"timm/vit_small_patch14_dinov2.lvd142m"` | timm | `timm_backbones.py` |
 | `"hf/facebook/dinov2-small"`, `"hf/path/of/a/folder"` | transformers | `hugging_face_backbones.py` |
 
-A family is added here: a prefix, and a builder from `BackboneRequest` to `BuiltBackbone`.
+To add a family, add its prefix and a builder from `BackboneRequest` to `BuiltBackbone` here.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class GlyphNet(nn.Module):
         in_channels: number of channels of the images, from 1 to 1024: 1 for grey, 3 for colour.
 
     Raises:
-        ValueError: if `width` or `in_channels` is out of its range; when called, if the images are no images.
+        ValueError: if `width` or `in_channels` is out of its range; when called, if the input is not a batch of images.
         TypeError: if `width` or `in_channels` is not an integer.
 
     Example:
@@ -82,14 +82,14 @@ FAMILIES: dict[str, Callable[[BackboneRequest], BuiltBackbone]] = {
 
 
 def build_backbone(request: BackboneRequest) -> BuiltBackbone:
-    """The backbone of a name, without its classifier.
+    """Build the backbone with a name, without its classifier.
 
     Args:
         request: name, weights, pooling, image size and further arguments.
 
     Raises:
-        ValueError: if the name, the weights or the pooling is unknown, the backbone has no weights, or it is rebuilt
-            from a file with arguments that would fetch something or run code.
+        ValueError: if the name, the weights or the pooling is unknown, `weights` are given for a backbone without
+            pretrained weights, or the arguments come from a file and would fetch data or run code.
         ModuleNotFoundError: if the package of the family is not installed.
     """
     if is_rebuilding():
@@ -113,11 +113,11 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
 
 
 def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
-    """A module that the user has built, as a backbone.
+    """Use a module that the user has built as a backbone.
 
     Args:
-        request: without weights and further arguments.
-        module: from images to feature maps or vectors.
+        request: a request without weights and further arguments.
+        module: maps images to feature maps or vectors.
     """
     check_no_weights(request.weights, f"a module ({request.name})")
     if request.arguments:
@@ -133,7 +133,7 @@ def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
 
 
 def check_no_weights(weights: str | None, backbone: str) -> None:
-    """Raise if pretrained weights are named for a backbone that has none."""
+    """Raise if `weights` are given for a backbone without pretrained weights."""
     if weights is not None:
         raise ValueError(
             f"Embedder: `weights` must be None unless `backbone` is the name of a torchvision, timm or Hugging Face "

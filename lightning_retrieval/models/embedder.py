@@ -1,7 +1,7 @@
 """The embedder: backbone, pooling, optional layer norm, linear embedding, L2 normalisation.
 
-The order is that of Radenovic et al. (TPAMI 2019, section 3): GeM pooling of the last feature map, a linear map (in the
-paper a learned whitening), the unit sphere.
+The order follows Radenovic et al. (TPAMI 2019, section 3): GeM pooling of the last feature map, a linear map (in the
+paper, a learned whitening), L2 normalisation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,55 +33,56 @@ from lightning_retrieval.ranking.rows import normalize as l2_normalize
 Pooling = Literal["gem", "avg", "max", "class_token", "own"]
 Self = TypeVar("Self", bound="Embedder")
 
-MOST_DIM = 1 << 20  # of embeddings and features
+MOST_DIM = 1 << 20  # limit for embeddings and features
 
-_HAS_LOADED_WEIGHTS = "_has_loaded_weights"  # attribute of a module
+_HAS_LOADED_WEIGHTS = "_has_loaded_weights"  # name of an attribute of a module
 
 POOLINGS: dict[str, type[nn.Module]] = {"gem": GeM, "avg": GlobalAvgPool, "max": GlobalMaxPool}
 
 
 class Embedder(PretrainedModule):
-    """Maps images to embeddings by a `backbone`, a `pool` and a `head` (optional layer norm and a linear layer).
+    """Maps images to embeddings with a `backbone`, a `pool` and a `head` (optional layer norm and a linear layer).
 
     Args:
-        backbone: a name, whose classifier is removed: that of a torchvision classification model (`"resnet50"`,
-            `"vit_b_16"`, ...), `"timm/"` and the name of a timm model (`"timm/vit_small_patch14_dinov2.lvd142m"`),
-            `"hf/"` and a Hugging Face hub id or a local folder (`"hf/facebook/dinov2-small"`), or `"glyph_net"`, for
-            `GlyphNet()`; or a module from images to feature maps (N, C, H, W) or vectors (N, C).
+        backbone: the name of a model, whose classifier is removed: a torchvision classification model (`"resnet50"`,
+            `"vit_b_16"`, ...), `"timm/"` followed by the name of a timm model
+            (`"timm/vit_small_patch14_dinov2.lvd142m"`), `"hf/"` followed by a Hugging Face hub id or a local folder
+            (`"hf/facebook/dinov2-small"`), or `"glyph_net"`, for `GlyphNet()`. Or a module that maps images to feature
+            maps (N, C, H, W) or vectors (N, C).
         embedding_dim: dimension of the embeddings, from 1 to 2^20.
-        pooling: of feature maps, or of the patch tokens of a transformer of timm or Hugging Face: `"gem"` (`GeM`,
-            p = 3, learned; negative values count as 0), `"avg"` or `"max"`; `"class_token"`; or `"own"`, what the
-            backbone itself pools: its class token, an average or attention pooling. If None, `"own"` for transformers
-            of timm and Hugging Face, and `"gem"` for all others. Vectors are not pooled.
-        normalize: put the embeddings on the unit sphere, in float32 or better, also under autocast.
+        pooling: `"gem"` (`GeM`, p = 3, learned; negative values count as 0), `"avg"` or `"max"`: pooling of feature
+            maps, or of the patch tokens of a transformer of timm or Hugging Face; `"class_token"`; or `"own"`: the
+            pooling of the backbone itself, such as class token, average or attention pooling. If None, `"own"` for
+            transformers of timm and Hugging Face, and `"gem"` for all others. Vectors are not pooled.
+        normalize: L2-normalise the embeddings, in float32 or better, also under autocast.
         weights: pretrained weights: `"DEFAULT"`; torchvision's name, such as `"IMAGENET1K_V2"`; a tag of timm, such as
-            `"lvd142m"`; a revision of the Hugging Face hub; or a local file of the library's own weights
+            `"lvd142m"`; a revision of the Hugging Face hub; or a local file of weights in the format of that library
             (`.safetensors`, `.pth`), which must hold every parameter and running statistic except a classifier's; the
-            names may begin with `module.`, `model.` or `backbone.`. None for random ones. They are downloaded at the
-            first use, and then cached.
+            names may begin with `module.`, `model.` or `backbone.`. None for random weights. Weights are downloaded at
+            the first use, and then cached.
         layer_norm: apply a layer norm to the pooled features, before the linear layer.
         freeze_batch_norm: keep every batch norm of the backbone in eval mode, even after `train()`: the running
             statistics are used and never updated. The affine parameters (weight and bias) stay trainable.
         feature_dim: dimension C of the backbone's features, >= 1; determined automatically if None. Needed for a module
             that does not run on meta tensors. If such a module returns vectors, choose the pooling `"avg"` or `"max"`,
-            so that the pooling has no unused parameter.
-        image_size: height and width of the images, or one number for both; if None, that of the weights. Transformers
-            are built for it, their positions resampled.
-        preparation: what is done to an image before the backbone in evaluation, as a `Preparation` or a dict of the
-            settings that differ from what the weights want. The attribute is always a `Preparation`.
-        backbone_args: further keyword arguments of the network's constructor: of `timm.create_model`, of torchvision's
-            function or of `GlyphNet`, or entries of the config of Hugging Face; plain values. No code of a repository
-            is run: build such a model yourself, and give the module.
-        lora: freeze the backbone and train low-rank adapters of its attention, through peft: their rank r, or a dict of
-            arguments of `peft.LoraConfig`. With `weights`, a checkpoint holds no frozen weights: it is loaded with the
-            same `weights`. `merge_lora` makes a plain backbone of it.
-        gradient_checkpointing: of the blocks of a backbone of timm or Hugging Face: less memory, about a third more
-            time.
+            which has no parameter that would stay unused.
+        image_size: height and width of the images, or one number for both; if None, the size for the weights.
+            Transformers are built for this size, with resampled position embeddings.
+        preparation: the preparation of images in evaluation: a `Preparation`, or a dict of the settings that differ
+            from those for the weights. The attribute is always a `Preparation`.
+        backbone_args: further keyword arguments of the network's constructor, as plain values: of `timm.create_model`,
+            of torchvision's function or of `GlyphNet`, or entries of the config of Hugging Face. Code in a hub
+            repository is never run: build such a model yourself, and pass the module.
+        lora: freeze the backbone and train low-rank adapters of its attention, through peft: the rank r, or a dict of
+            arguments of `peft.LoraConfig`. With `weights`, checkpoints do not hold the frozen weights, which are loaded
+            again from `weights`. `merge_lora` merges the adapters into the backbone.
+        gradient_checkpointing: checkpoint the blocks of a backbone of timm or Hugging Face: less memory, about a third
+            more time.
 
     Raises:
-        ValueError: if the backbone, the weights or the pooling is unknown, a dimension is below 1, weights are given
-            for a backbone that has none or cannot be loaded, or the features have another shape than (N, C, H, W) or
-            (N, C).
+        ValueError: if the backbone, the weights or the pooling is unknown, a dimension is below 1, `weights` are given
+            for a backbone without pretrained weights or cannot be loaded, or the features have another shape than (N,
+            C, H, W) or (N, C).
         TypeError: if the backbone is neither a name nor a module, or does not return a tensor, or if a flag is not a
             bool.
         ModuleNotFoundError: if the library of the backbone is not installed.
@@ -98,17 +99,17 @@ class Embedder(PretrainedModule):
         >>> optimizer = torch.optim.AdamW(groups, lr=1e-4)
 
     Cost:
-        That of the backbone. The dimension of the features is found with meta tensors, without arithmetic and without
-        copying the weights; neither the random state nor any buffer changes.
+        The cost of the backbone. The dimension of the features is found with meta tensors, without computing anything
+        or copying the weights; neither the random state nor any buffer changes.
 
     Relations:
-        Every classification model that torchvision lists is accepted. The convolutional ones, Swin and MaxViT return
-        the feature map that is the input of their own average pooling. What follows that pooling is removed with the
-        classifier: the last layer norm of ConvNeXt and MaxViT (`layer_norm=True` adds a new one), and the hidden layers
-        of AlexNet, VGG and MobileNetV3. A ViT returns its class token, which is not pooled. ViT and MaxViT accept only
-        images of the size for which they were built (224; some ViT weights 384 or 518); most transformers of timm and
-        Hugging Face accept others. The auxiliary classifiers of Inception and GoogLeNet are removed too. A module with
-        channels last (N, H, W, C) cannot be told from one with feature maps: permute its output first.
+        Every classification model that torchvision lists is accepted. Convolutional networks, Swin and MaxViT return
+        the feature map before their average pooling. Layers after that pooling are removed with the classifier: the
+        last layer norm of ConvNeXt and MaxViT (`layer_norm=True` adds a new one), and the hidden layers of AlexNet, VGG
+        and MobileNetV3. A ViT returns its class token, which is not pooled. ViT and MaxViT accept only images of the
+        size for which they were built (224; some ViT weights 384 or 518); most transformers of timm and Hugging Face
+        accept other sizes. The auxiliary classifiers of Inception and GoogLeNet are removed too. Permute outputs with
+        channels last (N, H, W, C): they cannot be distinguished from feature maps (N, C, H, W).
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Embedder(PretrainedModule):
         """Embed a batch.
 
         Args:
-            images: what the backbone expects: (N, 3, H, W) for torchvision's models, (N, 1, 32, 32) for
+            images: in the shape that the backbone expects: (N, 3, H, W) for torchvision's models, (N, 1, 32, 32) for
                 `"glyph_net"`.
 
         Raises:
@@ -184,7 +185,7 @@ class Embedder(PretrainedModule):
         return embeddings
 
     def pooled_features(self, images: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch channel"]:
-        """The features of the backbone after pooling, before the head: an embedding without any training.
+        """The features of the backbone after pooling, before the head. They are embeddings without any training.
 
         Args:
             images: as for `forward`.
@@ -208,7 +209,7 @@ class Embedder(PretrainedModule):
 
     @property
     def has_random_weights(self) -> bool:
-        """Whether the backbone was built by name with random weights, and nothing has been loaded since."""
+        """Whether the backbone was built by name with random weights, and no weights have been loaded since."""
         has_loaded = any(getattr(part, _HAS_LOADED_WEIGHTS, False) for part in (self, self.backbone))
         return self.backbone_name is not None and self.weights is None and not has_loaded
 
@@ -225,7 +226,7 @@ class Embedder(PretrainedModule):
 
     @contextmanager
     def without_head(self) -> Iterator[None]:
-        """Embed by the pooled features of the backbone: what it is worth before any training, without the new head."""
+        """Context in which images are embedded by the pooled features of the backbone, without the head."""
         self._has_head = False
         try:
             yield
@@ -233,10 +234,9 @@ class Embedder(PretrainedModule):
             self._has_head = True
 
     def merge_lora(self: Self) -> Self:
-        """Add what the adapters have learned to the weights of the backbone, and remove them; returns itself.
+        """Merge the adapters into the weights of the backbone, and remove them; returns the embedder.
 
-        The backbone is then a plain one, whose checkpoint needs no other weights and which can be exported. Without
-        adapters nothing happens.
+        Afterwards, checkpoints hold all weights, and the embedder can be exported. Without adapters, nothing happens.
         """
         if self.lora is not None:
             merge_adapters(self.backbone)
@@ -246,9 +246,9 @@ class Embedder(PretrainedModule):
     def init_args(self) -> dict[str, Any] | None:
         """The constructor's arguments as plain values, or None if the backbone was given as a module.
 
-        `Embedder(**embedder.init_args())` has the same structure. To load a state dict into it afterwards, replace
-        `weights` by None, so that nothing is downloaded. The path of a local file of weights is not among them, except
-        with `lora`, since adapters need these weights.
+        `Embedder(**embedder.init_args())` has the same structure. To load a state dict into it, first replace `weights`
+        by None, so that nothing is downloaded. The path of a local file of weights is omitted, except with `lora`,
+        since adapters need these weights.
         """
         if self.backbone_name is None:
             return None
@@ -277,9 +277,9 @@ class Embedder(PretrainedModule):
         )
 
     def _check_images(self, images: Tensor) -> None:
-        """Raise unless the images are a batch of floating-point tensors with numbers. The backbone checks the rest."""
+        """Raise unless the images are a batch of floating-point numbers. The backbone checks everything else."""
         weight: Tensor = self.head.linear.weight  # type: ignore[union-attr, assignment]
-        if not weight.is_meta:  # else only the shapes of the embeddings are wanted
+        if not weight.is_meta:  # with meta tensors, only the shapes of the embeddings matter
             check_tensor("Embedder", "images", images)
         check_normalized("Embedder", images)
         if images.ndim < 2:
@@ -288,7 +288,7 @@ class Embedder(PretrainedModule):
     def _set_backbone(
         self, backbone: str | nn.Module, pooling: Any, wanted: Mapping[str, Any], backbone_args: Mapping[str, Any]
     ) -> None:
-        """Keep a module as it is, or build the backbone of this name; set what follows from it."""
+        """Use a module, or build the backbone with this name; set the attributes that depend on it."""
         check_mapping("Embedder", "backbone_args", backbone_args)
         if not isinstance(backbone, (str, nn.Module)):
             raise TypeError(
@@ -315,7 +315,7 @@ class Embedder(PretrainedModule):
         self.preparation = merged_preparation(built.preparation, wanted)
 
     def _prepare_backbone(self) -> None:
-        """Add adapters and gradient checkpointing, where they are asked for."""
+        """Add adapters and gradient checkpointing, if requested."""
         if self.lora is not None:
             add_adapters(self.backbone, self.lora)
         if self.gradient_checkpointing:

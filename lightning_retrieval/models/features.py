@@ -1,4 +1,4 @@
-"""What a backbone returns for an image, feature maps (N, C, H, W) or vectors (N, C), and the pooling of feature maps.
+"""The features that a backbone returns, maps (N, C, H, W) or vectors (N, C), and the pooling of feature maps.
 
 GeM: Radenovic, Tolias, Chum: "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019, eq. 3:
 
@@ -29,7 +29,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.models.backbone_request import OWN
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
-# For smaller exponents, float32 cannot tell the powers from 1.
+# For smaller exponents, powers round to 1 in float32.
 LEAST_P, MOST_P = 1e-2, 1e6
 
 
@@ -60,7 +60,7 @@ def gem(
 
 
 def _check_exponent(p: Tensor, features: Tensor) -> None:
-    """Raise unless a tensor can be the exponent; its value is not read, since that would wait for a GPU."""
+    """Raise unless a tensor has the form of an exponent. The value is not checked: the host would wait for the GPU."""
     check_device("gem", "p", p, features.device, "features")
     check_float("gem", "p", p, may_be_meta=True)
     if p.layout is not torch.strided or p.numel() != 1:
@@ -73,7 +73,7 @@ def _gem(
     x = features.to(torch.promote_types(features.dtype, torch.float32)).clamp(min=eps)
     if isinstance(p, Tensor):
         p = p.to(x.dtype)
-    # GeM is homogeneous (a feature map twice as large has a mean twice as large), so `largest` needs no gradient.
+    # GeM is homogeneous (a feature map scaled by 2 has a mean scaled by 2), so `largest` needs no gradient.
     largest = x.detach().amax((-2, -1), keepdim=True)
     mean = (x / largest).pow(p).mean((-2, -1))  # (batch, channel)
     return (largest[..., 0, 0] * mean.pow(1 / p)).to(features.dtype)
@@ -85,10 +85,11 @@ class GeM(nn.Module):
     Args:
         p: initial exponent, from 0.01 to 1e6. Larger values give the strongest activations more weight.
         eps: smaller (and negative) activations are replaced by this, > 0.
-        learnable: whether `p` is a parameter, trained with the network, or a buffer; the state dict has the same keys.
+        learnable: whether `p` is a parameter, trained with the network, instead of a buffer. The keys of the state dict
+            are the same.
 
     Raises:
-        ValueError: if `p` or `eps` is out of its range; when called, if the features are no feature maps.
+        ValueError: if `p` or `eps` is out of its range; when called, if the features are not feature maps.
         TypeError: if `p` or `eps` is not a number, or `learnable` is not a bool.
 
     Example:
@@ -104,7 +105,7 @@ class GeM(nn.Module):
         A few float32 copies of the feature map are kept for the backward pass.
 
     Relations:
-        `gem` is the function. `GlobalAvgPool` and `GlobalMaxPool` are its limits, but do not clamp negative
+        `gem` is the underlying function. `GlobalAvgPool` and `GlobalMaxPool` are its limits, but do not clamp negative
         activations.
 
     Source:
@@ -177,8 +178,8 @@ def feature_shape(backbone: nn.Module, cure: str) -> tuple[int, ...]:
     Neither the random state nor any parameter, buffer or training mode of the backbone changes.
 
     Args:
-        backbone: from images to features; its attribute `image_size` is the size of the image.
-        cure: what to do if it does not run on meta tensors, for the error message.
+        backbone: maps images to features; its attribute `image_size`, if any, is the size of the image.
+        cure: advice in the error message if the backbone does not run on meta tensors.
 
     Raises:
         ValueError: if the backbone fails on meta tensors, or the features are neither maps nor vectors.
@@ -218,24 +219,24 @@ def check_features(features: Any, images: tuple[int, ...]) -> None:
 def patch_map(
     tokens: Float[Tensor, "batch token channel"], prefix_tokens: int
 ) -> Float[Tensor, "batch channel patch 1"]:
-    """The patch tokens as a feature map with one column, since a pooling does not depend on their arrangement.
+    """The patch tokens as a feature map with a single column: poolings do not depend on their arrangement.
 
     Args:
-        tokens: of a transformer.
+        tokens: all tokens of a transformer.
         prefix_tokens: number of tokens before those of the patches: class token, registers.
     """
     return tokens[:, prefix_tokens:].transpose(1, 2).unsqueeze(-1)
 
 
 def check_image_shape(name: str, images: Tensor, backbone: nn.Module, built_for: Any, error: Exception) -> None:
-    """Raise in place of the error of a backbone if the images have another shape than that for which it was built.
+    """If a backbone fails because of the shape of the images, raise an error that says so.
 
     Args:
-        name: of the backbone.
+        name: name of the backbone.
         images: the batch.
-        backbone: itself.
-        built_for: height and width, or one number for both.
-        error: of the backbone.
+        backbone: the backbone.
+        built_for: height and width for which it was built, or one number for both.
+        error: the error of the backbone.
     """
     reason = first_line(error)
     if "memory" in reason:
@@ -257,16 +258,16 @@ def check_image_shape(name: str, images: Tensor, backbone: nn.Module, built_for:
 
 
 def default_pooling(features: Callable[[Tensor], Any], model: nn.Module, image_size: tuple[int, int]) -> str:
-    """GeM for a model whose features are a feature map; its own pooling if they are tokens (N, T, C).
+    """The default pooling of a model: `"gem"` for feature maps, `"own"` for tokens (N, T, C).
 
     Args:
-        features: from images to the features of the model.
-        model: of which it is a method or which it calls.
-        image_size: of the images.
+        features: maps images to the features of the model.
+        model: the model that `features` belongs to.
+        image_size: size of the images.
     """
     try:
         shape = feature_shape(_WithoutChannels(features, model, image_size), "")
-    except (TypeError, ValueError):  # several feature maps or lists of tokens, which only the model itself can pool
+    except (TypeError, ValueError):  # several feature maps or lists of tokens: only the model itself can pool them
         return OWN
     if len(shape) == 2:
         return OWN
@@ -274,7 +275,7 @@ def default_pooling(features: Callable[[Tensor], Any], model: nn.Module, image_s
 
 
 class _WithoutChannels(nn.Module):
-    """Feature maps as they are, and (N, T) for tokens (N, T, C)."""
+    """Returns feature maps unchanged, and a tensor (N, T) for tokens (N, T, C)."""
 
     def __init__(self, features: Callable[[Tensor], Any], model: nn.Module, image_size: tuple[int, int]) -> None:
         super().__init__()
@@ -290,7 +291,7 @@ class _WithoutChannels(nn.Module):
 
 
 def image_channels(model: nn.Module) -> int:
-    """Number of channels of the images that a model takes: that of its first convolution, 3 if it has none."""
+    """Number of channels of a model's images, taken from its first convolution; 3 if there is none."""
     for part in model.modules():
         if isinstance(part, nn.Conv2d):
             return part.in_channels
@@ -298,7 +299,7 @@ def image_channels(model: nn.Module) -> int:
 
 
 def height_and_width(image_size: Any) -> tuple[int, int]:
-    """A size as height and width; that of most models if it is None."""
+    """A size as height and width; None gives the size of most models."""
     if image_size is None:
         image_size = DEFAULT_IMAGE_SIZE
     if isinstance(image_size, int):
@@ -309,7 +310,7 @@ def height_and_width(image_size: Any) -> tuple[int, int]:
 
 def _meta_image(backbone: nn.Module, tensors: tuple[Tensor, ...]) -> Tensor:
     """A meta tensor of one image with the size, the channels and the dtype that the backbone expects."""
-    size = getattr(backbone, "image_size", None)  # a ViT accepts no other size
+    size = getattr(backbone, "image_size", None)  # a ViT accepts only this size
     if not isinstance(size, (int, tuple)):
         size = None
     dtype = next((value.dtype for value in tensors if value.is_floating_point()), torch.get_default_dtype())

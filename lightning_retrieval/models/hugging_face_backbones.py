@@ -1,8 +1,8 @@
 """Backbones of Hugging Face's transformers: any of its vision models, from the hub, a local folder or a config.
 
 `last_hidden_state` holds tokens (N, T, C) or, for convolutional networks, feature maps (N, C, H, W). The tokens before
-those of the patches are the class token, the distillation token and registers. The config is kept as plain data, so
-that a checkpoint builds the same network without a network connection.
+the patch tokens are the class token, the distillation token and registers. The config is stored as plain data, so that
+a model can be rebuilt from a checkpoint without a network connection.
 """
 
 import inspect
@@ -31,10 +31,10 @@ from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 CLASS_TOKENS = ("cls_token", "class_embedding")
 PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "pooler")  # first part of names in a file
-MASK_TOKEN = "mask_token"  # of pretraining; not all weights of a hub have it, and no embedding depends on it
+MASK_TOKEN = "mask_token"  # used in pretraining only; missing in some weights, and irrelevant for embeddings
 # Entries of a config that do not describe the network.
 NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
-NO_CODE = {"trust_remote_code": False}  # of a repository, nor a question at the terminal whether to run it
+NO_CODE = {"trust_remote_code": False}  # never run code of a repository, and never ask at the terminal
 
 
 class HuggingFaceBackbone(nn.Module):
@@ -42,8 +42,9 @@ class HuggingFaceBackbone(nn.Module):
 
     Args:
         model: a model whose output has `last_hidden_state`.
-        pooling: what the features are for: `"own"` returns the vectors that the model pools itself, its class token, or
-            the average of its tokens; `"class_token"` its class token; all others its feature maps or patch tokens.
+        pooling: the pooling that follows. `"own"`: return the vectors that the model pools itself, its class token, or
+            the average of its tokens; `"class_token"`: return its class token; any other: return its feature maps or
+            patch tokens.
         image_size: height and width for which the model was built.
     """
 
@@ -75,14 +76,14 @@ class HuggingFaceBackbone(nn.Module):
 
 
 def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
-    """A vision model of transformers.
+    """Build a vision model of transformers.
 
     Args:
-        request: its name is a hub id or a local folder; its weights are `"DEFAULT"`, a revision of the hub or a local
-            file. With a `model_type` among its arguments, these are the whole config and the name is not looked up.
+        request: the name is a hub id or a local folder; the weights are `"DEFAULT"`, a revision on the hub or a local
+            file. If the arguments contain `model_type`, they are the whole config and the name is not looked up.
 
     Raises:
-        ValueError: if there is no such model, it is no vision model, or the pooling is unknown.
+        ValueError: if there is no such model, it is not a vision model, or the pooling is unknown.
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if transformers is not installed.
     """
@@ -112,13 +113,13 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     pooling = request.checked_pooling(default, poolings_of_network(has_class_token))
     backbone = HuggingFaceBackbone(model, pooling, size)
     preparation = {"image_size": image_size, **_folder_preparation(transformers, request)}
-    # Plain data with the kind of network, from which `AutoConfig.for_model` makes the config again.
+    # Plain data with the model type, from which `AutoConfig.for_model` can rebuild the config.
     arguments = {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
     return BuiltBackbone(backbone.train(), pooling, preparation, arguments)
 
 
 def _config(transformers: Any, request: BackboneRequest) -> Any:
-    """The config of the image network: that of the arguments if they are a whole config, else that of the name."""
+    """The config of the image network: the arguments if they are a whole config, else looked up by name."""
     arguments = {name: value for name, value in request.arguments.items() if name not in NO_CODE}
     if "model_type" in arguments:
         kind = arguments.pop("model_type")
@@ -139,11 +140,11 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
         _check_no_kernels(request, in_file)
     if pretrained.is_rebuilding():
         _without_pretrained_parts(config)
-    return getattr(config, "vision_config", config)  # of a model of images and text
+    return getattr(config, "vision_config", config)  # for a model of images and text
 
 
 def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
-    """The network, with its weights or random ones, without a pooling layer that no pretraining has trained."""
+    """The network, with pretrained or random weights, without a pooling layer that pretraining has not trained."""
     try:
         return _load(transformers, request, config, {"add_pooling_layer": False})
     except TypeError as error:
@@ -174,7 +175,7 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
 
 
 def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
-    """The error for a name without a config."""
+    """The error for a name whose config cannot be loaded."""
     if "trust_remote_code" in str(error):
         return ValueError(
             f"Embedder: `backbone` must be a model whose code is part of transformers, got hf/{request.name}, "
@@ -191,9 +192,9 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
 
 
 def _source(request: BackboneRequest) -> dict[str, Any]:
-    """Where transformers looks for a name: in the revision that the weights ask for, and on disk where no weights are.
+    """The arguments that tell transformers where to look for a name: the revision, and whether only on disk.
 
-    While a file is loaded that holds the weights, nothing may be downloaded.
+    While a file that holds the weights is loaded, nothing may be downloaded.
     """
     source: dict[str, Any] = {}
     weights = request.weights
@@ -205,7 +206,7 @@ def _source(request: BackboneRequest) -> dict[str, Any]:
 
 
 def _check_no_kernels(request: BackboneRequest, config: Any) -> None:
-    """Raise if a config, as it is in its file, names kernels on a hub, whose Python would run."""
+    """Raise if the config in a file refers to kernels on a hub, whose Python code would run."""
     for name, value in config.items():
         if isinstance(value, dict):
             _check_no_kernels(request, value)
@@ -218,7 +219,7 @@ def _check_no_kernels(request: BackboneRequest, config: Any) -> None:
 
 
 def _check_no_other_model(request: BackboneRequest, config: Mapping[str, Any]) -> None:
-    """Raise if the config of a file names a further model, whose config transformers would download."""
+    """Raise if the config in a file refers to another model, whose config transformers would download."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             _check_no_other_model(request, value)
@@ -230,7 +231,7 @@ def _check_no_other_model(request: BackboneRequest, config: Mapping[str, Any]) -
 
 
 def _without_pretrained_parts(config: Any) -> None:
-    """Let no part of a network download weights, as detectors of older releases do when they are built."""
+    """Prevent submodules from downloading weights, as detectors of older releases do when they are built."""
     if getattr(config, "use_pretrained_backbone", False):
         config.use_pretrained_backbone = False
     for value in vars(config).values():
@@ -247,7 +248,7 @@ def _image_size(config: Any) -> int | tuple[int, int]:
 
 
 def _prefix_tokens(model: nn.Module) -> dict[str, int]:
-    """The number of tokens before those of the patches, for each parameter that holds some."""
+    """For each parameter that holds tokens before the patch tokens, their number."""
     found = {}
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
@@ -257,7 +258,7 @@ def _prefix_tokens(model: nn.Module) -> dict[str, int]:
 
 
 def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str, Any]:
-    """The preparation of the folder or of the hub, scaled to the image size that is asked for."""
+    """The preparation in the folder or on the hub, scaled to the requested image size."""
     if "model_type" in request.arguments:
         return {}
     kind = transformers.image_processing_utils.ImageProcessingMixin

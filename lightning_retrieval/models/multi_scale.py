@@ -34,9 +34,9 @@ def multi_scale(
     """Embed images at several scales: the normalised power mean of the normalised embeddings.
 
     With x the normalised embedding at a scale, the power mean is sympow(mean over scales of sympow(x, p), 1 / p), where
-    sympow(x, p) = sign(x) max(|x|, eps)^p for each entry. With p = 1 and eps = 0 it is the mean. With eps = 0 it is the
-    `extract_ms` of filipradenovic/cnnimageretrieval-pytorch, whose exponent is that of its pooling. With p = 3 and
-    eps = 1e-6 it is the `--pooling gem` of naver/deep-image-retrieval: every entry that is smaller than
+    sympow(x, p) = sign(x) max(|x|, eps)^p for each entry. With p = 1 and eps = 0, the result is the mean. With eps = 0,
+    it equals `extract_ms` of filipradenovic/cnnimageretrieval-pytorch, where p is the exponent of the pooling. With p =
+    3 and eps = 1e-6, it equals `--pooling gem` of naver/deep-image-retrieval: every entry with an absolute value below
     eps^(1 / p) = 0.01 becomes 0.01, with its sign.
 
     Resizing is bilinear, with antialiasing when an image becomes smaller, as in PIL and therefore in
@@ -48,14 +48,14 @@ def multi_scale(
         scales: factors of height and width, each from 0.001 to 100; the resulting sizes are rounded.
         p: exponent of the mean over scales, from 0.1 to 10: 1 is the average; larger values give larger entries more
             weight. Entries keep their signs.
-        eps: smallest absolute value that is raised to a power, from 0 to 1; without effect if there is only one scale.
+        eps: smallest absolute value that is raised to a power, from 0 to 1; no effect with a single scale.
 
     Returns:
         Unit rows.
 
     Raises:
         ValueError: if `scales` is empty, a number is out of its range, or the images have another shape.
-        TypeError: if a number has another type, or the images are not floating point.
+        TypeError: if a number has the wrong type, or the images are not floating point.
 
     Example:
         >>> import torch

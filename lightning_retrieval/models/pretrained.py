@@ -1,12 +1,15 @@
 """Pretrained weights of backbones, and the files of an embedder.
 
-Pretrained weights are skipped while a checkpoint is loaded, which replaces them, or read from a local file.
-An embedder is saved to a folder, loaded from a folder or from the Hugging Face hub, and pushed there:
+While a checkpoint is loaded, which replaces all weights, pretrained weights are not loaded. They can also be read from
+a local file.
+
+An embedder can be saved to a folder, loaded from a folder or from the Hugging Face hub, and pushed to the hub:
 
     FOLDER/config.json        the constructor's arguments, and the preparation of images
     FOLDER/model.safetensors  the weights
 
-Both are plain data: loading runs no code of the file. Only `push_to_hub` and a name that is no folder need a network.
+Both are plain data: loading runs no code of the file. Only `push_to_hub`, and loading by a name that is not a folder,
+need a network connection.
 """
 
 import copy
@@ -31,7 +34,7 @@ Self = TypeVar("Self", bound="PretrainedModule")
 
 DEFAULT_WEIGHTS = "DEFAULT"
 FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
-# What wrappers write before the names of weights: DistributedDataParallel, torch.compile, and modules of training.
+# Prefixes that wrappers add to the names of weights: DistributedDataParallel, torch.compile, and training modules.
 PREFIXES = ("module.", "_orig_mod.", "embedder.", "model.", "backbone.")
 RUNNING_STATISTICS = ("running_mean", "running_var")
 SHOWN_NAMES = 3  # in error messages
@@ -44,9 +47,9 @@ _skipped: ContextVar[bool] = ContextVar("pretrained_weights_skipped", default=Fa
 
 @contextmanager
 def without_pretrained_weights() -> Iterator[None]:
-    """Build backbones with random weights, whatever is asked for: those of a file replace them afterwards.
+    """Context in which backbones get random weights, which the weights of a file replace afterwards.
 
-    The arguments of the backbones come from that file, so those that would fetch something or run code are invalid.
+    The arguments of the backbones come from that file too, so arguments that would fetch data or run code are invalid.
     """
     tokens = _rebuilding.set(True), _skipped.set(True)
     try:
@@ -58,7 +61,7 @@ def without_pretrained_weights() -> Iterator[None]:
 
 @contextmanager
 def with_pretrained_weights() -> Iterator[None]:
-    """Load pretrained weights also while a checkpoint is loaded, since it does not hold them."""
+    """Context in which pretrained weights are loaded even while a checkpoint is loaded, because it lacks them."""
     token = _skipped.set(False)
     try:
         yield
@@ -67,17 +70,17 @@ def with_pretrained_weights() -> Iterator[None]:
 
 
 def are_skipped() -> bool:
-    """Whether backbones are built with random weights."""
+    """Whether backbones currently get random weights."""
     return _skipped.get()
 
 
 def is_rebuilding() -> bool:
-    """Whether backbones are rebuilt from what a file says."""
+    """Whether backbones are currently rebuilt with the arguments in a file."""
     return _rebuilding.get()
 
 
 def is_local_file(weights: str | None) -> bool:
-    """Whether `weights` is the path of a file, which exists or ends like a file of weights."""
+    """Whether `weights` is the path of a file: it exists, or has the suffix of a file of weights."""
     if not isinstance(weights, str):
         return False
     return weights.endswith(FILE_SUFFIXES) or os.path.isfile(os.path.expanduser(weights))
@@ -88,20 +91,20 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
 
     Args:
         path: a file of safetensors or of `torch.save`; its entries may be under `state_dict` or `model`.
-        backbone: every parameter and running statistic must be in the file.
-        optional: prefixes of names in the file that the backbone need not have, such as those of a classifier.
-        prefix: removed from the names in the file, as `PREFIXES` are; files of a model with a classifier have it before
-            each name of the backbone.
+        backbone: the backbone; the file must hold each of its parameters and running statistics.
+        optional: prefixes of names in the file that the backbone may lack, such as those of a classifier.
+        prefix: a further prefix to remove from the names in the file, like `PREFIXES`. Files of a model with a
+            classifier may have it before the names of the backbone.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, or its names or shapes are not those of the backbone.
+        ValueError: if it is damaged, or its names or shapes do not match the backbone.
     """
     names = backbone.state_dict().keys()
     found = without_prefixes(read_weights(path), names, (*PREFIXES, prefix))
     kept = {name: value for name, value in found.items() if not name.startswith(optional)}
     check_loaded(path, "this backbone", backbone, [name for name in names if name not in kept])
-    # Files of older releases hold buffers of indices that are computed today.
+    # Files of older releases also hold buffers of indices, which are computed today; they are ignored.
     unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
     if unknown:
         raise ValueError(
@@ -117,14 +120,14 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
 def without_prefixes(
     tensors: Mapping[str, Tensor], names: Collection[str], prefixes: tuple[str, ...] = PREFIXES
 ) -> dict[str, Tensor]:
-    """The tensors of a file without what wrappers of a network write before its names.
+    """Remove the prefixes that wrappers of a network have added to the names of tensors.
 
-    Other tensors of a file with such a prefix, such as those of a head or a loss, are skipped.
+    Other tensors of a file with such prefixes, such as those of a head or a loss, are dropped.
 
     Args:
-        tensors: by their names in the file.
-        names: of the network's tensors.
-        prefixes: that are removed, in any order and number, unless the network has the name or names with them.
+        tensors: maps names in the file to tensors.
+        names: names of the network's tensors.
+        prefixes: prefixes to remove, in any order and number, unless names of the network begin with them.
     """
     found = dict(tensors)
     while not any(name in names for name in found):
@@ -142,9 +145,9 @@ def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collecti
     """Raise if a parameter or a running statistic of a backbone has not been loaded from a file.
 
     Args:
-        path: of the file.
-        network: what error messages call the backbone.
-        backbone: without a classifier.
+        path: path of the file.
+        network: name of the backbone in error messages.
+        backbone: the backbone, without a classifier.
         missing: names of its tensors that have not been loaded.
     """
     needed = [name for name, _ in backbone.named_parameters()]
@@ -158,23 +161,23 @@ def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collecti
 
 
 def other_weights(path: str, network: str, error: Exception) -> ValueError:
-    """The error for a file whose tensors have other names or shapes than those of a network.
+    """The error for a file whose tensors do not match the names or shapes of a network.
 
     Args:
-        path: of the file.
-        network: what error messages call the network.
-        error: of torch.
+        path: path of the file.
+        network: name of the network in error messages.
+        error: the error of torch.
     """
     reason = " ".join(str(error).split())
     return ValueError(f"Embedder: `weights` must be a file with the weights of {network}, got {path} ({reason[:300]}).")
 
 
 def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:
-    """The tensors of a file by their names; nothing is unpickled that could run code.
+    """The tensors of a file by name; nothing is unpickled that could run code.
 
     Args:
-        path: of the file.
-        keys: entries of the file that may hold the tensors, the first one that does.
+        path: path of the file.
+        keys: entries of the file that may hold the tensors; the first existing entry is used.
     """
     file = check_path("Embedder", "weights", path)
     if not file.is_file():
@@ -186,7 +189,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
             content = torch.load(file, map_location="cpu", weights_only=True)
     except ModuleNotFoundError:
         raise
-    except Exception as error:  # damaged files raise errors of many kinds
+    except Exception as error:  # damaged files raise errors of many types
         raise ValueError(
             f"Embedder: `weights` must be a file of safetensors or of torch.save with tensors only, got {path} "
             f"({type(error).__name__}: {first_line(error)})."
@@ -197,7 +200,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     if not isinstance(content, Mapping):
         raise ValueError(f"Embedder: `weights` must be a file of tensors by name, got {path} ({short_repr(content)}).")
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-    if not tensors:  # for which timm would fetch the weights of its hub
+    if not tensors:  # timm would download its weights instead
         found = ", ".join(sorted(map(str, content))[:SHOWN_NAMES])
         raise ValueError(
             f"Embedder: `weights` must be a file of tensors by name, got {path}, which has none, but the entries "
@@ -207,12 +210,12 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
 
 
 def hub_error(argument: str, what: str, error: Exception) -> ValueError:
-    """The error for something that a hub did not give, with what to do offline.
+    """The error for a failed download from a hub, with advice for offline use.
 
     Args:
-        argument: that asked for it.
-        what: that was asked for.
-        error: of the hub.
+        argument: the argument that requested the download.
+        what: a description of the requested data.
+        error: the error of the hub.
     """
     return ValueError(
         f"Embedder: `{argument}` asks for {what}, which could not be loaded ({type(error).__name__}: "
@@ -222,7 +225,7 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
 
 
 def load_safetensors() -> Any:
-    """The module `safetensors.torch`.
+    """Import and return `safetensors.torch`.
 
     Raises:
         ModuleNotFoundError: if it is not installed.
@@ -233,7 +236,7 @@ def load_safetensors() -> Any:
 
 
 class PretrainedModule(nn.Module):
-    """What an `Embedder` does with files: `save_pretrained`, `from_pretrained` and `push_to_hub`."""
+    """Base class of `Embedder` for saving and loading: `save_pretrained`, `from_pretrained` and `push_to_hub`."""
 
     backbone: nn.Module
 
@@ -242,11 +245,11 @@ class PretrainedModule(nn.Module):
         raise NotImplementedError
 
     def merge_lora(self: Self) -> Self:
-        """Add adapters to the weights."""
+        """Merge adapters into the weights."""
         raise NotImplementedError
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the embedder to a folder: its arguments and the preparation of images as JSON, its weights beside them.
+        """Write the embedder to a folder: its arguments and its preparation of images as JSON, and its weights.
 
         Adapters (LoRA) are merged into the weights.
 
@@ -254,7 +257,7 @@ class PretrainedModule(nn.Module):
             folder: created if it does not exist; `config.json` and `model.safetensors` in it are replaced.
 
         Raises:
-            ValueError: if the backbone was given as a module, which a file cannot hold, or the folder is a file.
+            ValueError: if the backbone was given as a module, which a file cannot describe, or the folder is a file.
             ModuleNotFoundError: if safetensors is not installed.
         """
         merged = copy.deepcopy(self).merge_lora()
@@ -274,9 +277,9 @@ class PretrainedModule(nn.Module):
             ) from None
         tensors: dict[str, Tensor] = {}
         for name, value in merged.state_dict().items():
-            tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors rejects tensors of one storage
+            tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors rejects shared storages
         config = {"format": FORMAT, "version": VERSION, "init_args": arguments}
-        # `safetensors.torch.save_file` makes files that nobody else may read.
+        # `safetensors.torch.save_file` would create files that other users cannot read.
         with new_file(path / WEIGHTS) as file:
             file.write(safetensors.save(tensors, metadata={"format": "pt"}))
         with new_file(path / CONFIG) as file:
@@ -284,7 +287,7 @@ class PretrainedModule(nn.Module):
 
     @classmethod
     def from_pretrained(cls: type[Self], name: str | Path, *, revision: str | None = None) -> Self:
-        """The embedder that `save_pretrained` wrote, in eval mode. No other weights are downloaded.
+        """Load an embedder that `save_pretrained` wrote, in eval mode. No other weights are downloaded.
 
         Args:
             name: a folder, which needs no network, or `user/name` on the Hugging Face hub.
@@ -292,13 +295,14 @@ class PretrainedModule(nn.Module):
 
         Raises:
             FileNotFoundError: if a file is missing, or the hub cannot be reached or has no such model.
-            ValueError: if a file is damaged, is not that of an embedder, or sets what a file may not set.
-            ModuleNotFoundError: if safetensors, or for a name on the hub huggingface_hub, is not installed.
+            ValueError: if a file is damaged, does not belong to an embedder, or has an argument that a file may not
+                set.
+            ModuleNotFoundError: if safetensors is not installed or, for a name on the hub, huggingface_hub.
         """
         config, weights = find_files(name, revision)
         arguments = read_config(config)
         check_plain_data("Embedder", "init_args", arguments)
-        if arguments.get("lora") is not None:  # adapters need weights of elsewhere; save_pretrained merges them
+        if arguments.get("lora") is not None:  # adapters would need other weights; save_pretrained merges them
             raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
         try:
             with without_pretrained_weights():
@@ -311,25 +315,25 @@ class PretrainedModule(nn.Module):
         safetensors = load_safetensors()
         try:
             embedder.load_state_dict(safetensors.load_file(weights))
-        except Exception as error:  # safetensors has an error of its own
+        except Exception as error:  # safetensors raises its own type of error
             raise ValueError(
                 f"Embedder: {weights} must hold the weights of its config's model ({first_line(error)})."
             ) from None
         return embedder.eval()
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, message: str = "Add the embedder") -> str:
-        """Write the embedder to a repository of the Hugging Face hub, as `save_pretrained` does to a folder.
+        """Write the embedder to a repository on the Hugging Face hub, in the format of `save_pretrained`.
 
         Args:
             repo_id: `user/name`; created if it does not exist.
             private: whether a new repository is private.
-            message: of the commit.
+            message: message of the commit.
 
         Returns:
             The address of the commit.
 
         Raises:
-            ConnectionError: if the hub cannot be reached, or does not accept it.
+            ConnectionError: if the hub cannot be reached, or does not accept the files.
             ModuleNotFoundError: if huggingface_hub or safetensors is not installed.
         """
         check_bool("Embedder", "private", private)
@@ -340,7 +344,7 @@ class PretrainedModule(nn.Module):
             try:
                 hub.create_repo(repo_id, private=private, exist_ok=True)
                 commit = hub.upload_folder(repo_id=repo_id, folder_path=Path(folder), commit_message=message)
-            except Exception as error:  # of the network, of the hub, or of a name that cannot be one
+            except Exception as error:  # errors of the network or the hub, or an invalid name
                 raise ConnectionError(
                     f"Embedder: the hub must be reachable and accept the model as {short_repr(repo_id)}, got an error "
                     f"({first_line(error)}); log in with `hf auth login`, or use save_pretrained without a network."
@@ -349,7 +353,7 @@ class PretrainedModule(nn.Module):
 
 
 def load_hub() -> Any:
-    """The module `huggingface_hub`.
+    """Import and return `huggingface_hub`.
 
     Raises:
         ModuleNotFoundError: if it is not installed.
@@ -362,7 +366,7 @@ def load_hub() -> Any:
 
 
 def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
-    """The two files of a model in a local folder, or in the cache of the hub, which downloads them at the first use.
+    """The two files of a model: in a local folder, or in the cache of the hub, where they are downloaded if necessary.
 
     Args:
         name: a folder, or `user/name` on the hub.
@@ -381,7 +385,7 @@ def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
     try:
         config = hub.hf_hub_download(str(name), CONFIG, revision=revision)
         weights = hub.hf_hub_download(str(name), WEIGHTS, revision=revision)
-    except Exception as error:  # of the network, of the hub, or of a name that cannot be one
+    except Exception as error:  # errors of the network or the hub, or an invalid name
         raise FileNotFoundError(
             f"Embedder: `name` must be a folder that save_pretrained wrote, or a model on the hub that can be reached, "
             f"got {str(name)!r} ({first_line(error)}); without a network, give a folder."

@@ -6,10 +6,10 @@
     L      Cholesky factor, S = L L^T, of the mean S of (q - p) (q - p)^T over the pairs
     V      eigenvectors of the covariance about 0 of L^-1 (x - m) over all rows x, the largest eigenvalue first
 
-L^-1 shrinks the directions in which images of one class differ, and V^T turns the result, so that the first rows of P
-keep most of its variance: the first `dim` of them reduce the dimension. Where S is singular the official code adds
-multiples of the identity until it is not; here that is an error, because the directions without any difference would
-outweigh all others.
+L^-1 shrinks the directions in which images of the same class differ. V^T rotates the result so that the first rows of P
+keep most of the variance; keeping only the first `dim` rows reduces the dimension. If S is singular, the official code
+adds multiples of the identity until it is not. Here, a singular S is an error, because the directions without any
+difference would outweigh all others.
 """
 
 import torch
@@ -32,10 +32,10 @@ _FIT_PAIRS = 8192  # pairs that are converted to float64 at a time
 
 
 def matching_pairs(labels: Int[Tensor, " row"], pairs_per_image: int) -> Int[Tensor, "pair 2"]:
-    """The rows of the pairs: each image with the next `pairs_per_image` images of its class, in a circle.
+    """The indices of the pairs: each image with the next `pairs_per_image` images of its class, cyclically.
 
-    The order of a class is that of its rows, so the pairs are always the same. In a class with fewer images each is
-    paired with all others; an image that is alone has no pair.
+    Images of a class are in the order of the rows, so the pairs are always the same. In a class with too few images,
+    each image is paired with all others; a class with a single image has no pair.
     """
     if len(labels) == 0:
         return torch.empty(0, 2, dtype=torch.int64, device=labels.device)
@@ -57,10 +57,10 @@ def pair_statistics(
 ) -> tuple[Float[Tensor, " from_dim"], Float[Tensor, "from_dim from_dim"]]:
     """The mean of the pairs' first rows (m), and the mean of (q - p) (q - p)^T (S), in float64 and block by block.
 
-    Each process adds up the pairs whose first row it holds. This is a collective operation if there are several.
+    Each process adds up the pairs whose first row it holds. With several processes, this is a collective operation.
 
     Args:
-        rows: of all processes.
+        rows: the rows of all processes.
         pairs: all pairs, the same on all processes.
     """
     m = torch.zeros(rows.local.shape[1], dtype=torch.float64, device=rows.local.device)
@@ -81,8 +81,8 @@ def whitening_of_pairs(
 ) -> PrincipalComponents:
     """m, the first `dim` rows of P, and the variances along them.
 
-    Of a row of P and its opposite, both of which are valid, the one with a positive largest entry is returned. This is
-    a collective operation if there are several processes.
+    The sign of each row of P is arbitrary; it is chosen so that the largest entry is positive. With several processes,
+    this is a collective operation.
     """
     L = torch.linalg.cholesky(S)
     half = torch.linalg.solve_triangular(L, covariance_about(rows, m), upper=False)  # L^-1 C
@@ -95,10 +95,11 @@ def whitening_of_pairs(
 class SupervisedWhitening(WhiteningOfSums):
     """Whitens the differences of matching pairs, rotates to the directions of largest variance, and normalises.
 
-    It is learned from embeddings and their labels by `fit` and applied to others, as `PCAWhitening` is. The matching
-    pairs are images of one class: each image and the next `pairs_per_image` images of its class, in the order of the
-    rows and in a circle. So each image begins at most `pairs_per_image` pairs, whatever the sizes of the classes, and
-    the pairs are always the same. Labels of several levels match by the finest.
+    Like `PCAWhitening`, it is learned by `fit`, here from embeddings and their labels, and applied to other embeddings.
+    Matching pairs are images of the same class: each image with the next `pairs_per_image` images of its class,
+    cyclically in the order of the rows. So each image is the first of at most `pairs_per_image` pairs, whatever the
+    sizes of the classes, and the pairs are always the same. With labels of several levels, the finest level defines the
+    classes.
 
     Args:
         dim: number of directions to keep, >= 1: those with the largest variance. If None, all.
@@ -106,7 +107,7 @@ class SupervisedWhitening(WhiteningOfSums):
 
     Raises:
         ValueError: if a number is out of its range; in `fit`, if there are no labels or no pairs, `dim` is larger than
-            the dimension of the rows, a number is not finite, or the pairs do not differ in each direction; when
+            the dimension of the rows, a number is not finite, or there is a direction in which no pair differs; when
             called, if nothing has been learned or the dimension differs.
         TypeError: if `dim` or `pairs_per_image` is not an integer, embeddings are not floating point, or labels are not
             integers.
@@ -121,15 +122,15 @@ class SupervisedWhitening(WhiteningOfSums):
         torch.Size([100, 4])
 
     Cost:
-        `fit` needs D^2 numbers in float64 and time in proportion to (N + pairs) D^2 + D^3. `fit_over_processes` shares
-        the work of (N + pairs) D^2 between the processes, which also send the rows that are the second of a pair whose
-        first row is on another process. The order of a class is that of the ranks, and then of the rows.
+        `fit` needs D^2 numbers in float64 and time proportional to (N + pairs) D^2 + D^3. `fit_over_processes`
+        distributes the work of (N + pairs) D^2 over the processes. They also send each second row of a pair to the
+        process that holds the first row. Images of a class are ordered by rank, then by row.
 
     Relations:
         `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
         `lightning_retrieval.callbacks.LearnWhitening` fits it to training images and their labels before each
-        validation. `PCAWhitening` needs no labels. The official code learns from unit rows; here the rows are taken as
-        they are.
+        validation. `PCAWhitening` needs no labels. The official code learns from unit rows; here, rows are not
+        normalised before.
 
     Source:
         Mikolajczyk and Matas, ICCV 2007; Radenovic, Tolias and Chum, TPAMI 2019, and `whitenlearn` of its code,
@@ -172,7 +173,7 @@ def _required(labels: Tensor | None) -> Tensor:
 
 
 def _check_differences(S: Float[Tensor, "from_dim from_dim"], pairs: int, dtype: torch.dtype) -> None:
-    """Raise if the differences of the pairs do not vary in a direction, except for rounding."""
+    """Raise if there is a direction in which the pairs differ only by rounding errors."""
     eigenvalues = torch.linalg.eigvalsh(S).flip(0)
     varying = count_varying(eigenvalues, dtype)
     if varying < len(eigenvalues):

@@ -1,8 +1,8 @@
-"""Backbones of timm: any of its classification models, for the image size that is wanted.
+"""Backbones of timm: any of its classification models, built for the requested image size.
 
 `forward_features` returns tokens (N, T, C), feature maps (N, C, H, W) or, for Swin and a few others, maps with channels
-last. Class token and registers are the first `num_prefix_tokens` tokens. The model's own pooling is what it returns
-without a classifier: its class token, the average of its patch tokens, attention pooling.
+last. Class token and registers are the first `num_prefix_tokens` tokens. Without a classifier, a model returns the
+result of its own pooling: its class token, the average of its patch tokens, or attention pooling.
 """
 
 import math
@@ -27,16 +27,17 @@ from lightning_retrieval.models.backbone_request import (
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
 from lightning_retrieval.optional_packages import optional_import
 
-# Arguments that let a transformer run with other sizes than that for which it was built, most first. A model that does
-# not know one raises a TypeError before it builds anything.
+# Arguments that allow a transformer to run with other image sizes, in descending order of flexibility. A model that
+# does not support an argument raises a TypeError before it builds anything.
 FLEXIBLE_SIZES: tuple[tuple[str, ...], ...] = (
     ("img_size", "dynamic_img_size"),
     ("img_size", "strict_img_size"),
     ("img_size",),
 )
-# Where a file of a training by timm has the weights: averaged ones, which its evaluation uses, come first.
+# Keys of the weights in a checkpoint of timm's training script; averaged weights, which its evaluation uses, come
+# first.
 ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
-# Arguments that say where weights come from, which whoever loads the weights of an embedder does not need.
+# Arguments for the source of weights, which are not needed to load the weights of an embedder.
 SOURCES = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 
 
@@ -45,8 +46,8 @@ class TimmBackbone(nn.Module):
 
     Args:
         model: built without a classifier.
-        pooling: what the features are for: `"own"` returns the vectors that the model pools itself, `"class_token"` its
-            class token, and all others its feature maps or patch tokens.
+        pooling: the pooling that follows. `"own"`: return the vectors that the model pools itself; `"class_token"`:
+            return its class token; any other: return its feature maps or patch tokens.
         image_size: height and width for which the model was built.
     """
 
@@ -68,13 +69,13 @@ class TimmBackbone(nn.Module):
         features: Tensor = self.model.forward_features(images)
         if features.ndim == 3:
             return self._of_tokens(features)
-        features = self.model.forward_head(features)  # what some models compute after their pooling, for each position
+        features = self.model.forward_head(features)  # applied to each position, not after pooling
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             features = features.permute(0, 3, 1, 2)
         return features
 
     def _of_tokens(self, tokens: Float[Tensor, "batch token channel"]) -> Float[Tensor, "batch channel ..."]:
-        norm = getattr(self.model, "fc_norm", None)  # the last layer norm of models that average first
+        norm = getattr(self.model, "fc_norm", None)  # the last layer norm of models that average before it
         if isinstance(norm, nn.Module):
             tokens = norm(tokens)
         if self.pooling == CLASS_TOKEN:
@@ -83,15 +84,15 @@ class TimmBackbone(nn.Module):
 
 
 def build_timm(request: BackboneRequest) -> BuiltBackbone:
-    """A model of timm, without its classifier.
+    """Build a model of timm without its classifier.
 
     Args:
-        request: its name is timm's, with or without the tag of its weights; its weights are `"DEFAULT"`, a tag or a
+        request: the name is timm's, with or without the tag of the weights; the weights are `"DEFAULT"`, a tag or a
             local file.
 
     Raises:
-        ValueError: if the name, the weights or the pooling is unknown, the weights cannot be downloaded or are those of
-            another model, or the arguments make it something else than a classification model.
+        ValueError: if the name, the weights or the pooling is unknown, the weights cannot be downloaded or belong to
+            another model, or with these arguments the model is not a classification model.
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if timm is not installed.
     """
@@ -111,7 +112,7 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     size_arguments = None
     if request.image_size is not None:
         size_arguments = {"input_size": (3, *height_and_width(request.image_size))}
-    data: Any = timm.data  # whose functions have no types
+    data: Any = timm.data  # its functions have no type annotations
     config = data.resolve_model_data_config(model, args=size_arguments)
     image_size = tuple(config["input_size"][1:])
     default = default_pooling(model.forward_features, model, image_size)
@@ -141,13 +142,13 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
 
 
 def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dict[str, Any]) -> Any:
-    """A model, built so that it takes as many image sizes as it can.
+    """Build a model so that it accepts as many image sizes as possible.
 
     Args:
         timm: the package.
-        request: for the image size and further arguments.
-        name: with the tag of its weights.
-        weights: the arguments of `timm.create_model` that load them.
+        request: has the image size and further arguments.
+        name: name of the model, with the tag of its weights.
+        weights: the arguments of `timm.create_model` that load the weights.
     """
     size = None
     if request.image_size is not None:
@@ -155,7 +156,7 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
     values = {"img_size": size, "dynamic_img_size": True, "strict_img_size": False}
     arguments = {"num_classes": 0, **weights, **request.arguments}
     if pretrained.is_rebuilding():
-        arguments["pretrained"] = weights.get("pretrained", False)  # whatever the file says
+        arguments["pretrained"] = weights.get("pretrained", False)  # a file may not set it
     for flexible in FLEXIBLE_SIZES:
         chosen = {argument: values[argument] for argument in flexible}
         try:
@@ -167,11 +168,12 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
 
 
 def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
-    """A model with all of its weights from a local file, which timm renames and resamples to the image size."""
+    """A model with all weights from a local file. timm converts their names and resamples them to the image size."""
     tensors = pretrained.read_weights(path, ENTRIES)
     plain = pretrained.without_prefixes(tensors, ())
     if plain.keys() != tensors.keys():
-        # timm also maps the parameter names of a model's original code, some of which begin with such a prefix.
+        # Try the names in the file first: timm converts names of a model's original code, and some begin with such a
+        # prefix.
         with suppress(ValueError):
             return _loaded_model(timm, request, path, tensors)
     return _loaded_model(timm, request, path, plain)
@@ -181,24 +183,24 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
     """A model with the tensors of a file.
 
     Raises:
-        ValueError: if one of the model is not among them: timm ignores tensors with other names, and keeps random ones.
+        ValueError: if a tensor of the model is missing: timm would silently keep random weights for it.
     """
     network = f"timm/{request.name}"
-    # Where the number of classes differs, timm skips the classifier, and loads what it can.
+    # With another number of classes, timm skips the classifier and loads all other weights.
     weights = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": tensors, "num_classes": -1}}
     try:
         with _noted_loading() as missing:
             model = _flexible_model(timm, request, request.name, weights)
-    except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # of what timm does with strange names
+    except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # timm fails on some invalid names
         raise pretrained.other_weights(path, network, error) from None
-    model.pretrained_cfg.pop("state_dict", None)  # else the model keeps and copies them
+    model.pretrained_cfg.pop("state_dict", None)  # otherwise the model would store and copy the tensors
     pretrained.check_loaded(path, network, model, missing.get(model, model.state_dict().keys()))
     return model
 
 
 @contextmanager
 def _noted_loading() -> Iterator[dict[nn.Module, Collection[str]]]:
-    """The names that have been missing when the weights of modules that are built meanwhile were loaded."""
+    """Context that records, for each module built in it, the names that were missing when its weights were loaded."""
     missing: dict[nn.Module, Collection[str]] = {}
     handles: dict[nn.Module, Any] = {}
 
@@ -219,7 +221,7 @@ def _noted_loading() -> Iterator[dict[nn.Module, Collection[str]]]:
 
 
 def _prefix_tokens(model: Any) -> int:
-    """The number of tokens before those of the patches."""
+    """The number of tokens before the patch tokens."""
     number = getattr(model, "num_prefix_tokens", None)
     if number is None:
         number = int(_has_class_token(model))
@@ -231,7 +233,7 @@ def _has_class_token(model: Any) -> bool:
 
 
 def _preparation(config: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Preparation` for timm's description of the images of a model."""
+    """The arguments of `Preparation` for timm's data config of a model."""
     channels, height, width = config["input_size"]
     crop = float(config["crop_pct"])
     resize: int | tuple[int, int] = (math.floor(height / crop), math.floor(width / crop))

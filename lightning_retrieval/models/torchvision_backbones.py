@@ -25,10 +25,10 @@ CLASSIFIERS = ("classifier", "fc", "heads", "head", *AUXILIARY_CLASSIFIERS)  # f
 
 
 def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
-    """A classification model of torchvision, without its classifier.
+    """Build a classification model of torchvision without its classifier.
 
     Args:
-        request: its name is torchvision's; its weights are torchvision's name of weights or a local file.
+        request: the name is torchvision's; the weights are torchvision's name of weights or a local file.
 
     Raises:
         ValueError: if the name, the weights or the pooling is unknown.
@@ -47,14 +47,14 @@ def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
     if has_file and not are_skipped():
         load_local_file(str(request.weights), backbone, optional=CLASSIFIERS)
     poolings: tuple[str, ...] = MAP_POOLINGS
-    if isinstance(backbone, models.VisionTransformer):  # returns its class token, whatever the pooling
+    if isinstance(backbone, models.VisionTransformer):  # always returns its class token
         poolings = ALL_POOLINGS
     pooling = request.checked_pooling("gem", poolings)
     return BuiltBackbone(backbone, pooling, _preparation(backbone, weights), dict(request.arguments))
 
 
 def _get_model(request: BackboneRequest, weights: Any) -> nn.Module:
-    """A model of torchvision; raise in one sentence if it cannot be built for the image size."""
+    """A model of torchvision; raises if it cannot be built for the image size."""
     from torchvision import models
 
     loaded = weights
@@ -92,7 +92,7 @@ def _arguments(request: BackboneRequest, weights: Any) -> dict[str, Any]:
 
 
 def _preparation(backbone: nn.Module, weights: Any) -> dict[str, Any]:
-    """What the weights were trained with; the size of a ViT without weights; else nothing but the defaults."""
+    """The arguments of `Preparation` for the weights; without weights, only the image size of a ViT."""
     if weights is None:
         size = getattr(backbone, "image_size", None)
         if isinstance(size, int):
@@ -111,9 +111,10 @@ def _preparation(backbone: nn.Module, weights: Any) -> dict[str, Any]:
 def _without_classifier(model: nn.Module) -> nn.Module:
     """A torchvision model up to its last feature map or, for ViT, up to its class token.
 
-    torchvision registers the parts of a model in the order in which its forward calls them. So the trunk is everything
-    before the pooling or, if the pooling is a function call, before the classifier, and it keeps its names in the state
-    dict. What a forward does besides calling its parts is added here; a test compares each family with its forward.
+    torchvision registers the children of a model in the order in which `forward` calls them. So the trunk consists of
+    the children before the pooling or, if the pooling is a function call, before the classifier; names in the state
+    dict do not change. Anything that `forward` does besides calling its children is added here; a test compares each
+    family with its `forward`.
     """
     from torchvision.models import DenseNet, VisionTransformer
 
@@ -148,7 +149,7 @@ def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
 
 
 class _InceptionInput(nn.Module):
-    """Changes ImageNet's mean and standard deviation to 0.5 each, which Inception's and GoogLeNet's weights expect."""
+    """Converts images from ImageNet's mean and std to 0.5 and 0.5, which weights of Inception and GoogLeNet expect."""
 
     scale: Tensor
     shift: Tensor

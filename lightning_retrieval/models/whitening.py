@@ -2,8 +2,8 @@
 
     f = W (x - m) / v^power, normalised
 
-m is the mean, and W and v are the principal directions and variances, of the embeddings of other images. Power 0.5
-divides by the standard deviation, 0.25 by its square root, and 0 only rotates.
+m, W and v are the mean, the principal directions and the variances of the embeddings that the whitening is learned
+from. Power 0.5 divides by the standard deviation, 0.25 by its square root, and 0 only rotates.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,12 +40,12 @@ _FIT_ROWS = 8192  # rows that are converted to float64 at a time
 
 @dataclass(frozen=True)
 class FitRows:
-    """The rows that a whitening is learned from: of all processes, in rank order, of which this one holds a shard.
+    """The rows that a whitening is learned from: those of all processes, in rank order, sharded over the processes.
 
     Args:
         local: the rows of this process.
         counts: number of rows of each process.
-        shard: this process.
+        shard: the shard of this process.
     """
 
     local: Float[Tensor, "local dim"]
@@ -61,7 +61,7 @@ class FitRows:
         return sum(self.counts[: self.shard.index])
 
     def sum(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """The sum of the values that each process has. A collective operation if there are several processes."""
+        """The sum of values over all processes. With several processes, a collective operation."""
         if self.shard.count == 1:
             return values
         return sum_over_ranks(values)
@@ -72,9 +72,9 @@ class FitRows:
         return torch.searchsorted(ends, positions.contiguous(), right=True)
 
     def fetch(self, positions: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
-        """The rows at these positions, which may be others on each process.
+        """The rows at these positions, which may differ between processes.
 
-        This is a collective operation if there are several processes.
+        With several processes, this is a collective operation.
         """
         if self.shard.count == 1:
             return self.local[positions]
@@ -84,12 +84,12 @@ class FitRows:
 
 
 def rows_of_one_process(rows: Float[Tensor, "row dim"]) -> FitRows:
-    """Rows that this process has alone."""
+    """Rows that only this process has."""
     return FitRows(rows, [len(rows)])
 
 
 def rows_of_all_processes(rows: Float[Tensor, "local dim"]) -> FitRows:
-    """The rows that each process has. A collective operation if there are several processes."""
+    """The rows of all processes. With several processes, a collective operation."""
     if world_size() == 1:
         return rows_of_one_process(rows)
     counts = gather_rows(torch.tensor([len(rows)], device=rows.device), [1] * world_size()).tolist()
@@ -97,15 +97,15 @@ def rows_of_all_processes(rows: Float[Tensor, "local dim"]) -> FitRows:
 
 
 def check_on_all_processes(owner: str, check: Callable[[], None], embeddings: Tensor, labels: Tensor | None) -> None:
-    """Raise the same error on all processes unless each has valid rows, and all have rows of one kind.
+    """Raise the same error on all processes unless rows are valid, with the same shape and dtype, on each process.
 
-    This is a collective operation if there are several processes.
+    With several processes, this is a collective operation.
 
     Args:
         owner: prefix of error messages.
         check: raises if the rows of this process are invalid.
         embeddings: one row per image of this process.
-        labels: of these images, if other processes need them.
+        labels: labels of these images, if other processes need them.
     """
 
     def kinds() -> dict[str, str]:
@@ -134,14 +134,14 @@ class PrincipalComponents(NamedTuple):
 
     mean: Float[Tensor, " from_dim"]
     components: Float[Tensor, "dim from_dim"]
-    variances: Float[Tensor, " dim"]  # with the divisor n - 1
+    variances: Float[Tensor, " dim"]  # computed with the divisor n - 1
 
 
 def principal_components(rows: FitRows, dim: int) -> PrincipalComponents:
     """The `dim` principal directions of the rows with the largest variance, computed and returned in float64.
 
-    Of a direction and its opposite, both of which are valid, the one with a positive largest entry is returned, so that
-    all machines agree. This is a collective operation if there are several processes.
+    The sign of a direction is arbitrary; it is chosen so that the largest entry is positive, so that all machines
+    agree. With several processes, this is a collective operation.
     """
     mean = rows.sum(rows.local.sum(0, dtype=torch.float64)) / len(rows)
     variances, components = top_directions(covariance_about(rows, mean), dim)
@@ -149,9 +149,9 @@ def principal_components(rows: FitRows, dim: int) -> PrincipalComponents:
 
 
 def covariance_about(rows: FitRows, mean: Float[Tensor, " from_dim"]) -> Float[Tensor, "from_dim from_dim"]:
-    """The mean square of the rows about `mean`, with the divisor n - 1, in float64 and block by block.
+    """The second moments of the rows about `mean`, with the divisor n - 1, in float64 and block by block.
 
-    This is a collective operation if there are several processes.
+    With several processes, this is a collective operation.
     """
     scatter = mean.new_zeros(len(mean), len(mean))
     for block in rows.local.split(_FIT_ROWS):
@@ -163,13 +163,13 @@ def covariance_about(rows: FitRows, mean: Float[Tensor, " from_dim"]) -> Float[T
 def top_directions(
     covariance: Float[Tensor, "from_dim from_dim"], dim: int
 ) -> tuple[Float[Tensor, " dim"], Float[Tensor, "dim from_dim"]]:
-    """The `dim` largest variances in descending order, and the directions along which they are."""
+    """The `dim` largest variances in descending order, and their directions."""
     eigenvalues, eigenvectors = torch.linalg.eigh(covariance)  # in ascending order
     return eigenvalues[-dim:].flip(0).clamp(min=0), eigenvectors[:, -dim:].T.flip(0)
 
 
 def with_positive_largest_entry(components: Float[Tensor, "dim from_dim"]) -> Float[Tensor, "dim from_dim"]:
-    """Each row or its opposite, whichever has a positive largest entry, so that all machines agree."""
+    """Choose the sign of each row so that its largest entry is positive, so that all machines agree."""
     largest_entry = components.gather(1, components.abs().argmax(1, keepdim=True))  # (dim, 1)
     return components * largest_entry.sign()
 
@@ -192,7 +192,7 @@ class Whitening(nn.Module):
     precision does not round it; it can be loaded without knowing its size in advance.
 
     Args:
-        dim: number of directions to keep, >= 1: the first ones. If None, all.
+        dim: number of directions to keep, >= 1; the first directions are kept. If None, all.
         power: exponent of the variance by which each direction is divided.
     """
 
@@ -207,24 +207,25 @@ class Whitening(nn.Module):
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from these rows; returns itself.
+        """Learn from these rows; returns the whitening.
 
         Args:
-            embeddings: one row per image, of the kind that will be whitened.
-            labels: of the images, for whitenings that need them.
+            embeddings: one row per image, from the same model as the embeddings to whiten.
+            labels: labels of the images, for whitenings that need them.
         """
         raise NotImplementedError
 
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from the rows of all processes, of which each gives its shard; returns itself.
+        """Learn from the rows of all processes, each of which passes its shard; returns the whitening.
 
-        This is a collective operation. Every process gathers all rows for `fit`, unless a subclass overrides it.
+        This is a collective operation. Unless a subclass overrides this method, each process gathers all rows for
+        `fit`.
 
         Args:
-            embeddings: one row per image of this process, of the kind that will be whitened.
-            labels: of these images, for whitenings that need them.
+            embeddings: one row per image of this process, from the same model as the embeddings to whiten.
+            labels: labels of these images, for whitenings that need them.
         """
         owner = type(self).__name__
         check_on_all_processes(owner, partial(check_matrix, owner, "embeddings", embeddings), embeddings, labels)
@@ -236,8 +237,8 @@ class Whitening(nn.Module):
         """Whitened unit rows, in float32 or better, also under autocast.
 
         Args:
-            embeddings: one row per image. A row with NaN or infinities becomes NaN, so that metrics and indexes, which
-                know the ids, can name it in their error.
+            embeddings: one row per image. A row with NaN or infinities becomes NaN, so that metrics and indexes can
+                raise an error with its id.
         """
         owner = type(self).__name__
         check_matrix(owner, "embeddings", embeddings)
@@ -256,13 +257,13 @@ class Whitening(nn.Module):
         return whiten(embeddings, self.learned, self.power)
 
     def get_extra_state(self) -> Any:
-        """What was learned, for checkpoints."""
+        """The learned values, for checkpoints."""
         if self.learned is None:
             return None
         return self.learned._asdict()
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore what was learned from a checkpoint; if it has more directions than `dim`, the first ones."""
+        """Restore the learned values of a checkpoint; of more than `dim` directions, only the first `dim`."""
         if state is None:
             self.learned = None
             return
@@ -283,25 +284,26 @@ class Whitening(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: Any
     ) -> None:
-        """Load, also from a checkpoint of a model without whitening, which is then to be learned."""
+        """Load the state. The checkpoint may lack a whitening, which must then be learned."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, False, *lists)
 
 
 class WhiteningOfSums(Whitening):
-    """Base class of whitenings that are learned from sums over rows, to which each process adds those of its shard."""
+    """Base class of whitenings that are learned from sums over rows, which can be computed shard by shard."""
 
     needs_labels = False
 
-    @torch.inference_mode(False)  # what is learned in an evaluation may be used in training too
+    @torch.inference_mode(False)  # values learned in an evaluation may also be used in training
     @torch.no_grad()
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from these rows, in float64; returns itself.
+        """Learn from these rows, in float64; returns the whitening.
 
         Args:
-            embeddings: one row per image, of the kind that will be whitened.
-            labels: of the images, or of several levels, the finest first. A whitening that needs none only checks them.
+            embeddings: one row per image, from the same model as the embeddings to whiten.
+            labels: labels of the images, possibly of several levels, the finest first. They are always validated, but
+                only some whitenings use them.
         """
         self._check_given(embeddings, labels)
         return self._fit(embeddings, labels, rows_of_one_process)
@@ -311,15 +313,15 @@ class WhiteningOfSums(Whitening):
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from the rows of all processes, of which each gives its shard; returns itself.
+        """Learn from the rows of all processes, each of which passes its shard; returns the whitening.
 
         This is a collective operation. Each process sends sums, D^2 + D numbers.
 
         Args:
-            embeddings: one row per image of this process, of the kind that will be whitened.
-            labels: of these images. A whitening that needs none only checks them.
+            embeddings: one row per image of this process, from the same model as the embeddings to whiten.
+            labels: labels of these images. They are always validated, but only some whitenings use them.
         """
-        if type(self).fit is not WhiteningOfSums.fit:  # the `fit` of a subclass, which needs all rows
+        if type(self).fit is not WhiteningOfSums.fit:  # a subclass overrides `fit`, which needs all rows
             return super().fit_over_processes(embeddings, labels)
         compared = labels if self.needs_labels else None
         check = partial(self._check_given, embeddings, labels)
@@ -346,15 +348,16 @@ class WhiteningOfSums(Whitening):
         raise NotImplementedError
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
-        """What is learned from all rows, in float64; `dtype` is that of the rows that were given."""
+        """Compute the learned values from all rows, in float64; `dtype` is the original dtype of the rows."""
         raise NotImplementedError
 
 
 class PCAWhitening(WhiteningOfSums):
     """Centres, rotates and scales embeddings so that all principal directions have equal variance, and normalises them.
 
-    It is learned from one set of embeddings by `fit` and applied to others. The result (`learned`: mean, components and
-    variances; None before `fit`) is saved in checkpoints, and can be loaded without knowing its size in advance.
+    The whitening is learned from one set of embeddings by `fit` and applied to others. The result (`learned`: mean,
+    components and variances; None before `fit`) is saved in checkpoints, and can be loaded without knowing its size in
+    advance.
 
     Args:
         dim: number of directions to keep, >= 1: those with the largest variance. If None, all.
@@ -363,8 +366,8 @@ class PCAWhitening(WhiteningOfSums):
 
     Raises:
         ValueError: if a number is out of its range; in `fit`, if there are too few rows, `dim` is larger than their
-            dimension, a number is not finite, or the embeddings do not vary in a direction that is to be scaled; when
-            called, if nothing has been learned or the dimension differs.
+            dimension, a number is not finite, or the variance is 0 in a direction that is divided by it; when called,
+            if nothing has been learned or the dimension differs.
         TypeError: if `dim` is not an integer, or the embeddings are not floating point.
 
     Example:
@@ -376,8 +379,8 @@ class PCAWhitening(WhiteningOfSums):
         torch.Size([100, 4])
 
     Cost:
-        `fit` needs D^2 numbers in float64 and time in proportion to N D^2 + D^3. `fit_over_processes` shares the work
-        of N D^2 between the processes.
+        `fit` needs D^2 numbers in float64 and time proportional to N D^2 + D^3. `fit_over_processes` distributes the
+        work of N D^2 over the processes.
 
     Relations:
         `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
@@ -426,7 +429,7 @@ class PCAWhitening(WhiteningOfSums):
 
 
 def count_varying(variances: Float[Tensor, " dim"], dtype: torch.dtype, from_dim: int | None = None) -> int:
-    """The number of variances, in descending order, that are more than rounding error of rows in `dtype`."""
+    """The number of variances (in descending order) that exceed the rounding error of rows in `dtype`."""
     relative = max(torch.finfo(dtype).eps ** 2, torch.finfo(torch.float64).eps)
     rounding = relative * (from_dim or len(variances)) * float(variances[0])
     return int((variances > rounding).sum())

@@ -1,9 +1,9 @@
 """Objects as plain data and back, for checkpoints, transforms, logs and hubs.
 
-An object is described as in the config files of LightningCLI, by its class path and its constructor arguments:
+As in config files of LightningCLI, an object is described by its class path and its constructor arguments:
 `{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}`. `describe.py` writes such descriptions, and `rebuild.py`
-makes the objects again. Descriptions in a file are data: a file may not choose what is imported or called, and
-`rules.py` alone decides which classes and settings it may name.
+rebuilds the objects. Descriptions in a file are data: a file may not choose what is imported or called. Only `rules.py`
+decides which classes and settings a file may name.
 """
 
 from lightning_retrieval.plain_data.describe import class_path as class_path

@@ -1,4 +1,4 @@
-"""Objects as plain data, which `rebuild` makes again, and their settings for the logs of a run."""
+"""Describes objects as plain data, from which `rebuild` restores them, and their settings for the logs of a run."""
 
 import functools
 import inspect
@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import nn
 
-LONGEST_LIST = 100  # a longer list or dict is logged by its length
-DEEPEST_NESTING = 3  # what is nested deeper is logged by its class
+LONGEST_LIST = 100  # for a longer list or dict, only the length is logged
+DEEPEST_NESTING = 3  # for deeper values, only the class is logged
 _SCALARS = (bool, int, float, str)
 
 
 def class_path(cls: type) -> str:
-    """The shortest dotted path from which a class can be imported, the one that LightningCLI writes into a config.
+    """The shortest dotted path from which a class can be imported, as LightningCLI writes it into a config.
 
-    Packages re-export what is public, so the parents of the class's module are asked first: the path of a public class
-    does not depend on the file that defines it.
+    Packages re-export public classes, so the parents of the class's module are searched first. The path of a public
+    class therefore does not depend on the file that defines it.
 
     Args:
-        cls: any class; one that is defined within a function has no path, and gets a name that cannot be imported.
+        cls: any class. A class that is defined within a function has no path, and gets a name that cannot be imported.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ def class_path(cls: type) -> str:
 
 
 def unsharded_class(value: Any) -> type[Any]:
-    """The class of an object; `fully_shard` replaces that of a module by a subclass which nobody can import."""
+    """The original class of an object: `fully_shard` gives a module a subclass that cannot be imported."""
     cls = type(value)
     if hasattr(cls, "set_requires_gradient_sync"):
         cls = cls.__bases__[-1]
@@ -48,7 +48,7 @@ def constructor_parameters(cls: Any) -> list[inspect.Parameter]:
     """The parameters of the constructor of a class, without `self`.
 
     Raises:
-        ValueError: if it has no signature, as some types written in C.
+        ValueError: if it has no signature, like some types written in C.
     """
     return list(inspect.signature(cls.__init__).parameters.values())[1:]
 
@@ -59,11 +59,11 @@ def is_variadic(parameter: inspect.Parameter) -> bool:
 
 
 def describe(value: Any) -> Any:
-    """Plain data from which `rebuild` or `rebuild_factory` makes the value again.
+    """Describe a value as plain data for `rebuild` or `rebuild_factory`.
 
-    Plain values stay as they are. An object becomes its class and its constructor arguments: those that its method
-    `init_args()` returns if it has one, else its attributes of the arguments' names. If an argument cannot be found or
-    is not plain, `init_args` is None: the object has to be passed to `load_from_checkpoint` again.
+    Plain values do not change. An object is described by its class and its constructor arguments: those returned by its
+    method `init_args()` if it has one, else its attributes with the names of the arguments. If an argument cannot be
+    found or is not plain, `init_args` is None: the object must then be passed to `load_from_checkpoint` again.
 
     Args:
         value: plain data, a module, another object, a class, or `functools.partial` of a class.
@@ -91,9 +91,9 @@ def describe(value: Any) -> Any:
 
 
 def without_sources(described: Any) -> Any:
-    """Descriptions without the file and the folder from which `timm.create_model` has loaded weights.
+    """Remove, from descriptions, the file and the folder from which `timm.create_model` has loaded weights.
 
-    The weights are in the checkpoint, and no file may name others (`rules.FORBIDDEN`).
+    The weights are in the checkpoint, and a file may not name other weights (`rules.FORBIDDEN`).
 
     Args:
         described: plain data.
@@ -110,13 +110,13 @@ def without_sources(described: Any) -> Any:
 
 
 def logged_settings(value: Any) -> dict[str, Any]:
-    """Class and settings of an object as plain data, for a log; no object is rebuilt from it.
+    """Class and settings of an object as plain data for a log, not for rebuilding the object.
 
-    Settings are the constructor arguments, of the class and of its bases, that the object keeps as attributes of the
-    same names. A value that is not plain is logged by its class, a long list by its length.
+    Settings are the constructor arguments, of the class and its bases, that the object has as attributes with the same
+    names. For a value that is not plain, only the class is logged; for a long list, only the length.
 
     Args:
-        value: any object. Its properties are not called, since they may compute anything.
+        value: any object. Its properties are not read, since they may run any code.
 
     Example:
         >>> from lightning_retrieval.losses import SmoothAPLoss
@@ -138,7 +138,7 @@ def logged_settings(value: Any) -> dict[str, Any]:
 
 
 def _scalar(value: Any) -> Any:
-    """A number or string of Python's own type, in place of one of a subclass, such as NumPy's float64; or None."""
+    """Convert a number or string of a subclass, such as NumPy's float64, to Python's type; None for anything else."""
     for kind in _SCALARS:
         if isinstance(value, kind):
             return kind(value)
@@ -171,7 +171,7 @@ def _describe_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _can_be_rebuilt(argument: Any, described: Any) -> bool:
-    """Whether a constructor argument can be made from its description."""
+    """Whether a constructor argument can be rebuilt from its description."""
     if isinstance(argument, (list, tuple)):
         return all(_can_be_rebuilt(item, other) for item, other in zip(argument, described))
     if isinstance(argument, dict):

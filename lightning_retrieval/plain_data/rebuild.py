@@ -1,10 +1,10 @@
-"""Objects from their descriptions.
+"""Rebuilds objects from their descriptions.
 
-A description is first read as a whole (`check_plain_data`, which imports nothing). Then each class in it is looked up
-and compared with what its argument accepts, by the annotations of the constructor. Only then is anything built.
+A description is first checked as a whole (`check_plain_data`, which imports nothing). Then each class in it is looked
+up and compared with the type annotation of its argument. Only then is anything built.
 
-No function is called because a file names it: `timm.create_model` and torchvision's builders of models are translated
-into networks without pretrained weights.
+A file cannot cause a function to be called: `timm.create_model` and torchvision's model builders in a description are
+translated into networks without pretrained weights.
 """
 
 import collections.abc
@@ -30,17 +30,18 @@ _WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone") 
 
 
 def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
-    """An instance of `kind`: the value itself, or the object of its description.
+    """An instance of `kind`: the value itself, or an object rebuilt from its description.
 
     Args:
         owner: prefix of error messages.
         name: the argument that the value is for.
         value: an object or its description.
-        kind: class that the object must have.
+        kind: the required class.
 
     Raises:
-        TypeError: if it is neither, or describes a class that is not a `kind`.
-        ValueError: if a file may not name its class, or the object could not be described, so that it has to be given.
+        TypeError: if the value is neither, or describes an object of another class.
+        ValueError: if a file may not name the class, or if the description is incomplete, so that the object must be
+            passed.
     """
     if _is_description(value):
         check_plain_data(owner, name, value)
@@ -51,13 +52,13 @@ def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
 
 
 def rebuild_factory(owner: str, name: str, value: Any, kinds: Kinds) -> Any:
-    """A callable that makes one of `kinds`: the value itself, or a `functools.partial` of its description.
+    """A callable that creates one of `kinds`: the value itself, or a `functools.partial` of its description.
 
     Args:
         owner: prefix of error messages.
         name: the argument that the value is for.
         value: a callable or its description.
-        kinds: classes of what the callable may make.
+        kinds: classes that the callable may create.
     """
     if _is_description(value):
         check_plain_data(owner, name, value)
@@ -72,39 +73,39 @@ def rebuild_factory(owner: str, name: str, value: Any, kinds: Kinds) -> Any:
 
 @dataclass(frozen=True)
 class CheckedSettings:
-    """The class of a module and its arguments, as the file has them and as `_Description`s; nothing is built yet."""
+    """The class of a module and its arguments, both as plain data and as `_Description`s; nothing is built yet."""
 
     cls: type[Any]
     plain: dict[str, Any]
     checked: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments with the objects in them, newly built."""
+        """The arguments, with their objects built anew."""
         return {name: _built(value) for name, value in self.checked.items()}
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What an argument accepts: objects of `kinds`, callables that make one of `products`, strings as they are."""
+    """What an argument accepts: objects of `kinds`, callables that create `products`, strings if `takes_strings`."""
 
     kinds: Kinds = ()
     products: Kinds = ()
     takes_strings: bool = False
 
 
-_ANY = _Place((nn.Module,), takes_strings=True)  # of an argument without annotation
+_ANY = _Place((nn.Module,), takes_strings=True)  # for an argument without annotation
 
 
 @dataclass(frozen=True)
 class _Description:
-    """A class, or a builder of networks, and its arguments, which may hold descriptions; nothing is built yet."""
+    """A class, or a builder of networks, with arguments that may hold descriptions; nothing is built yet."""
 
     make: Callable[..., Any]
     arguments: dict[str, Any]
     is_factory: bool = False
 
     def build(self) -> Any:
-        """The object; of a factory, the class with its arguments."""
+        """Build the object; for a factory, a partial of the class with its arguments."""
         arguments = {name: _built(value) for name, value in self.arguments.items()}
         if self.is_factory:
             return functools.partial(self.make, **arguments)
@@ -139,12 +140,12 @@ class DescriptionReader:
         """Check the settings of a module in a file as a whole, before anything is built.
 
         Args:
-            cls: the module must be of this class; the entry `_class_path`, which LightningCLI writes, names a subclass.
-            settings: plain data; what the constructor does not accept is skipped.
+            cls: required class of the module; the entry `_class_path`, which LightningCLI writes, may name a subclass.
+            settings: plain data; entries that the constructor does not accept are skipped.
 
         Raises:
-            ValueError: if the file names what it may not name, or an object that has to be passed again.
-            TypeError: if it names a class of another kind than the argument has.
+            ValueError: if the file names a class or a setting that it may not name, or an object must be passed again.
+            TypeError: if it names a class of the wrong kind for an argument.
         """
         check_plain_data(self.owner, "hyperparameters", settings)
         given = dict(settings)
@@ -157,11 +158,11 @@ class DescriptionReader:
         return CheckedSettings(cls, given, self.arguments(given, places))
 
     def arguments(self, given: Mapping[str, Any], places: Mapping[str, _Place]) -> dict[str, Any]:
-        """The arguments of a constructor, with a `_Description` in place of each description."""
+        """The arguments of a constructor, with descriptions replaced by `_Description`s."""
         return {name: self._value(name, value, places.get(name, _ANY)) for name, value in given.items()}
 
     def description(self, name: str, value: dict[str, Any], place: _Place) -> _Description:
-        """What is described for an argument, if its place accepts it."""
+        """The `_Description` for an argument; raises if the argument does not accept it."""
         path, arguments = value["class_path"], self._described_arguments(name, value)
         if arguments is None or "<" in path:
             raise ValueError(
@@ -186,12 +187,12 @@ class DescriptionReader:
         if isinstance(value, str) and place.products and not place.takes_strings:
             raise ValueError(
                 f"{self.owner}: `{name}` must be passed again, as in load_from_checkpoint(path, lr_scheduler=...), "
-                f"because it is a function, and a file does not choose what is called, got {short_repr(value)}."
+                f"because it is a function, and a file may not choose what is called, got {short_repr(value)}."
             )
         return value
 
     def _described_arguments(self, name: str, value: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments of a description; None if they could not be described."""
+        """The arguments in a description; None if they could not be described."""
         arguments, further = value.get("init_args", {}), value.get("dict_kwargs") or {}
         is_valid = isinstance(arguments, (dict, type(None))) and isinstance(further, dict)
         if not is_valid or not isinstance(value["class_path"], str):
@@ -204,7 +205,7 @@ class DescriptionReader:
         return {**arguments, **further}
 
     def _network(self, name: str, path: str, arguments: dict[str, Any]) -> _Description | None:
-        """What a builder of timm or torchvision makes, with random weights; None if the path leads to none."""
+        """The network of a timm or torchvision builder, with random weights; None if the path is not such a builder."""
         if path.startswith("torchvision.models."):
             return _network_of_torchvision(path, arguments)
         if path != "timm.create_model":
@@ -232,9 +233,10 @@ def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Descriptio
 
 
 def _places(cls: Any) -> dict[str, _Place]:
-    """What the arguments of a class accept, by its annotations; `**kwargs` are those of its base classes.
+    """The values that the arguments of a class accept, by annotation; `**kwargs` stand for those of base classes.
 
-    One without annotation also accepts what its name does in a base class, to which it is usually passed on.
+    An argument without annotation also accepts the values of the base class's argument of the same name, to which it is
+    usually passed.
     """
     places: dict[str, _Place] = {}
     passes_on = True
@@ -259,7 +261,7 @@ def _annotations(cls: type[Any]) -> dict[str, Any]:
         annotations[parameter.name] = Any
         if parameter.annotation is not inspect.Parameter.empty:
             holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-            with contextlib.suppress(Exception):  # of a string whose names the module imports for type checkers only
+            with contextlib.suppress(Exception):  # a string with names that are imported only for type checkers
                 annotations |= typing.get_type_hints(holder, names)
     return annotations
 
@@ -270,7 +272,7 @@ def _accepts_any(cls: type[Any]) -> bool:
 
 
 def _place(annotation: Any) -> _Place:
-    """What an annotation accepts, wherever in a union, a list or a dict it says so."""
+    """The values that an annotation accepts, including those within unions, lists and dicts."""
     kinds: list[type[Any]] = []
     products: list[type[Any]] = []
     takes_strings = False
@@ -295,7 +297,7 @@ def _place(annotation: Any) -> _Place:
 
 
 def _classes(annotations: Iterable[Any]) -> list[type[Any]]:
-    """The classes of annotations, which may be unions, without those of plain values."""
+    """The classes in annotations, which may be unions, except classes of plain values."""
     found: list[type[Any]] = []
     for annotation in annotations:
         if get_origin(annotation) in (Union, types.UnionType):

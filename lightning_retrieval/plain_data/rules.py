@@ -1,8 +1,8 @@
-"""Which classes and settings a file may name. Everything that reads a file asks here, and nothing else decides it.
+"""The rules for which classes and settings a file may name. All code that reads files uses these rules.
 
-- A class is accepted if the module that defines it is in `PACKAGES`, or belongs to the user (`_is_of_user`), and if it
-  is a subclass of the type of the argument. It is looked up only after its path has been accepted.
-- No function is called because a file names it; `load_function` is for names that the user gives.
+- A class is accepted if its module is in `PACKAGES`, or belongs to the user (`_is_of_user`), and if it is a subclass of
+  the type of the argument. It is looked up only after its path has been accepted.
+- A file cannot cause a function to be called; `load_function` is only for names given by the user.
 - Settings that make another library run code or load files are invalid (`FORBIDDEN`, addresses, names of kernels).
 """
 
@@ -36,36 +36,36 @@ PACKAGES = (
     "torchvision.ops",
 )
 TRANSFORM_PACKAGES = ("timm.data.transforms", "torchvision.transforms")
-_PUBLIC_PARENTS = ("timm.data", "torch.nn")  # packages from which some of these classes are usually imported
+_PUBLIC_PARENTS = ("timm.data", "torch.nn")  # parent packages from which some of these classes are usually imported
 
 # Settings with which another library would run code, or read a file or an address that the description chooses.
 FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
-_ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # in names that are looked up elsewhere
-_MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # of plain data
-_MAIN = ("__main__", "__mp_main__")  # the script of the user, in its process and in those that it has spawned
+_ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # prefixes of names that another library would look up
+_MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # limits for plain data
+_MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
 
-named_by_user: set[str] = set()  # modules that the user, not a file, has named
+named_by_user: set[str] = set()  # modules named by the user, not by a file
 
 
 def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...] = PACKAGES) -> None:
-    """Raise unless a value of a file is plain data that names nothing which a file may not name; imports nothing.
+    """Raise unless a value from a file is plain data in which all names are permitted; imports nothing.
 
     Args:
         owner: prefix of error messages.
         name: the argument that the value is for.
         value: numbers, strings, None, lists and dicts.
-        packages: modules whose classes a file may name; those of the user count in any case.
+        packages: modules whose classes a file may name, in addition to the user's modules.
 
     Raises:
-        ValueError: if a class path leads to a module that a file may not name, or a setting would make another library
-            run code, read a file or open an address.
-        TypeError: if something else is in it.
+        ValueError: if a class path belongs to a module that a file may not name, or a setting would make another
+            library run code, read a file or open an address.
+        TypeError: if the value contains anything but plain data.
     """
     pending, seen = [(name, value, 0)], 0
     while pending:
         inner, item, depth = pending.pop()
         seen += 1
-        if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # a list may hold another one twice, which holds another ...
+        if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # nested shared lists may expand exponentially
             raise ValueError(f"{owner}: `{name}` must be plain data, got lists or dicts that are nested too deeply.")
         pending += [(key, part, depth + 1) for key, part in _checked_parts(owner, inner, item, packages)]
 
@@ -73,7 +73,7 @@ def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...
 def find_class(
     owner: str, name: str, path: Any, kinds: Kinds = (object,), packages: tuple[str, ...] = PACKAGES
 ) -> type[Any]:
-    """The class of a path that a file holds.
+    """Look up the class with a path from a file.
 
     Args:
         owner: prefix of error messages.
@@ -100,21 +100,21 @@ def find_class(
 
 
 def names_kernels(name: str, value: Any) -> bool:
-    """Whether a setting of transformers, maybe for each part of a network, names kernels on a hub."""
+    """Whether a setting of transformers (possibly one per submodule) names kernels on a hub."""
     return "_implementation" in name and value is not None and not str(value).isidentifier()
 
 
 def load_function(owner: str, name: str, path: str) -> Any:
-    """What the user, not a file, named by a dotted path: a function, or another object that can be called.
+    """Import a function, or another callable, by a dotted path that the user, not a file, has given.
 
     Args:
         owner: prefix of error messages.
-        name: the argument that names it.
+        name: the argument with the path.
         path: dotted path, whose module is imported.
 
     Raises:
-        ValueError: if its module cannot be imported, or does not have it.
-        TypeError: if it cannot be called.
+        ValueError: if the module cannot be imported, or does not have the function.
+        TypeError: if the object is not callable.
     """
     module, _, attribute = path.rpartition(".")
     try:
@@ -143,7 +143,7 @@ def import_named_module(owner: str, name: str, module: str) -> None:
 
 
 def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """What is in a value, with names; raise if the value itself, or its names, may not be in a file."""
+    """The elements of a value, with names; raises if the value itself, or a name, may not be in a file."""
     if isinstance(value, (list, tuple)):
         return [(name, item) for item in value]
     if isinstance(value, Mapping):
@@ -158,7 +158,7 @@ def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...])
         raise TypeError(f"{owner}: `{name}` must be plain data, got {short_repr(value)} ({type(value).__name__}).")
     if isinstance(value, str) and any(prefix in value.lower() for prefix in _ADDRESSES):
         raise ValueError(
-            f"{owner}: `{name}` must name no address, since a file does not choose what is downloaded, got "
+            f"{owner}: `{name}` must not be an address, since a file may not choose what is downloaded, got "
             f"{short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
         )
     return []
@@ -173,7 +173,7 @@ def _check_setting(owner: str, name: str, value: Any) -> None:
 
 
 def _check_path(owner: str, name: str, path: Any, packages: tuple[str, ...]) -> None:
-    """Raise unless a file may name a path, as it is written; nothing is imported."""
+    """Raise unless a file may name a path, judged by its text; nothing is imported."""
     if not isinstance(path, str):
         raise TypeError(f"{owner}: `{name}` must have a string as class_path, got {short_repr(path)}.")
     module = path.rpartition(".")[0]
@@ -198,12 +198,12 @@ def _may_name(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def is_below(module: str, packages: Iterable[str]) -> bool:
-    """Whether a module is one of these packages, or in one of them."""
+    """Whether a module is one of these packages, or inside one of them."""
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def _is_of_user(module: str) -> bool:
-    """Whether a module is one that the user has named or imported: no part of Python or of a library that we need."""
+    """Whether the user has named or imported a module that is not part of Python or of a required library."""
     if module in _MAIN or is_below(module, named_by_user):
         return True
     top_level = module.partition(".")[0]
@@ -213,7 +213,7 @@ def _is_of_user(module: str) -> bool:
 
 @functools.cache
 def _required_modules() -> frozenset[str]:
-    """The top-level modules of this library, its requirements with all extras and theirs; of all if none is known."""
+    """The top-level modules of this library and all its requirements, with all extras; if unknown, of all packages."""
     owners = importlib.metadata.packages_distributions()
     pending = ["lightning-retrieval"]
     found: set[str] = set()
@@ -241,7 +241,7 @@ def _normalized(requirement: str) -> str:
 
 
 def _look_up(path: str, packages: tuple[str, ...]) -> Any:
-    """What a path leads to; modules are imported only if they are in one of the packages."""
+    """The object with a path; modules are imported only if they are in one of the packages."""
     found = imported_object(path, packages)
     module, _, attribute = path.rpartition(".")
     if found is not None:
@@ -252,7 +252,7 @@ def _look_up(path: str, packages: tuple[str, ...]) -> Any:
 
 
 def imported_object(path: str, packages: tuple[str, ...] = PACKAGES) -> Any:
-    """What a path leads to in imported modules; not through one that a file may not name, which can import others."""
+    """The object with a path in imported modules. The path may not pass through a module that a file may not name."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:length]))

@@ -1,1 +1,1 @@
-"""What happens to an image between its file and the network."""
+"""The preparation of images: every step between an image file and the network."""

@@ -1,7 +1,6 @@
-"""Image files: which suffixes they have, and how one is decoded, rotated and cropped to its box.
+"""Decodes image files, rotates images upright and crops them to their boxes.
 
-Pillow decodes all files, and torchvision decodes JPEGs to tensors in the same way: both use libjpeg-turbo, and give the
-same pixels.
+Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the same pixels: both use libjpeg-turbo.
 """
 
 import contextlib
@@ -36,10 +35,10 @@ except ImportError:  # deprecated in torchvision 0.29
 
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
-IDENTIFIED_ONLY = {"MPEG"}  # formats whose size Pillow reads, but whose pixels it cannot decode
+IDENTIFIED_ONLY = {"MPEG"}  # formats that Pillow identifies but cannot decode
 JPEG_START = b"\xff\xd8\xff"
 
-_ROTATIONS = {  # by value of the tag; 1 is upright
+_ROTATIONS = {  # by the value of the EXIF tag; 1 is upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -61,7 +60,7 @@ def image_suffixes() -> frozenset[str]:
 
 
 def _is_decoded(kind: str) -> bool:
-    """Whether Pillow decodes files of a format, and does not only identify them."""
+    """Whether Pillow can decode a format, not only identify it."""
     if kind not in Image.OPEN or kind in IDENTIFIED_ONLY:
         return False
     if kind == "EPS":
@@ -80,21 +79,21 @@ def read_image(
     background: tuple[int, int, int] = WHITE,
     least_size: Size | None = None,
 ) -> Image.Image:
-    """Decode an image to RGB, rotate it as its EXIF orientation requires, and crop it to its box.
+    """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
 
     Args:
         path: the file, or its content as a binary stream.
-        box: left, top, right and bottom in pixels of the image; parts outside of the image are cut off. None for the
-            whole image.
-        load_truncated: whether an image whose file ends too early is decoded up to there, and the rest is grey.
-        boxes_before_rotation: whether the box is in pixels of the file, before the rotation, and not of the upright
-            image. Pillow rotates TIFF files itself, so for these there is no difference.
-        background: red, green and blue of the colour that shows through transparent pixels.
-        least_size: height and width of the upright image, or of its box, at which a JPEG may be decoded, see
-            `reduce_scale`; the box is then rounded outwards to whole pixels. None for the full scale.
+        box: left, top, right and bottom in pixels of the image, clipped to the image. None for the whole image.
+        load_truncated: whether a truncated file is decoded as far as possible, with the rest grey.
+        boxes_before_rotation: whether the box is in pixels of the file, before the rotation, instead of pixels of the
+            upright image. For TIFF files there is no difference, because Pillow rotates them itself.
+        background: red, green and blue of the colour behind transparent pixels.
+        least_size: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box, still has
+            this height and width, see `reduce_scale`; the box is then rounded outwards to whole pixels. None for the
+            full scale.
 
     Raises:
-        ValueError: if the box is outside of the image, or the range of the pixel values is unknown (see `to_rgb`).
+        ValueError: if the box is outside the image, or the range of the pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
     with truncated_images(load_truncated), Image.open(path) as file:
@@ -120,20 +119,20 @@ def read_pixels(
     background: tuple[int, int, int] = WHITE,
     least_size: Size | None = None,
 ) -> Pixels:
-    """The pixels of the image that `read_image` gives.
+    """Like `read_image`, but returns the pixels as a tensor.
 
-    JPEGs in RGB or grey are decoded by torchvision, which is faster, but not at a reduced scale.
+    JPEGs in RGB or grey are decoded by torchvision, which is faster, but only at the full scale.
 
     Args:
-        path: as for `read_image`, also all others.
-        box: part of the image, or None.
-        load_truncated: whether to decode truncated images.
-        boxes_before_rotation: whether the box is in pixels of the file.
-        background: of transparent pixels.
-        least_size: at which a JPEG may be decoded.
+        path: as for `read_image`.
+        box: as for `read_image`.
+        load_truncated: as for `read_image`.
+        boxes_before_rotation: as for `read_image`.
+        background: as for `read_image`.
+        least_size: as for `read_image`.
 
     Raises:
-        Exception: as `read_image`.
+        Exception: as for `read_image`.
     """
     reduce = partial(_reduce, box=box, least_size=least_size, boxes_before_rotation=boxes_before_rotation)
     decoded = _decoded_jpeg(path, reduce)
@@ -163,11 +162,11 @@ def read_pixels(
 def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -> tuple[Pixels, int, int] | None:
     """The pixels of a JPEG, its orientation, and the divisor of its size.
 
-    None if it is no JPEG, or one that `read_image` has to decode or report.
+    None if the file is not a JPEG, or if `read_image` must decode it or report its error.
 
     Args:
         path: the file, or its content.
-        reduce: lets Pillow decode an image at a reduced scale if it may be, and returns what its size is divided by.
+        reduce: sets the scale at which Pillow decodes an image, and returns the divisor of its size.
     """
     if decode_image is None:
         return None
@@ -184,12 +183,12 @@ def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -
                 return to_pixels(file.convert("RGB")), orientation, divisor
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return decode_image(encoded, ImageReadMode.RGB), orientation, 1
-    except Exception:  # of a damaged file, or of a torchvision without libjpeg
+    except Exception:  # a damaged file, or a torchvision without libjpeg
         return None
 
 
 def _content_of_jpeg(path: Path | BinaryIO) -> bytes | None:
-    """The content of a JPEG, None for any other file; a stream stays at its position."""
+    """The content of a JPEG, None for other files. The position of a stream does not change."""
     if isinstance(path, (str, Path)):
         with open(path, "rb") as stream:
             return _content_of_jpeg(stream)
@@ -204,7 +203,7 @@ def _content_of_jpeg(path: Path | BinaryIO) -> bytes | None:
 
 @contextlib.contextmanager
 def truncated_images(load: bool) -> Iterator[None]:
-    """Let Pillow decode truncated images within the context, if `load`; its setting is one for the whole process."""
+    """Context in which Pillow decodes truncated images, if `load`. Pillow's setting is global."""
     before = ImageFile.LOAD_TRUNCATED_IMAGES
     ImageFile.LOAD_TRUNCATED_IMAGES = load or before
     try:
@@ -214,15 +213,15 @@ def truncated_images(load: bool) -> Iterator[None]:
 
 
 def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxes_before_rotation: bool) -> int:
-    """Let Pillow decode a JPEG at a reduced scale if it may be; what its size is divided by."""
+    """Make Pillow decode a JPEG at a reduced scale if `least_size` allows it; returns the divisor of its size."""
     if least_size is None or not isinstance(file, JpegImageFile):
         return 1
     is_transposed = file.getexif().get(ORIENTATION, 1) in TRANSPOSED
     if is_transposed:
-        least_size = (least_size[1], least_size[0])  # in the file, before the rotation
+        least_size = (least_size[1], least_size[0])  # as stored in the file, before the rotation
     if box is None:
         return reduce_scale(file, least_size)
-    if is_transposed and not boxes_before_rotation:  # the box is in pixels of the upright image
+    if is_transposed and not boxes_before_rotation:  # the box refers to the upright image
         left, top, right, bottom = _inside(box, file.height, file.width)
         return reduce_scale(file, least_size, (right - left, bottom - top))
     left, top, right, bottom = _inside(box, file.width, file.height)
@@ -230,7 +229,7 @@ def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxe
 
 
 def _divided(box: Box | None, divisor: int) -> Box | None:
-    """The box in pixels of an image whose size was divided, rounded outwards."""
+    """The box for an image whose size was divided by `divisor`, rounded outwards."""
     if box is None or divisor == 1:
         return box
     begin, end = box[:2] // divisor, -(-box[2:] // divisor)
@@ -247,7 +246,7 @@ def _cropped(pixels: Pixels, box: Box) -> PixelsOfNewSize:
 
 
 def _inside(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
-    """The part of a box that is inside of its image."""
+    """The part of a box inside its image."""
     left, top, right, bottom = box.tolist()
     inside = (max(0, left), max(0, top), min(width, right), min(height, bottom))
     if inside[0] >= inside[2] or inside[1] >= inside[3]:

@@ -1,4 +1,4 @@
-"""The preparation for the model of a checkpoint in service: as it was evaluated, and never in another way."""
+"""Chooses the preparation for the model of a checkpoint outside of training: always the one of its evaluation."""
 
 import sys
 from pathlib import Path
@@ -19,14 +19,14 @@ from lightning_retrieval.preparation.serialised import (
     shown_transform,
 )
 
-PROBED_SIZE = (224, 224)  # pixels of the black image on which a function is tried
+PROBED_SIZE = (224, 224)  # height and width of the black image on which a function is tested
 SOURCES = {
     "argument": "",
     "checkpoint": ", as the checkpoint says",
     "model": ", as its embedder wants",
     "default": ", the default, because the checkpoint names none",
 }
-DEFAULT_NAMES = {1: "glyphs"}  # of a preparation, by the number of channels; "plain" for any other
+DEFAULT_NAMES = {1: "glyphs"}  # names of preparations by number of channels; "plain" for any other
 
 
 def choose_transform(
@@ -37,29 +37,29 @@ def choose_transform(
     recorded: dict[str, Any] | None,
     channels: int,
 ) -> tuple[Transform, dict[str, Any], str]:
-    """The transform for a model, and where it came from.
+    """The transform for a model, and who chose it.
 
     Args:
         owner: prefix of error messages.
         checkpoint: file of the model, for error messages.
-        module: the model, whose embedder decides if there is neither of the following.
-        requested: the name that the user gave: one of `Preparation.NAMES`, or the dotted name of a function.
-        recorded: what the model was evaluated with, as plain data; the user can name no other.
-        channels: number of channels of the images that the model takes; it decides if nothing else does.
+        module: the model. Its embedder decides if both `requested` and `recorded` are None.
+        requested: the name that the user gave: one of `Preparation.NAMES`, or the dotted name of a function; or None.
+        recorded: the transform of the model's evaluation, as plain data, or None. `requested` must agree with it.
+        channels: number of channels of the model's images; decides if nothing else does.
 
     Returns:
         The transform, the same as plain data, and `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
 
     Raises:
         ValueError: if the model was evaluated with a function that the user did not name, or with another transform
-            than the user named, or it needs images with another number of channels, or what the user named is no
-            function from images to tensors.
+            than the user named; if the model needs images with another number of channels; or if the named function
+            does not map images to tensors.
     """
     of_model = None
     if recorded is not None:
         check_serialised_transform(owner, recorded)
         of_model = recorded.get("function")
-    if requested is not None and of_model in (None, requested):  # any other name is invalid anyway
+    if requested is not None and of_model in (None, requested):  # any other name is an error anyway
         _check_not_of_python(owner, requested)
     wanted = wanted_preparation(module)
     transform: Transform
@@ -82,16 +82,16 @@ def choose_transform(
 
 
 def shown_choice(about: dict[str, Any]) -> str:
-    """What a command prints of the transform of an index.
+    """The text that a command prints about the transform of an index.
 
     Args:
-        about: with `preparation` and `preparation_from`, as `ImageEmbedder` has it.
+        about: the `about` of an `ImageEmbedder`, with `preparation` and `preparation_from`.
     """
     return f"{shown_transform(about['preparation'])}{SOURCES[about['preparation_from']]}"
 
 
 def _check_not_of_python(owner: str, name: str) -> None:
-    """Raise if a name is that of a function of Python itself, none of which prepares images; nothing is imported."""
+    """Raise if a name belongs to Python's standard library, which has no image transforms; nothing is imported."""
     if "." in name and name.split(".")[0] in sys.stdlib_module_names:
         raise ValueError(
             f"{owner}: `transform` must name a function of yours from a PIL image to a tensor, got {name!r}, which is "
@@ -100,13 +100,13 @@ def _check_not_of_python(owner: str, name: str) -> None:
 
 
 def _check_function(owner: str, name: str, function: Transform) -> None:
-    """Raise unless a function makes a tensor of an image."""
+    """Raise unless a function maps an image to a tensor."""
     rule = f"{owner}: `transform` must name a function from a PIL image to a tensor, got {name!r}"
     if isinstance(function, type):
         raise ValueError(f"{rule}, which is a class; name a function, or an object of the class.")
     try:
         made = function(Image.new("RGB", PROBED_SIZE))
-    except Exception as error:  # of the user's code
+    except Exception as error:  # an error of the user's code
         raise ValueError(
             f"{rule}, which raises {type(error).__name__} for a black image of {PROBED_SIZE[0]} x {PROBED_SIZE[1]} "
             f"pixels ({first_line(error)})."
@@ -123,7 +123,7 @@ def _check_channels(owner: str, checkpoint: Path, preparation: Preparation, chan
         return
     if channels not in (1, 3):
         raise ValueError(
-            f"{owner}: `checkpoint` must be that of a model of images with 1 or 3 channels, as image files have, got "
+            f"{owner}: the model of `checkpoint` must take images with 1 or 3 channels, like image files, got "
             f"{checkpoint}, whose model takes {channels} channels; embed the images yourself and add them to a "
             "RetrievalIndex."
         )

@@ -1,4 +1,4 @@
-"""The preparation of a model: what its weights want, what its user changes, what it was evaluated with."""
+"""The preparation of a model: the one for its weights, changed by its user, or the one of its evaluation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from lightning_retrieval.preparation.preparation import Preparation
 
 
 def wanted_preparation(module: Any) -> Preparation | None:
-    """The preparation that the weights of a module's embedder want; None if it has none.
+    """The preparation of a module's embedder; None if there is none.
 
     Args:
-        module: with an attribute `embedder`, as a `RetrievalModule`, or any other.
+        module: any module; a `RetrievalModule` has the attribute `embedder`.
     """
     wanted = getattr(getattr(module, "embedder", None), "preparation", None)
     if isinstance(wanted, Preparation):
@@ -26,10 +26,10 @@ def preparation_of(module: Any) -> Preparation | None:
     """The preparation that a module was evaluated with, else that of its embedder.
 
     Args:
-        module: whose attribute `preparation` is what it was evaluated with, as plain data, or None.
+        module: the module. Its attribute `preparation` is the transform of its evaluation as plain data, or None.
 
     Returns:
-        None if there is none, or the module was evaluated with another transform.
+        The preparation; None if there is none, or if the transform of the evaluation is not a `Preparation`.
     """
     recorded = getattr(module, "preparation", None)
     if recorded is None:
@@ -76,14 +76,14 @@ def _pixels(size: Any) -> int | tuple[int, int] | None:
 
 
 def wanted_settings(preparation: Any, image_size: Any) -> dict[str, Any]:
-    """The settings of a preparation that the user of an `Embedder` has given.
+    """The settings of a preparation that are set by the arguments of an `Embedder`.
 
     Args:
         preparation: a `Preparation`, the settings to change, or None.
         image_size: a size, or None; it replaces that of `preparation`.
 
     Raises:
-        TypeError: if `preparation` is something else.
+        TypeError: if `preparation` has another type.
         ValueError: if it has a setting that does not exist.
     """
     settings: dict[str, Any] = {}
@@ -112,13 +112,13 @@ def wanted_settings(preparation: Any, image_size: Any) -> dict[str, Any]:
 
 
 def merged_preparation(of_weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> Preparation:
-    """The preparation of a backbone with the settings that are wanted.
+    """The preparation of a backbone, with some settings replaced.
 
-    If only the image size is changed, images are resized in the same proportion to it as before.
+    If only the image size is changed, `resize` is scaled in proportion.
 
     Args:
         of_weights: arguments of `Preparation` for the weights.
-        wanted: arguments that replace them.
+        wanted: arguments that replace those for the weights.
     """
     settings = {**of_weights, **wanted}
     if "image_size" in wanted and "resize" not in wanted:
@@ -127,7 +127,7 @@ def merged_preparation(of_weights: Mapping[str, Any], wanted: Mapping[str, Any])
 
 
 def _scaled_resize(of_weights: Mapping[str, Any], image_size: Any) -> Any:
-    """The size to which images are resized before the crop of another size."""
+    """The size to which images are resized before the crop, scaled to another image size."""
     before, resize = of_weights.get("image_size"), of_weights.get("resize")
     if not isinstance(before, int) or not isinstance(image_size, int):
         return None

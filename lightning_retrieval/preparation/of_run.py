@@ -1,4 +1,4 @@
-"""How the images of a run are prepared: decided in one object, which the data module owns.
+"""The preparation of images in a run, which is decided by an object of the data module, `RunPreparation`.
 
     arguments of the data module          -+
     what the model was evaluated with     -+->  RunPreparation.follow  ->  transforms of the data sets
@@ -6,7 +6,7 @@
                                                           v
                                                   record_preparation   ->  the module and its checkpoints
 
-What a run records does not come back to its own data module: `follow` decides by what the model was before the run.
+`follow` ignores the preparation that the same run has recorded: it depends on the model before the run.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
 
 
 class CurrentTransform:
-    """A transform that the data sets of a data module share, and that its `RunPreparation` may exchange.
+    """A transform that the data sets of a data module share, and that its `RunPreparation` may replace.
 
     Args:
         preparation: the first transform.
@@ -45,11 +45,11 @@ class CurrentTransform:
         self.set(preparation, preparation.background)
 
     def set(self, transform: Transform, background: Any) -> None:
-        """Exchange the transform.
+        """Replace the transform.
 
         Args:
             transform: a function from an image to a tensor.
-            background: the colour that shows through transparent pixels, unless the transform has one.
+            background: the colour behind transparent pixels, unless the transform defines one.
         """
         self.current = transform
         self.background = getattr(transform, "background", background)
@@ -61,7 +61,7 @@ class CurrentTransform:
 
     @property
     def least_size(self) -> Size | None:
-        """Height and width at which the current transform lets JPEGs be decoded, None for the full scale."""
+        """The smallest height and width for decoding JPEGs for the current transform, None for the full scale."""
         return getattr(self.current, "least_size", None)
 
     @property
@@ -77,21 +77,21 @@ class CurrentTransform:
 
 
 class RunPreparation:
-    """What is done to the images of a run, in training and in evaluation.
+    """The transforms of images in a run, for training and for evaluation.
 
-    Evaluation has the first of these: the transform that was given, the named preparation with the settings that were
-    given, the transform with which the model was evaluated before, the preparation of its embedder, the default.
+    Evaluation uses the first of these that exists: the given transform, the named preparation with the given settings,
+    the transform of the model's earlier evaluation, the preparation of its embedder, the default.
 
     Args:
         owner: the class of the data module, prefix of error messages.
         paper: name of the paper whose transforms are used, or None.
-        settings: those of a `Preparation` that were given, by name.
-        train_transform: of training, or None.
-        eval_transform: of evaluation, or None.
+        settings: the given settings of a `Preparation`, by name.
+        train_transform: the given transform for training, or None.
+        eval_transform: the given transform for evaluation, or None.
 
     Raises:
         ValueError: if a setting is out of its range.
-        TypeError: if a transform cannot be called, or a setting has another type.
+        TypeError: if a transform is not callable, or a setting has the wrong type.
     """
 
     def __init__(
@@ -119,18 +119,18 @@ class RunPreparation:
         self.follow(None)
 
     def follow(self, module: Any, *, predicts: bool = False) -> None:
-        """Decide for a run of this module.
+        """Choose the transforms for a run of this module.
 
         Args:
-            module: the `LightningModule`, whose `preparation` is what its earlier evaluation did, or None.
-            predicts: whether the run predicts, which must not be done with another preparation than the model's own.
+            module: the `LightningModule`. Its `preparation` is the transform of its earlier evaluation, or None.
+            predicts: whether the run predicts, which requires the preparation of the model's evaluation.
 
         Raises:
-            ValueError: if the model was evaluated with a function, which then has to be given, or, for a prediction,
-                with another preparation.
+            ValueError: if the model was evaluated with a function that is not given or, for a prediction, with another
+                preparation.
         """
         recorded = getattr(module, "preparation", None)
-        if recorded is not None and recorded is self._serialised:  # what this run has recorded
+        if recorded is not None and recorded is self._serialised:  # recorded by this run
             return
         is_given = self._given_eval is not None or self.paper is not None or bool(self.settings)
         if recorded is not None and not is_given:
@@ -152,19 +152,19 @@ class RunPreparation:
         self._serialised = None
 
     def serialised(self) -> dict[str, Any]:
-        """What evaluation does to an image, as plain data: the same object until something else is decided."""
+        """The evaluation transform as plain data; the same object until the transform changes."""
         if self._serialised is None:
             self._serialised = serialise_transform(self.evaluation.current)
         return self._serialised
 
     def sends_uint8(self, datamodule: pl.LightningDataModule, transform: Any) -> bool:
-        """Whether a loader gives uint8: in a run whose hooks do not change batches before the device.
+        """Whether a loader yields uint8, which requires that no hook of the run changes batches before the device.
 
-        The transform must normalise by the mean and the standard deviation of the evaluation.
+        The transform must normalise with the mean and the standard deviation of the evaluation.
 
         Args:
-            datamodule: that normalises the images of its batches on the device.
-            transform: of the images of the loader.
+            datamodule: the data module, which normalises the images of its batches on the device.
+            transform: the transform of the loader's images.
         """
         trainer = datamodule.trainer
         if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
@@ -173,7 +173,7 @@ class RunPreparation:
             transform = transform.current
         if isinstance(transform, TrainingTransform):
             transform = transform.preparation
-        if not isinstance(transform, Preparation):  # a function of the user
+        if not isinstance(transform, Preparation):  # a function of the user's
             return False
         if (transform.mean, transform.std) != (self.preparation.mean, self.preparation.std):
             return False
@@ -181,7 +181,7 @@ class RunPreparation:
         return not any(is_overridden("on_before_batch_transfer", owner) for owner in owners)
 
     def _rebuilt(self, recorded: dict[str, Any]) -> Transform:
-        """The transform that the model was evaluated with."""
+        """Rebuild the transform that the model was evaluated with."""
         if "function" in recorded:
             raise ValueError(
                 f"{self.owner}: `eval_transform` must be given, because the model was evaluated with "
@@ -190,7 +190,7 @@ class RunPreparation:
         return rebuild_transform(self.owner, recorded)
 
     def _base(self, module: Any, recorded: dict[str, Any] | None) -> Preparation:
-        """The preparation that the settings change."""
+        """The preparation to which the given settings are applied."""
         if self.paper is not None:
             return Preparation.named(self.paper)
         if recorded is not None and "preparation" in recorded:
@@ -210,22 +210,22 @@ class RunPreparation:
 
 
 def record_preparation(module: Any) -> None:
-    """Keep with a module what the evaluation of its run does to an image, for its checkpoints and its later runs.
+    """Store the evaluation transform of a run in its module, for its checkpoints and its later runs.
 
     Args:
-        module: a `LightningModule`; its `preparation` becomes None if the data module of the run does not say it.
+        module: a `LightningModule`; its `preparation` becomes None if the data module of the run does not define one.
     """
     module.preparation = getattr(module.trainer.datamodule, "serialised_preparation", None)
 
 
 def normalized_batch(batch: Any, normalize: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with normalised images, whatever lists and dicts it is part of; others are left as they are.
+    """Normalise the batches of uint8 in nested lists and dicts; other batches do not change.
 
-    Batches of uint8 are normalised on the device of the run, so that a quarter of the bytes are sent to it.
+    Batches of uint8 are normalised on the device of the run, so that only a quarter of the bytes are sent to it.
 
     Args:
-        batch: of one or several loaders.
-        normalize: a function from images of uint8 to those that the network receives.
+        batch: a batch of one or several loaders.
+        normalize: maps images of uint8 to the input of the network.
     """
     if isinstance(batch, dict):
         if UNNORMALIZED not in batch:

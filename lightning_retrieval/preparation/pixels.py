@@ -1,14 +1,15 @@
-"""Images as pixels before the network: colours, orientation, sizes.
+"""Operations on the pixels of images: colours, orientation, sizes.
 
-A tensor of an image has shape (channels, height, width), and its memory is that of (height, width, channels), as the
-decoders write it and as torch resizes it fastest.
+A tensor of an image has shape (channels, height, width) but the memory layout (height, width, channels), which decoders
+write and which torch resizes fastest.
 
-Colours are converted to RGB with 8 bits, where transparent pixels show a background. JPEGs may be decoded at a half, a
-quarter or an eighth of their size, which libjpeg does much faster than in full. It takes the mean of each square of
-pixels nearly as a box filter would, so the pixels after resizing are others.
+Colours are converted to 8-bit RGB; transparent pixels show a background. JPEGs may be decoded at a half, a quarter or
+an eighth of their size, which libjpeg does much faster than at full size. libjpeg averages squares of pixels, almost
+like a box filter, so the pixels after resizing differ.
 
-Resizing and cropping are those of torchvision, bit for bit, but without its import, which takes as long as that of all
-models. Its oldest releases that we support also resize uint8 in floating point on some processors, with other pixels.
+Resizing and cropping equal torchvision's, bit for bit, without importing torchvision, which takes as long as importing
+all models. On some processors, the oldest supported releases of torchvision resize uint8 in floating point, with
+different pixels.
 """
 
 from typing import Any, Literal
@@ -30,15 +31,15 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "ham
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 WHITE = (255, 255, 255)
-MOST_PIXELS = 16384  # of a side
+MOST_PIXELS = 16384  # per side
 ORIENTATION = 0x0112  # number of the EXIF tag
-TRANSPOSED = (5, 6, 7, 8)  # its values that exchange height and width
-DIVISORS = (8, 4, 2)  # of the size of a JPEG
+TRANSPOSED = (5, 6, 7, 8)  # values of the tag that swap height and width
+DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
 def check_colour(owner: str, name: str, value: Any) -> tuple[int, int, int]:
-    """Red, green and blue of a colour; raise unless it is a name of Pillow's or three integers from 0 to 255."""
+    """Red, green and blue of a colour; raises unless it is a colour name of Pillow or three integers from 0 to 255."""
     rule = f"{owner}: `{name}` must be the name of a colour, such as 'white' or '#ff8000', or (red, green, blue)"
     if isinstance(value, str):
         try:
@@ -54,10 +55,9 @@ def check_colour(owner: str, name: str, value: Any) -> tuple[int, int, int]:
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Image.Image:
-    """Convert an image to RGB with 8 bits; 16 bits are scaled to 8, and transparent pixels show the background.
+    """Convert an image to 8-bit RGB: 16-bit values are scaled to 8 bits, and transparent pixels show the background.
 
-    Pillow's own conversion would clip all values above 255, and show what is hidden under transparent pixels, which is
-    mostly black.
+    Pillow's own conversion would clip values above 255, and show the hidden colour of transparent pixels, often black.
 
     Raises:
         ValueError: if the pixels are floating-point numbers, or 32-bit integers that are not obviously 16-bit values.
@@ -67,7 +67,7 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Imag
     if image.mode == "I" or image.mode.startswith("I;16"):
         return _16_bits_to_rgb(image)
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
-        if image.mode == "La":  # which Pillow converts to LA only
+        if image.mode == "La":  # Pillow can convert it only to LA
             image = image.convert("LA")
         canvas = Image.new("RGBA", image.size, (*background, 255))
         canvas.alpha_composite(image.convert("RGBA"))
@@ -85,14 +85,14 @@ def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
 
 
 def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None = None) -> int:
-    """Let Pillow decode a JPEG at the smallest scale at which it is not smaller than a size.
+    """Make Pillow decode a JPEG at the smallest scale at which it is at least as large as `least_size`.
 
-    Images of other formats, and those that are decoded already, are left as they are.
+    Other formats, and images that are already decoded, do not change.
 
     Args:
-        image: that Pillow has opened, and decodes later; its size becomes the reduced one.
-        least_size: height and width that it must keep; None for the full scale.
-        part: height and width of that part of the image which must keep them; None for the whole image.
+        image: an image that Pillow has opened but not decoded; its size becomes the reduced size.
+        least_size: minimum height and width; None for the full scale.
+        part: height and width of the part of the image to which `least_size` applies; None for the whole image.
 
     Returns:
         The divisor of the size, which is rounded up: 1, 2, 4 or 8.
@@ -105,17 +105,17 @@ def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None 
     for divisor in DIVISORS:
         if part[0] >= divisor * least_size[0] and part[1] >= divisor * least_size[1]:
             image.draft(None, (image.width // divisor, image.height // divisor))
-            return divisor if image.size != before else 1  # as for an image that is decoded already
+            return divisor if image.size != before else 1  # 1 for an image that is already decoded
     return 1
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """The image rotated as the EXIF orientation of its file says, if it comes straight from `PIL.Image.open`.
+    """The image rotated according to its EXIF orientation, if it comes directly from `PIL.Image.open`.
 
-    Pillow leaves the orientation in images that were converted or cropped since, which may have been rotated already.
+    Converted or cropped images still have the orientation tag, but may already have been rotated.
 
     Args:
-        image: of any mode.
+        image: an image of any mode.
     """
     if isinstance(image, ImageFile.ImageFile):
         return ImageOps.exif_transpose(image)
@@ -123,10 +123,10 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> Size:
-    """Height and width of what `upright` returns.
+    """Height and width of the result of `upright`, without decoding the image.
 
     Args:
-        image: of any mode, which is not decoded.
+        image: an image of any mode.
     """
     if isinstance(image, ImageFile.ImageFile) and image.getexif().get(ORIENTATION, 1) in TRANSPOSED:
         return image.width, image.height
@@ -134,10 +134,10 @@ def upright_size(image: Image.Image) -> Size:
 
 
 def to_pixels(image: Image.Image) -> Pixels:
-    """The pixels of a PIL image of the mode RGB or L.
+    """The pixels of a PIL image of mode RGB or L, copied to a tensor.
 
     Args:
-        image: to be copied.
+        image: the image.
     """
     pixels = torch.from_numpy(np.array(image))
     if pixels.ndim == 2:
@@ -146,25 +146,25 @@ def to_pixels(image: Image.Image) -> Pixels:
 
 
 def to_image(pixels: Pixels) -> Image.Image:
-    """The PIL image of these pixels, of the mode RGB.
+    """A PIL image of mode RGB with these pixels.
 
     Args:
-        pixels: with 3 channels.
+        pixels: pixels with 3 channels.
     """
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 def resize_bilinear(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
-    """Resize an image with antialiasing; each value differs by at most 1 from that of Pillow's bilinear filter.
+    """Resize an image with antialiasing; each value differs by at most 1 from Pillow's bilinear filter.
 
     Args:
         pixels: the image.
-        height: of the result.
-        width: of the result.
+        height: height of the result.
+        width: width of the result.
     """
     if pixels.shape[1:] == (height, width):
         return pixels
-    batch = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # strides by which torch sees that channels are last
+    batch = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # strides that torch recognises as channels last
     resized: Tensor = interpolate(batch, size=(height, width), mode="bilinear", antialias=True)
     return resized[0]
 
@@ -174,8 +174,8 @@ def resize_image(image: Image.Image, height: int, width: int, interpolation: Int
 
     Args:
         image: the image.
-        height: of the result.
-        width: of the result.
+        height: height of the result.
+        width: width of the result.
         interpolation: name of the filter.
     """
     if image.size == (width, height):
@@ -187,9 +187,9 @@ def size_with_short_side(height: int, width: int, target: int) -> Size:
     """Height and width after resizing the short side to `target`; the long side is rounded down.
 
     Args:
-        height: before.
-        width: before.
-        target: of the short side.
+        height: original height.
+        width: original width.
+        target: new length of the short side.
     """
     if width <= height:
         return int(target * height / width), target
@@ -201,8 +201,8 @@ def centre_crop(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
 
     Args:
         pixels: the image.
-        height: of the result.
-        width: of the result.
+        height: height of the result.
+        width: width of the result.
     """
     top = round((pixels.shape[1] - height) / 2)
     left = round((pixels.shape[2] - width) / 2)
@@ -210,11 +210,11 @@ def centre_crop(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
 
 
 def check_pixels(owner: str, name: str, pixels: Any) -> None:
-    """Raise unless a tensor holds the pixels of one image in colour.
+    """Raise unless a tensor holds the pixels of one colour image.
 
     Args:
         owner: prefix of error messages.
-        name: of the argument.
+        name: name of the argument.
         pixels: a tensor.
     """
     check_tensor(owner, name, pixels)
@@ -225,7 +225,7 @@ def check_pixels(owner: str, name: str, pixels: Any) -> None:
 
 
 def check_normalized(owner: str, images: Tensor) -> None:
-    """Raise unless images are floating point, as those that were normalised are.
+    """Raise if images are uint8, which means that they have not been normalised.
 
     Args:
         owner: prefix of error messages.
@@ -240,11 +240,11 @@ def check_normalized(owner: str, images: Tensor) -> None:
 
 
 def check_size(owner: str, name: str, value: Any) -> int | Size | None:
-    """One number of pixels or a pair of them, as plain data; None stays None.
+    """Validate a size, a number of pixels or a pair, and return it as plain data; None stays None.
 
     Args:
         owner: prefix of error messages.
-        name: of the argument.
+        name: name of the argument.
         value: the size.
     """
     if value is None:

@@ -1,7 +1,7 @@
-"""What is done to an image before the network in evaluation: resizing, cropping, normalising, as plain data.
+"""The preparation of images in evaluation, as plain data: resizing, cropping, normalising.
 
-A model gives the embeddings that it was evaluated with only for images that are prepared in the same way. So the
-preparation is a dataclass of plain values, which a checkpoint, a config and an exported model can hold.
+A model returns the same embeddings as in its evaluation only if images are prepared in the same way. So the preparation
+is a dataclass of plain values, which can be stored in a checkpoint, a config or an exported model.
 
 The preparations of the papers, by name:
 
@@ -13,8 +13,8 @@ The preparations of the papers, by name:
 | `"ap_gem"` | the image as it is: Revaud et al., ICCV 2019 |
 | `"glyphs"` | 32 x 32, grey, values from 0 to 1: the data module `Glyphs` |
 
-The sizes and the pixels are those of torchvision's `Resize` and `CenterCrop`: with bilinear interpolation those for
-tensors, which differ from those for PIL images by at most 1 of 255, and with any other those for PIL images.
+Sizes and pixels equal those of torchvision's `Resize` and `CenterCrop`: with bilinear interpolation, applied to tensors
+(values differ by at most 1 of 255 from those for PIL images); with any other interpolation, applied to PIL images.
 """
 
 from collections.abc import Sequence
@@ -63,25 +63,26 @@ class Preparation:
     """The preparation of an image for a network in evaluation: a function from an image to a normalised tensor.
 
     Args:
-        image_size: height and width of the result, or one number for both, from 1 to 16,384 pixels: what the centre
-            crop keeps. None keeps the image as large as it is after resizing.
-        resize: before the crop, resize the image: one number for its short side, or height and width. If None, the
-            short side is 256 / 224 of `image_size`, as in the papers; if `image_size` is a pair, the image is resized
-            to it; if that is None too, the image is not resized.
-        interpolation: of resizing: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos"`, `"box"` or `"hamming"`.
-        mean: subtracted from each channel, whose values are from 0 to 1; by default that of ImageNet.
-        std: divisor of the difference, for each channel; by default that of ImageNet.
+        image_size: height and width of the centre crop, or one number for both, from 1 to 16,384 pixels. None does not
+            crop.
+        resize: size of the image before the crop: one number for its short side, or height and width. If None: 256 /
+            224 of `image_size` for the short side, as in the papers; `image_size` itself if that is a pair; no resizing
+            if that is None too.
+        interpolation: interpolation of resizing: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos"`, `"box"` or
+            `"hamming"`.
+        mean: subtracted from each channel, whose values are from 0 to 1; default: ImageNet's.
+        std: divisor of each channel after the subtraction; default: ImageNet's.
         channels: 3 for colour, 1 for grey.
-        background: the colour that shows through transparent pixels: a name such as `"white"`, a hexadecimal number
-            such as `"#ff8000"`, or red, green and blue from 0 to 255.
-        reduced_scale: whether JPEGs are decoded at a half, a quarter or an eighth of their size, as long as that is not
-            smaller than what they are resized to: faster for large photographs, but with other pixels. A PIL image that
-            is decoded already is left as it is.
+        background: the colour behind transparent pixels: a name such as `"white"`, a hexadecimal number such as
+            `"#ff8000"`, or red, green and blue from 0 to 255.
+        reduced_scale: whether JPEGs are decoded at a half, a quarter or an eighth of their size, as long as they are
+            not smaller than the size that they are resized to. This is faster for large photographs, but changes the
+            pixels. PIL images that are already decoded are not affected.
 
     Raises:
-        ValueError: if a value is out of its range, the crop is larger than the resized image, or `mean` or `std` has
-            not one number for each channel.
-        TypeError: if an argument has another type; when called, if the image is neither a PIL image nor uint8.
+        ValueError: if a value is out of its range, the crop is larger than the resized image, or `mean` or `std` does
+            not have one number for each channel.
+        TypeError: if an argument has the wrong type; when called, if the image is neither a PIL image nor uint8.
 
     Example:
         >>> from PIL import Image
@@ -94,8 +95,8 @@ class Preparation:
         True
 
     Relations:
-        `Preparation.named` gives those of the papers. `training_transform` gives the random transforms of training.
-        `dataclasses.replace` changes a setting.
+        `Preparation.named` returns the preparations of the papers. `training_transform` returns the random transforms
+        for training. Use `dataclasses.replace` to change a setting.
     """
 
     image_size: int | Sequence[int] | None = DEFAULT_IMAGE_SIZE
@@ -139,22 +140,22 @@ class Preparation:
         return Preparation(**_SETTINGS[name])
 
     def __call__(self, image: Image.Image | Tensor) -> Float[Tensor, "channel height width"]:
-        """The image that the network receives.
+        """Prepare an image for the network.
 
         Args:
             image: a PIL image of any mode, or a tensor (3, height, width) of uint8. Both give the same result.
 
         Raises:
-            TypeError: if the image is neither.
+            TypeError: if the image is neither of the two.
             ValueError: if the range of its values is unknown, or the tensor has another shape.
         """
         return self.normalize(self.to_uint8(image))
 
     def to_uint8(self, image: Image.Image | Tensor) -> UInt8[Tensor, "channel height width"]:
-        """The image after the conversion of its colours, resizing and cropping, before it is normalised.
+        """The image after colour conversion, resizing and cropping, but not normalised.
 
         Args:
-            image: as for a call.
+            image: as for a call of the object.
         """
         if self.takes_pixels:
             pixels = self._pixels(image)
@@ -169,11 +170,11 @@ class Preparation:
 
     @property
     def takes_pixels(self) -> bool:
-        """Whether tensors are prepared faster than PIL images, so that `ImageSet` decodes images to tensors."""
+        """Whether tensors are faster than PIL images, so that `ImageSet` should decode images to tensors."""
         return self.interpolation == "bilinear" and self.channels == 3
 
     def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
-        """Images of uint8 as float32, scaled to values from 0 to 1 and normalised by `mean` and `std`.
+        """Convert uint8 images to float32 values from 0 to 1, and normalise them by `mean` and `std`.
 
         Args:
             images: one image or a batch.
@@ -185,7 +186,7 @@ class Preparation:
         return images.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
 
     def undo(self, images: Float[Tensor, "*batch channel height width"]) -> UInt8[Tensor, "..."]:
-        """Normalised images as uint8 with their true colours, to show them.
+        """Convert normalised images back to uint8 with their true colours, for display.
 
         Args:
             images: one image or a batch.
@@ -204,7 +205,7 @@ class Preparation:
         return settings
 
     def with_size(self, image_size: int | Sequence[int] | None) -> "Preparation":
-        """The preparation for another size, before which images are resized in proportion.
+        """The preparation for another image size, with `resize` scaled in proportion.
 
         Args:
             image_size: height and width of the result, or one number for both; None neither resizes nor crops.
@@ -220,7 +221,7 @@ class Preparation:
 
     @property
     def resized_to(self) -> int | tuple[int, int] | None:
-        """What images are resized to: one number for the short side, height and width, or None."""
+        """The size that images are resized to: one number for the short side, height and width, or None."""
         target = self.resize
         if target is None:
             target = self.image_size
@@ -230,7 +231,7 @@ class Preparation:
 
     @property
     def least_size(self) -> Size | None:
-        """Height and width at which JPEGs may be decoded instead of in full, before they are resized; None if not."""
+        """The smallest height and width for decoding JPEGs, before they are resized; None for the full scale."""
         target = self.resized_to
         if not self.reduced_scale or target is None:
             return None
@@ -240,7 +241,7 @@ class Preparation:
 
     @property
     def gives_one_size(self) -> bool:
-        """Whether all images have the same size afterwards, so that they can be put into one batch."""
+        """Whether all prepared images have the same size, so that they can be batched."""
         return self.image_size is not None or isinstance(self.resize, tuple)
 
     @property
@@ -251,14 +252,14 @@ class Preparation:
         return self.image_size  # type: ignore[return-value]
 
     def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
-        """The pixels of the image in colour."""
+        """The pixels of the image in RGB."""
         if isinstance(image, Tensor):
             check_pixels("Preparation", "image", image)
             return image
         return to_pixels(self._image(image))
 
     def _image(self, given: Any) -> Image.Image:
-        """The image in colour, or in grey for one channel."""
+        """The image in RGB, or in grey for one channel."""
         image: Image.Image = given
         if isinstance(given, Tensor):
             check_pixels("Preparation", "image", given)
@@ -266,7 +267,7 @@ class Preparation:
         elif not isinstance(given, Image.Image):
             raise TypeError(
                 f"Preparation: `image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
-                "PIL.Image.fromarray makes one of an array (height, width, 3) of uint8."
+                "PIL.Image.fromarray converts an array (height, width, 3) of uint8."
             )
         reduce_scale(image, self.least_size, upright_size(image))
         image = upright(image)
@@ -286,7 +287,7 @@ class Preparation:
         return target
 
     def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """`mean` and `std` in a shape that fits the images."""
+        """`mean` and `std` in a shape that broadcasts with the images."""
         if images.ndim < 3 or images.shape[-3] != self.channels:
             raise ValueError(
                 f"Preparation: `images` must have shape (..., {self.channels}, height, width), got "
@@ -297,7 +298,7 @@ class Preparation:
         return mean, std
 
     def _check_crop(self) -> None:
-        """Raise if the crop would be larger than some resized image."""
+        """Raise if the crop can be larger than the resized image."""
         crop, target = self.crop_size, self.resized_to
         if crop is None or target is None:
             return
@@ -310,7 +311,7 @@ class Preparation:
             )
 
     def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+        object.__setattr__(self, name, value)  # the dataclass is frozen
 
 
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -330,7 +331,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def _check_channels(name: str, values: Any, channels: int) -> tuple[float, ...]:
-    """One number for each channel, as plain data."""
+    """Validate one number for each channel, and return them as plain data."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(
             f"Preparation: `{name}` must hold one number for each channel, got {short_repr(values)} "

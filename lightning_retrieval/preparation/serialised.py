@@ -1,4 +1,4 @@
-"""Image transforms as plain data, so that a checkpoint can say what evaluation does to an image.
+"""Serialises image transforms as plain data, so that a checkpoint can record the transform of its evaluation.
 
 | transform | plain data |
 | --- | --- |
@@ -30,7 +30,7 @@ from lightning_retrieval.preparation.preparation import Preparation
 Transform = Callable[[Any], Any]
 
 FORMS = {"preparation": dict, "albumentations": dict, "class_path": str, "function": (str, type(None))}
-UPDATE = "NO_ALBUMENTATIONS_UPDATE"  # variable of the environment
+UPDATE = "NO_ALBUMENTATIONS_UPDATE"  # environment variable
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 _UNKNOWN = "a transform that cannot be imported by a name"
 
@@ -38,11 +38,12 @@ _UNKNOWN = "a transform that cannot be imported by a name"
 class AlbumentationsTransform:
     """A transform of albumentations as a function from a PIL image.
 
-    Its random numbers are seeded by torch's seed, which `ImageSet` sets for each training image, because albumentations
-    has a generator of its own.
+    albumentations has its own random generator. It is seeded from torch's generator, which `ImageSet` seeds for each
+    training image.
 
     Args:
-        transform: `albumentations.Compose` or another transform; let it end in `albumentations.pytorch.ToTensorV2`.
+        transform: `albumentations.Compose` or another transform; it should end with
+            `albumentations.pytorch.ToTensorV2`.
     """
 
     def __init__(self, transform: Any) -> None:
@@ -58,17 +59,17 @@ class AlbumentationsTransform:
     def as_dict(self) -> dict[str, Any] | None:
         """The transform as plain data, None if it contains functions."""
         try:
-            return {"albumentations": json.loads(json.dumps(self.transform.to_dict()))}  # with lists for tuples
+            return {"albumentations": json.loads(json.dumps(self.transform.to_dict()))}  # converts tuples to lists
         except (NotImplementedError, AttributeError, ValueError, TypeError):
             return None
 
     @classmethod
     def from_dict(cls, owner: str, serialised: dict[str, Any]) -> "AlbumentationsTransform":
-        """The transform of plain data; only classes of albumentations are made.
+        """Rebuild a transform from plain data. Only classes of albumentations are created.
 
         Args:
             owner: prefix of error messages.
-            serialised: what `as_dict` returned.
+            serialised: the result of `as_dict`.
 
         Raises:
             ModuleNotFoundError: if albumentations is not installed.
@@ -85,7 +86,7 @@ class AlbumentationsTransform:
 
 
 def of_pil_images(transform: Any) -> Any:
-    """The transform as a function of a PIL image: those of albumentations are wrapped, all others are that already."""
+    """The transform as a function of a PIL image: wrapped if it is of albumentations, else unchanged."""
     if f"{type(transform).__module__}.".startswith("albumentations."):
         return AlbumentationsTransform(transform)
     return transform
@@ -93,7 +94,7 @@ def of_pil_images(transform: Any) -> Any:
 
 @contextmanager
 def _without_update_check() -> Iterator[None]:
-    """Import albumentations without the connection by which it looks for a newer version."""
+    """Context in which importing albumentations does not check for a newer version online."""
     given = os.environ.get(UPDATE)
     os.environ[UPDATE] = given or "1"
     try:
@@ -104,7 +105,7 @@ def _without_update_check() -> Iterator[None]:
 
 
 def serialise_transform(transform: Transform) -> dict[str, Any]:
-    """Plain data from which `rebuild_transform` makes the transform again.
+    """Serialise a transform as plain data for `rebuild_transform`.
 
     Args:
         transform: a function from a PIL image to a tensor.
@@ -127,7 +128,7 @@ def _serialise_step(step: Any) -> dict[str, Any] | None:
     try:
         serialised = _class_and_arguments(step)
         is_complete = _class_and_arguments(_rebuild("serialise_transform", serialised)) == serialised
-    except (TypeError, ValueError, AttributeError):  # an argument is kept under another name, or is a function
+    except (TypeError, ValueError, AttributeError):  # an argument is stored under another name, or is a function
         return None
     if is_complete:
         return serialised
@@ -164,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 
 def _name_of(transform: Transform) -> str | None:
-    """The dotted name of a function or a class, None if it has none that can be imported."""
+    """The dotted name of a function or a class, None if it cannot be imported by a name."""
     name = getattr(transform, "__qualname__", None)
     module = getattr(transform, "__module__", None)
     if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
@@ -173,17 +174,17 @@ def _name_of(transform: Transform) -> str | None:
 
 
 def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | None = None) -> Transform:
-    """The transform that a model was evaluated with.
+    """Rebuild the transform that a model was evaluated with.
 
     Args:
         owner: prefix of error messages.
-        serialised: what `serialise_transform` returned.
-        requested: the dotted name of the function, or the name of the preparation, that the caller asked for: it must
-            be the serialised one. A function is imported only if it was asked for.
+        serialised: the result of `serialise_transform`.
+        requested: the name of a function or a preparation that the caller requests, or None. It must equal the
+            serialised one. Functions are imported only if they are requested.
 
     Raises:
-        ValueError: if the transform is code that the caller has not asked for, the caller asked for another one, or the
-            plain data are those of no transform.
+        ValueError: if the transform is a function that was not requested, another transform was requested, or the plain
+            data do not describe a transform.
     """
     check_serialised_transform(owner, serialised)
     if "function" in serialised:
@@ -199,20 +200,20 @@ def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | N
         if "albumentations" in serialised:
             return AlbumentationsTransform.from_dict(owner, serialised)
         step: Transform = _rebuild(owner, serialised)
-    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # of constructors and of albumentations
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # of constructors or albumentations
         raise _no_transform(owner, serialised, error) from None
     return step
 
 
 def check_serialised_transform(owner: str, serialised: Any) -> None:
-    """Raise unless plain data of a file are those of a transform, and name only what they may; nothing is imported.
+    """Raise unless plain data from a file describe a transform, with only permitted names; nothing is imported.
 
     Args:
         owner: prefix of error messages.
-        serialised: what `serialise_transform` returned, if the file is not damaged or forged.
+        serialised: the result of `serialise_transform`, unless the file is damaged or forged.
 
     Raises:
-        ValueError: if they are not.
+        ValueError: if they do not.
         TypeError: if they are not plain data.
     """
     plain_data.check_plain_data(owner, "transform", serialised, plain_data.TRANSFORM_PACKAGES)
@@ -227,7 +228,7 @@ def check_serialised_transform(owner: str, serialised: Any) -> None:
 
 
 def _no_transform(owner: str, serialised: Any, error: Exception | None = None) -> ValueError:
-    """The error for plain data that are those of no transform."""
+    """The error for plain data that do not describe a transform."""
     reason = ""
     if error is not None:
         reason = f" ({first_line(error)})"
@@ -237,7 +238,7 @@ def _no_transform(owner: str, serialised: Any, error: Exception | None = None) -
 
 
 def _rebuild(owner: str, value: Any, name: str = "transform") -> Any:
-    """A transform, or the argument of one that has this name, from its plain data."""
+    """Rebuild a transform, or its argument `name`, from plain data."""
     if isinstance(value, list):
         return [_rebuild(owner, item, name) for item in value]
     if isinstance(value, str) and name == "interpolation":
@@ -261,7 +262,7 @@ def _rebuild(owner: str, value: Any, name: str = "transform") -> Any:
 
 
 def _requested_function(owner: str, recorded: str | None, requested: str | None) -> Transform:
-    """The function that a model was evaluated with, if the caller asked for it."""
+    """Import the function that a model was evaluated with; raise unless the caller requested it."""
     shown = recorded or _UNKNOWN
     if requested is None:
         example = recorded or "package.function"
@@ -270,7 +271,7 @@ def _requested_function(owner: str, recorded: str | None, requested: str | None)
             f"checkpoint does not hold; give {example!r}, which is imported, if you trust it."
         )
     is_same = recorded is None or requested == recorded
-    if not is_same and recorded is not None and recorded.startswith("__main__."):  # of a script
+    if not is_same and recorded is not None and recorded.startswith("__main__."):  # a function of a script
         is_same = requested.rpartition(".")[2] == recorded.rpartition(".")[2]
     if not is_same or requested in Preparation.NAMES:
         raise ValueError(
@@ -281,11 +282,11 @@ def _requested_function(owner: str, recorded: str | None, requested: str | None)
 
 
 def named_transform(owner: str, name: str) -> Transform:
-    """The preparation, or the function `package.function`, of a name that the caller gave.
+    """The preparation or function with a name that the caller gave.
 
     Args:
         owner: prefix of error messages.
-        name: one of `Preparation.NAMES` or a dotted name, whose module is imported.
+        name: one of `Preparation.NAMES`, or the dotted name `package.function`, which is imported.
 
     Raises:
         ValueError: if it is neither.
@@ -303,7 +304,7 @@ def named_transform(owner: str, name: str) -> Transform:
 
 
 def shown_transform(serialised: dict[str, Any]) -> str:
-    """What messages show of a transform, given its plain data."""
+    """The text for a transform in messages, from its plain data."""
     if "function" in serialised:
         return serialised["function"] or _UNKNOWN
     if "preparation" not in serialised:

@@ -1,4 +1,4 @@
-"""The random image transforms of training of the papers, by name.
+"""The papers' random transforms of images in training, by name.
 
 | name | with images of 224 pixels |
 | --- | --- |
@@ -9,11 +9,12 @@
 
 `"smooth_ap"` (Brown et al., ECCV 2020) and `"roadmap"` (Ramzi et al., NeurIPS 2021) are those of the official code.
 `"ap_gem"` (Revaud et al., ICCV 2019, section 4.2) has the kinds of transforms and the sizes of the paper; neither the
-paper nor its code states the strengths, so these are our choice. What evaluation does is a `Preparation` of the same
-name.
+paper nor its code states the strengths, so these are our choice. The `Preparation` of the same name is used in
+evaluation.
 
-All but `"ap_gem"`, whose colours torchvision changes differently in tensors, take tensors of uint8 if evaluation does.
-With `Preparation(reduced_scale=True)` they let JPEGs be decoded at a scale at which no random crop has to be enlarged.
+If evaluation takes tensors of uint8, so do all transforms but `"ap_gem"`, because torchvision's colour jitter differs
+for tensors. With `Preparation(reduced_scale=True)`, JPEGs are decoded at a scale at which no random crop has to be
+enlarged.
 """
 
 import math
@@ -36,12 +37,12 @@ AP_GEM_SIZE = 800  # pixels
 
 
 class TrainingTransform:
-    """Random transforms of an image before it is normalised.
+    """Random transforms of an image, followed by its normalisation.
 
     Args:
-        transforms: of torchvision, in their order, which may be random.
-        preparation: what evaluation does.
-        takes_pixels: whether the transforms are those of tensors of uint8 and not of PIL images.
+        transforms: transforms of torchvision, in order; some may be random.
+        preparation: the preparation in evaluation.
+        takes_pixels: whether the transforms are for tensors of uint8 instead of PIL images.
     """
 
     def __init__(self, transforms: Sequence[nn.Module], preparation: Preparation, *, takes_pixels: bool) -> None:
@@ -53,7 +54,7 @@ class TrainingTransform:
         return self.normalize(self.to_uint8(image))
 
     def to_uint8(self, image: Image.Image | Tensor) -> Pixels:
-        """The image before it is normalised.
+        """The transformed image, not normalised.
 
         Args:
             image: a PIL image in RGB, or a tensor (3, height, width) of uint8.
@@ -71,7 +72,7 @@ class TrainingTransform:
 
     @property
     def least_size(self) -> Size | None:
-        """Height and width at which JPEGs may be decoded, so that the first transform that resizes never enlarges them.
+        """The smallest height and width at which JPEGs may be decoded without being enlarged by the first resizing.
 
         None for the full scale: if evaluation decodes at the full scale, or no transform resizes.
         """
@@ -87,11 +88,11 @@ class TrainingTransform:
 
     @property
     def background(self) -> str | Sequence[int]:
-        """The colour that shows through transparent pixels, as in evaluation."""
+        """The colour behind transparent pixels, as in evaluation."""
         return self.preparation.background
 
     def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
-        """Normalise images of uint8 as evaluation does.
+        """Normalise images of uint8 as in evaluation.
 
         Args:
             images: one image or a batch.
@@ -103,7 +104,7 @@ class TrainingTransform:
 
 
 def _least_size_of_crop(crop: v2.RandomResizedCrop) -> Size:
-    """Height and width of a square image whose smallest random crop is as large as the result."""
+    """Height and width of a square image whose smallest random crop is as large as the output."""
     smallest_area, narrowest, widest = crop.scale[0], crop.ratio[0], crop.ratio[1]
     height, width = crop.size
     of_height = height * math.sqrt(widest / smallest_area)
@@ -113,16 +114,16 @@ def _least_size_of_crop(crop: v2.RandomResizedCrop) -> Size:
 
 
 def training_transform(name: PaperName, preparation: Preparation | None = None) -> TrainingTransform:
-    """The random transform of training of a paper: a function from an image in RGB to a normalised tensor.
+    """The random training transform of a paper: a function from an RGB image to a normalised tensor.
 
     Args:
         name: `"plain"`, `"smooth_ap"`, `"roadmap"` or `"ap_gem"`.
-        preparation: what evaluation does; training has its size, interpolation, channels, mean, standard deviation,
-            background and scale of decoding. If None, `Preparation.named(name)`.
+        preparation: the preparation in evaluation. Training uses the same size, interpolation, channels, mean, standard
+            deviation, background and scale of decoding. If None, `Preparation.named(name)`.
 
     Raises:
         ValueError: if the name is unknown.
-        TypeError: if `preparation` is no `Preparation`.
+        TypeError: if `preparation` is not a `Preparation`.
 
     Example:
         >>> from PIL import Image
@@ -132,8 +133,8 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
         torch.Size([3, 64, 64])
 
     Relations:
-        `Preparation` is what evaluation does. Random numbers are drawn from torch's generator, which `ImageSet` seeds
-        for each training image.
+        `Preparation` is the transform in evaluation. Random numbers are drawn from torch's generator, which `ImageSet`
+        seeds for each training image.
     """
     check_choice("training_transform", "name", name, PAPER_NAMES)
     if preparation is None:
@@ -146,7 +147,7 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
 
 
 def _steps(name: PaperName, preparation: Preparation) -> list[nn.Module]:
-    """The transforms of a paper, in their order."""
+    """The transforms of a paper, in order."""
     size, mode = _size(preparation), InterpolationMode(preparation.interpolation)
     flip = v2.RandomHorizontalFlip()
     if name == "plain":
@@ -170,7 +171,7 @@ def _size(preparation: Preparation, default: int = DEFAULT_IMAGE_SIZE) -> Size:
 
 
 def _resize(preparation: Preparation, mode: InterpolationMode, *, short_side: bool = False) -> nn.Module:
-    """Resizing as in evaluation, or always of the short side; enough for the crop if evaluation does not resize."""
+    """Resizing as in evaluation, or always of the short side; to a default size if evaluation does not resize."""
     target = preparation.resized_to
     if target is None:
         target = round(max(_size(preparation)) * 256 / 224)

@@ -1,1 +1,1 @@
-"""Ranked lists without any network: similarity, hard ranks, labels, query expansion."""
+"""Ranked lists, independent of any network: similarity, hard ranks, labels, query expansion."""

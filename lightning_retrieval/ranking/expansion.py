@@ -4,15 +4,15 @@
     query            q + sum over its k nearest d of s^alpha d, normalised (Radenovic, Tolias, Chum, TPAMI 2019)
 
 Symbols: s the cosine similarity, `alpha` the exponent, `k` the number of neighbours. As in the official code, s is not
-clamped, so that with an even `alpha` a negative s has the same weight as the positive one. If `alpha` is not an
-integer, the power of a negative s does not exist (NaN in the official code); its weight is 0 here. Of rows with equal
-similarity, those that come first in the gallery are the nearest.
+clamped, so that with an even `alpha`, s and -s have the same weight. If `alpha` is not an integer, the power of a
+negative s is undefined (NaN in the official code); its weight is 0 here. Of rows with equal similarity, those that come
+first in the gallery are the nearest.
 
-Scores are computed tile by tile, and a tile has the same scores on any number of processes (`ranked_lists.py`), so the
-result is the same on any number of processes, to the last digit. A sharded gallery is gathered block by block, while
-each process keeps the nearest rows of its own queries.
+Scores are computed tile by tile. A tile has the same scores on any number of processes (`ranked_lists.py`), so the
+result is equal to the last digit. A sharded gallery is gathered block by block, while each process keeps the nearest
+rows of its queries.
 
-`QueryExpansion` and `DatabaseAugmentation` are the public way to use both; the functions hold their arithmetic.
+`QueryExpansion` and `DatabaseAugmentation` are the public interface; the functions hold the arithmetic.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class NearestRows(NamedTuple):
 
     Attributes:
         scores: similarities.
-        positions: in the gallery.
+        positions: positions in the gallery.
     """
 
     scores: Float[Tensor, "query k"]
@@ -49,14 +49,14 @@ def nearest_rows(
 ) -> NearestRows:
     """The `k` nearest gallery rows of each query of this process, on the device of `self_index`.
 
-    This is a collective operation if the gallery is sharded.
+    If the gallery is sharded, this is a collective operation.
 
     Args:
         queries: unit rows.
         gallery: unit rows; sharded over the same processes, or not at all.
-        k: number of neighbours, at most that of the rows of the gallery.
-        self_index: of all queries: index of the query's own row in the gallery, or -1.
-        self_score: replaces the similarity of a query with its own row.
+        k: number of neighbours, at most the number of gallery rows.
+        self_index: for each query of all processes, the index of the query itself in the gallery, or -1.
+        self_score: replaces the similarity of a query with itself.
     """
     device = self_index.device
     columns = columns_of_a_gallery_block(gallery, k, device)
@@ -80,13 +80,13 @@ def nearest_rows(
 
 
 class _NearestOfBlock:
-    """The nearest rows of a block of queries among the blocks of the gallery that were added.
+    """Finds the nearest rows of a block of queries among the gallery blocks added so far.
 
     Args:
         queries: unit rows.
-        self_index: index of the query's own row in the gallery, or -1.
+        self_index: index of each query itself in the gallery, or -1.
         k: number of neighbours.
-        self_score: replaces the similarity of a query with its own row.
+        self_score: replaces the similarity of a query with itself.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class _NearestOfBlock:
         self.positions = self_index.new_empty(len(queries), 0)
 
     def add(self, tiles: ScoreTiles) -> None:
-        """Take the nearest rows of the gallery block, which comes after all earlier ones."""
+        """Add the nearest rows of a gallery block, which must follow all blocks added before."""
         tiles.start_queries(self._queries)
         for begin, scores in tiles.others():
             inside = (self._self_index >= begin) & (self._self_index < begin + scores.shape[1])
@@ -106,7 +106,7 @@ class _NearestOfBlock:
             self._merge(begin, scores)
 
     def _merge(self, begin: int, tile: Float[Tensor, "query column"]) -> None:
-        """Keep the `k` nearest of the rows so far and those of a tile. All columns of the tile come after them."""
+        """Keep the `k` nearest of the rows kept so far and the columns of a tile, which come later in the gallery."""
         column = highest_columns(tile, self._k)
         scores = torch.cat([self.scores, tile.gather(1, column)], 1)
         index = torch.cat([self.positions, begin + column], 1)
@@ -115,11 +115,11 @@ class _NearestOfBlock:
 
 
 def highest_columns(scores: Float[Tensor, "query column"], k: int) -> Int[Tensor, "query chosen"]:
-    """The columns of the `k` highest scores of each row, or of all, in ascending order; of equal scores the first."""
+    """The columns of the `k` highest scores of each row, in ascending order; of equal scores, the first columns."""
     width = scores.shape[1]
     if k >= width:
         return torch.arange(width, device=scores.device).expand(len(scores), width)
-    highest = scores.topk(k + 1, dim=1)  # of equal scores, any
+    highest = scores.topk(k + 1, dim=1)  # of equal scores, any columns
     chosen = highest.indices[:, :k]
     is_ambiguous = highest.values[:, k - 1] == highest.values[:, k]
     if bool(is_ambiguous.any()):
@@ -133,15 +133,15 @@ def expanded_queries(
 ) -> ShardedRows:
     """Alpha query expansion of unit rows: each query plus its `k` nearest gallery rows, weighted by similarity^alpha.
 
-    This is a collective operation if the rows are sharded. It has the same result on any number of processes.
+    If the rows are sharded, this is a collective operation. The result does not depend on the number of processes.
 
     Args:
         queries: unit rows.
         gallery: unit rows, sharded over the same processes.
         alpha: exponent, >= 0.
         k: number of neighbours, >= 1; all rows if the gallery has fewer.
-        self_index: of all queries: index of the query's own row in the gallery, which is not one of its neighbours, or
-            -1. The work is done on its device.
+        self_index: for each query of all processes, the index of the query itself in the gallery, which is excluded
+            from its neighbours, or -1. The computation runs on the device of this tensor.
     """
     return _expand(queries, gallery, alpha=alpha, k=k, self_index=self_index, self_score=-torch.inf)
 
@@ -149,16 +149,16 @@ def expanded_queries(
 def augmented_gallery(gallery: ShardedRows, *, alpha: float, k: int, device: torch.device) -> ShardedRows:
     """Database augmentation of unit rows: each row plus its `k` nearest other rows, weighted by similarity^alpha.
 
-    As in the official code, the similarity of a row with itself counts as 0. So it can be one of its own neighbours if
-    fewer than `k` other rows have a positive similarity; its weight is then 0, or 1 if `alpha` is 0.
+    As in the official code, the similarity of a row with itself counts as 0. So a row can be its own neighbour if fewer
+    than `k` other rows have a positive similarity; its weight is then 0, or 1 if `alpha` is 0.
 
-    This is a collective operation if the rows are sharded. It has the same result on any number of processes.
+    If the rows are sharded, this is a collective operation. The result does not depend on the number of processes.
 
     Args:
         gallery: unit rows.
         alpha: exponent, >= 0.
         k: number of neighbours, >= 1; all rows if the gallery has fewer.
-        device: on which the work is done.
+        device: device for the computation.
     """
     self_index = torch.arange(len(gallery), device=device)
     return _expand(gallery, gallery, alpha=alpha, k=k, self_index=self_index, self_score=0.0)
@@ -173,7 +173,7 @@ def _expand(
     self_index: Int[Tensor, " all"],
     self_score: float,
 ) -> ShardedRows:
-    """Expand block by block; `self_score` replaces the similarity of a query with its own row."""
+    """Expand block by block; `self_score` replaces the similarity of a query with itself."""
     k = min(k, len(gallery))
     with torch.no_grad():
         nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
@@ -194,10 +194,10 @@ def _expand(
 def _similarities(
     scores: Float[Tensor, "query k"], queries: Float[Tensor, "query dim"], neighbours: Float[Tensor, "query k dim"]
 ) -> Float[Tensor, "query k"]:
-    """The scores of the neighbours, with the gradient of the rows if they have one.
+    """The scores of the neighbours, connected to the graph of the rows if they require a gradient.
 
-    The scores were found without a gradient. They are computed again for it, and have the same values with it. That of
-    a row with itself changes only with its norm, which is 1 after the normalisation of the rows.
+    The given scores have no gradient, so they are computed again; the values do not change. The gradient of the score
+    of a row with itself vanishes in the normalisation of the rows.
     """
     if not (torch.is_grad_enabled() and (queries.requires_grad or neighbours.requires_grad)):
         return scores
@@ -207,8 +207,8 @@ def _similarities(
 
 
 def _weights(s: Float[Tensor, "query k"], alpha: float) -> Float[Tensor, "query k"]:
-    """s^alpha, and 0 without a gradient if that does not exist."""
-    exists = s > 0  # 0^alpha is 0, without an infinite gradient
+    """s^alpha; where that is undefined, 0 without a gradient."""
+    exists = s > 0  # excludes s = 0, where the gradient may be infinite
     if float(alpha).is_integer():
         exists = s > -torch.inf
     return torch.where(exists, torch.where(exists, s, 1.0).pow(alpha), 0.0)
@@ -223,7 +223,7 @@ class QueryExpansion:
         k: number of neighbours, >= 1; all rows if the gallery has fewer.
 
     Raises:
-        ValueError: if a number is out of its range; when called, if shapes or dtypes do not fit.
+        ValueError: if a number is out of its range; when called, if shapes or dtypes do not match.
         TypeError: if `k` is not an integer; when called, if the rows are not floating point.
 
     Example:
@@ -235,13 +235,13 @@ class QueryExpansion:
         tensor([[0.9731, 0.2305]])
 
     Cost:
-        Memory of one block of scores or of neighbours, and 12 k bytes for each query; time of the matrix product of
-        queries and gallery. Rows that require a gradient get it through their sums and weights, not through the choice
-        of the neighbours; the neighbours of all queries are then kept in memory.
+        Memory for one block of scores or of neighbours, and 12 k bytes for each query; the time of the matrix product
+        of queries and gallery. Gradients flow through the sums and the weights, not through the choice of the
+        neighbours; if rows require a gradient, the neighbours of all queries are kept in memory.
 
     Relations:
-        An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`, in which each process expands the queries
-        that it holds. `DatabaseAugmentation` does the same with the gallery.
+        An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`, where each process expands the queries of
+        its shard. `DatabaseAugmentation` does the same with the gallery.
 
     Source:
         Radenovic et al., TPAMI 2019; code: naver/deep-image-retrieval, `expand_descriptors`.
@@ -265,8 +265,8 @@ class QueryExpansion:
         Args:
             queries: one row per query, normalised here.
             gallery: one row per image, normalised here.
-            self_index: index of the query's own row in the gallery, which is not one of its neighbours, or -1 if it
-                has none; None if no query has one.
+            self_index: index of each query itself in the gallery, which is excluded from its neighbours, or -1 if it is
+                not there; None if no query is in the gallery.
         """
         if self_index is None:
             self_index = torch.full((len(queries),), -1, device=queries.device)
@@ -303,9 +303,9 @@ class DatabaseAugmentation:
                 [-1.0000,  0.0000]])
 
     Cost:
-        Memory of one block of scores or of neighbours, and 12 k bytes for each row; time of the product of the gallery
-        with itself, N^2 D. A gallery that requires a gradient gets it as in `QueryExpansion`, which keeps the
-        neighbours of all rows in memory.
+        Memory for one block of scores or of neighbours, and 12 k bytes for each row; the time of the product of the
+        gallery with itself, N^2 D. Gradients flow as in `QueryExpansion`; if the gallery requires a gradient, the
+        neighbours of all rows are kept in memory.
 
     Relations:
         An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`. Queries are expanded with the augmented

@@ -1,7 +1,7 @@
-"""What is known of each image of an evaluation set: its labels, its role, and so which images are its positives.
+"""Labels and roles of the images of an evaluation set, and the positives that follow from them.
 
-Labels with several levels have shape (rows, levels), finest level first, each label in one label of the next level.
-Every process has the labels of all queries and of the full gallery, so all of them derive the same blocks from them.
+Labels with several levels have shape (rows, levels), finest level first; each label belongs to one label of the next
+level. Every process has the labels of all queries and of the full gallery, so all processes derive the same blocks.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from lightning_retrieval.checks import check_counts, short_repr
 
 
 class Role(IntFlag):
-    """What an image is in an evaluation set.
+    """The role of an image in an evaluation set.
 
-    Roles are stored as integers in tensors and arrays: 1 is a query, 2 an image of the gallery, 3 is both. An image
-    without a role, 0, is junk: it is in no list, neither as a query nor as a candidate.
+    Roles are stored as integers in tensors and arrays: 1 query, 2 gallery, 3 both. An image without a role, 0, is junk:
+    it is neither a query nor a candidate.
 
     Example:
         >>> from lightning_retrieval.ranking.labels import Role
@@ -58,8 +58,8 @@ def check_dims(owner: str, dims: Sequence[int], *, may_be_empty: bool = False) -
 
     Args:
         owner: prefix of error messages.
-        dims: how many of the first dimensions of an embedding are used, for each way to use it.
-        may_be_empty: whether there may be none.
+        dims: numbers of dimensions to which embeddings are shortened.
+        may_be_empty: whether `dims` may be empty.
     """
     checked = check_counts(owner, "dims", dims, may_be_empty=may_be_empty)
     if list(checked) != sorted(set(checked)):
@@ -88,12 +88,12 @@ _MAX_BLOCK_POSITIVES = 1 << 22
 
 
 class Extent(NamedTuple):
-    """Where the positives of a block of queries are in the gallery.
+    """The range of the gallery that holds the positives of a block of queries.
 
     Attributes:
-        begin: the first image that shares the coarsest label of any query.
-        end: the last one + 1.
-        width: the largest number of images that share the label of one query, at least 1.
+        begin: index of the first image that shares the coarsest label of any of the queries.
+        end: index after the last such image.
+        width: the largest number of such images for one query, at least 1.
     """
 
     begin: int
@@ -105,9 +105,9 @@ class BlockPositives(NamedTuple):
     """The images that share the coarsest label of each query of a block, padded to the longest list.
 
     Attributes:
-        column: their indices in the gallery; any index at padding.
-        level: number of label levels that they share with the query; 0 at padding, and if they are not in its list.
-        is_excluded: whether an image is not in the list, although it shares the label.
+        column: indices of the images in the gallery; arbitrary at padding.
+        level: number of label levels that each image shares with the query; 0 at padding and for excluded images.
+        is_excluded: whether an image shares the label but is excluded from the query's list.
     """
 
     column: Int[Tensor, "query pos"]
@@ -122,9 +122,9 @@ class LabelledLists:
     Args:
         query_labels: any integers, finest level first. Candidates that share the last level are positives.
         gallery_labels: sorted by the last level.
-        self_index: index of the query itself in the gallery, where it is excluded from its list, or -1.
-        query_cameras: the camera of each query. Images of the query's own finest label and camera are excluded from its
-            list; none if there are no cameras.
+        self_index: index of each query itself in the gallery, which is excluded from its list, or -1.
+        query_cameras: the camera of each query, or None. Images with the query's finest label and camera are excluded
+            from its list.
         gallery_cameras: the camera of each image of the gallery; given together with `query_cameras`.
     """
 
@@ -144,13 +144,13 @@ class LabelledLists:
 
     @cached_property
     def most_positives(self) -> int:
-        """Number of images that share the label of a query, for the query that has most."""
+        """The largest number of images that share the label of one query."""
         if len(self.query_labels) == 0:
             return 0
         return int((self._last - self._first).max())
 
     def extents(self) -> list[Extent]:
-        """Where the positives of each block are."""
+        """The extent of the positives of each block."""
         rows = self.block_rows
         missing = -len(self._first) % rows
         first = pad(self._first, (0, missing), value=len(self.gallery_labels)).view(-1, rows)
@@ -159,7 +159,7 @@ class LabelledLists:
         return [Extent(*extent) for extent in extents.tolist()]
 
     def positives(self, queries: Int[Tensor, " query"], width: int) -> BlockPositives:
-        """The positives of these queries, of which none has more than `width`."""
+        """The positives of these queries, padded to `width` columns."""
         column = self.columns(queries, width)
         is_padding = column >= self._last[queries, None]
         is_excluded = column == self.self_index[queries, None]
@@ -171,13 +171,13 @@ class LabelledLists:
         return BlockPositives(column, level.masked_fill(is_excluded | is_padding, 0), is_excluded)
 
     def columns(self, queries: Int[Tensor, " query"], width: int) -> Int[Tensor, "query pos"]:
-        """The indices of the images that share the coarsest label of each query, and of those after them."""
+        """The indices of the `width` images that begin with those sharing the coarsest label of each query."""
         return self._first[queries, None] + torch.arange(width, device=queries.device)
 
     def _shared_levels(
         self, queries: Int[Tensor, " query"], column: Int[Tensor, "query pos"]
     ) -> Int[Tensor, "query pos"]:
-        """The number of label levels that each query shares with the images of its columns, which share the last."""
+        """The number of label levels that each query shares with the images of its columns, at least the last level."""
         if self.query_labels.shape[1] == 1:
             return torch.ones_like(column)
         labels = self.gallery_labels[column.clamp(max=len(self.gallery_labels) - 1)]  # (query, pos, level)

@@ -1,18 +1,18 @@
-"""Counts the ranks of all positives, on one process or on several that hold a shard of the gallery each.
+"""Counts the ranks of all positives, on one process or on several processes that each hold a shard of the gallery.
 
-Scores are computed for one block of queries and one tile of the gallery at a time; the full (query, gallery) matrix
-never exists. The blocks of queries are distributed over the processes in turn. A sharded gallery is gathered block by
-block: first the blocks that hold positives of any process's queries, whose scores are the thresholds of their queries,
-then all blocks, in which the candidates that reach each threshold are counted. If the thresholds of all queries would
-take too much memory, this is done for one group of blocks of queries after another. With one process a group is one
-block of queries, and there is one block of the gallery, all of it.
+Scores are computed for one block of queries and some columns of the gallery (a tile) at a time; the full (query,
+gallery) matrix never exists. The blocks of queries are distributed over the processes in turn. A sharded gallery is
+gathered block by block, twice. The first time, only blocks with positives are gathered: the scores of the positives are
+the thresholds. The second time, all blocks are gathered, and the candidates that reach each threshold are counted. If
+the thresholds of all queries would take too much memory, this is repeated for groups of query blocks. With one process,
+a group is one block of queries, and the whole gallery is one block.
 
 The last digits of a matrix product depend on its shape. Three rules make scores independent of how the work is
-partitioned. A block of queries has a fixed number of rows (64 or more) and the last one is padded, so a query has the
-same scores on any number of processes. The gallery is multiplied in groups of columns that begin at multiples of their
-size, which depends on the device only; a tile, whose scores are counted together, is one or more such groups. The
-columns of the last group are padded to a multiple of all kernels' widths, so equal embeddings have equal scores
-wherever they are in the gallery, and ties are recognised as ties.
+partitioned. First, all blocks of queries have the same number of rows (64 or more), with padding in the last block, so
+a query has the same scores on any number of processes. Second, the gallery is multiplied in groups of columns whose
+size depends only on the device, and which begin at multiples of this size; a tile consists of one or more such groups.
+Third, the last group is padded to a multiple of all kernels' widths, so equal embeddings have equal scores wherever
+they are in the gallery, and ties are recognised as ties.
 """
 
 import math
@@ -30,34 +30,35 @@ from lightning_retrieval.ranking.ranks import PositiveRanks, count_at_least, iee
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
 _COLUMN_MULTIPLE = 384
-# Columns of a product: on a CPU its scores stay in the cache, on other devices few kernels are launched.
+# Columns of a product: few enough that its scores stay in a CPU's cache; on other devices many, for few kernel
+# launches.
 _CPU_COLUMNS = 4 * _COLUMN_MULTIPLE
 _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
-# A tile is so many times wider than the list of a query's positives, so that few tiles are searched for each of them.
+# Ratio of the width of a tile to the number of a query's positives; it limits the number of searches per positive.
 _COLUMNS_OF_A_POSITIVE = 32
-_KEPT_TILES = 4  # that hold positives; they are not computed twice
-_CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # into which the columns of a gallery block are divided, at least
-_MAX_GROUP_POSITIVES = 1 << 24  # of the queries of a group on one process; each takes 9 bytes
+_KEPT_TILES = 4  # maximum number of tiles with positives to keep instead of computing them twice
+_CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # minimum number of products into which a gallery block is divided
+_MAX_GROUP_POSITIVES = 1 << 24  # positives of a group per process, 9 bytes each
 
 
 class ScoreTiles:
-    """The scores of one block of queries after another with a block of the gallery, tile by tile.
+    """Computes the scores of successive blocks of queries with a block of the gallery, tile by tile.
 
     Args:
         rows: number of queries in a block.
-        dim: of the embeddings.
-        columns: of a tile, a multiple of `columns_of_a_product`.
-        dtype: of the embeddings.
-        device: where scores are computed. Queries and gallery are copied there if they are on another one.
+        dim: dimension of the embeddings.
+        columns: width of a tile, a multiple of `columns_of_a_product`.
+        dtype: dtype of the embeddings.
+        device: device for the scores. Queries and gallery are copied there if necessary.
     """
 
     def __init__(self, *, rows: int, dim: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
-        self.begin = self.end = 0  # of the gallery block
+        self.begin = self.end = 0  # range of the gallery block
         self._columns = columns
         self._columns_of_a_product = columns_of_a_product(device)
         self._queries = torch.zeros(rows, dim, dtype=dtype, device=device)
-        self._number = 0  # of queries in this block
+        self._number = 0  # number of queries in the current block
         self._gallery = self._last_product = self._queries[:0]
         self._kept: dict[int, Tensor] = {}
         self._buffers: list[Tensor] = []
@@ -67,7 +68,7 @@ class ScoreTiles:
 
         Args:
             rows: unit rows.
-            begin: position of the first one in the gallery, a multiple of `columns_of_a_product`.
+            begin: position of the first row in the gallery, a multiple of `columns_of_a_product`.
         """
         self._gallery = rows
         self.begin, self.end = begin, begin + len(rows)
@@ -75,27 +76,27 @@ class ScoreTiles:
         self._last_product = pad(rows[last:], (0, 0, 0, -len(rows) % _COLUMN_MULTIPLE))
 
     def take_gallery_block(self, gallery: ShardedRows, begin: int, columns: int) -> None:
-        """Begin the block of this many rows of a gallery, unless it is the current one.
+        """Begin the gallery block of `columns` rows from `begin` on, unless it is the current block.
 
-        This is a collective operation if the gallery is sharded.
+        If the gallery is sharded, this is a collective operation.
         """
         end = min(begin + columns, len(gallery))
         if (self.begin, self.end) != (begin, end):
             self.start_gallery_block(gallery.range(begin, end), begin)
 
     def start_queries(self, queries: Float[Tensor, "query dim"]) -> None:
-        """Begin the block of these queries, unit rows, at most `rows` of them."""
+        """Begin a block of queries: at most `rows` unit rows."""
         self._queries[: len(queries)] = queries
         self._number = len(queries)
         self._kept.clear()
 
     def gather(self, column: Int[Tensor, "query pos"], begin: int, end: int) -> Float[Tensor, "query pos"]:
-        """The scores of each query with the images in its columns, 0 for columns outside of the gallery block.
+        """The scores of each query with the images in its columns, 0 for columns outside the gallery block.
 
         Args:
             column: positions in the gallery.
-            begin: no column is before it, unless it is not used.
-            end: no column is at or after it, unless it is not used.
+            begin: lower bound of the columns that matter.
+            end: upper bound (exclusive) of the columns that matter.
         """
         starts = self._starts(begin, end)
         found = self._queries.new_zeros(column.shape)
@@ -110,20 +111,20 @@ class ScoreTiles:
         return found
 
     def kept(self) -> dict[int, Float[Tensor, "query column"]]:
-        """The tiles that `gather` has computed, if they hold all of its columns and are few, by their positions."""
+        """The tiles of the last `gather`, by position; empty if there are too many or some columns are missing."""
         return self._kept
 
     def others(self, done: frozenset[int] = frozenset()) -> Iterator[tuple[int, Float[Tensor, "query column"]]]:
-        """The positions of the tiles of the gallery block that are not done, and their scores, -inf at padding.
+        """The remaining tiles of the gallery block: their positions and scores, -inf at padding.
 
-        The scores are valid until the next tile, and may be changed.
+        The scores are valid until the next tile, and may be overwritten.
         """
         for start in self._starts(self.begin, self.end):
             if start not in done:
                 yield start, self._scores(start, 0)
 
     def _starts(self, begin: int, end: int) -> range:
-        """The positions of the tiles of the gallery block that have images from `begin` to `end`."""
+        """The positions of the tiles of the gallery block that overlap the range from `begin` to `end`."""
         first = self.begin + max(begin - self.begin, 0) // self._columns * self._columns
         return range(first, min(end, self.end), self._columns)
 
@@ -146,26 +147,27 @@ class ScoreTiles:
 
 
 def columns_of_a_product(device: torch.device) -> int:
-    """How many images of the gallery are multiplied at a time."""
+    """The number of gallery images that are multiplied at a time."""
     return size_for(device, cpu=_CPU_COLUMNS, accelerator=_DEVICE_COLUMNS)
 
 
 def columns_of_a_tile(device: torch.device, positives: int) -> int:
-    """How many images have their scores counted together, if a query has this number of positives."""
+    """The number of gallery images in a tile, if a query has this number of positives."""
     multiple = math.ceil(_COLUMNS_OF_A_POSITIVE * positives / columns_of_a_product(device))
     return columns_of_a_product(device) * max(1, multiple)
 
 
 def columns_of_a_gallery_block(gallery: ShardedRows, positives: int, device: torch.device) -> int:
-    """Number of images of a block of the gallery, a multiple of `columns_of_a_product`.
+    """The number of images in a gallery block, a multiple of `columns_of_a_product`.
 
-    It is the full gallery if that is not sharded; else some tiles, but not many more than each process holds.
+    If the gallery is not sharded, a block is the full gallery; else some tiles, but not many more images than a process
+    holds.
     """
     unit = columns_of_a_product(device)
     if not gallery.is_sharded:
         return max(1, math.ceil(len(gallery) / unit)) * unit
     least = unit * size_for(device, cpu=_CPU_PRODUCTS, accelerator=_DEVICE_PRODUCTS)
-    of_every_process = gallery.layout.unit * gallery.shard.count  # a gallery block has rows of each process
+    of_every_process = gallery.layout.unit * gallery.shard.count  # a gallery block contains rows of each process
     held = math.ceil(len(gallery) / gallery.shard.count)
     wanted = max(least, of_every_process, min(held, columns_of_a_tile(device, positives)))
     return math.ceil(wanted / unit) * unit
@@ -174,7 +176,7 @@ def columns_of_a_gallery_block(gallery: ShardedRows, positives: int, device: tor
 def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLists) -> Iterator[PositiveRanks]:
     """Count the ranks of all positives of the queries of this process, one block of queries at a time.
 
-    This is a collective operation if the gallery is sharded: every process must take all blocks.
+    If the gallery is sharded, this is a collective operation: every process must consume all blocks.
 
     Args:
         queries: unit rows, in blocks of `lists.block_rows`.
@@ -182,12 +184,12 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLi
         lists: labels and cameras of all queries and of the whole gallery.
 
     Yields:
-        The ranks of a block, on the device that computes float64 numbers for the labels' device.
+        The ranks of a block, on the labels' device, or on the CPU if that device does not support float64.
 
     Cost:
         Memory for a few tiles of scores, for a block of the gallery if it is sharded, and for the positives of a block
         of queries, or of several blocks if the gallery is sharded. The time is that of the matrix product plus a few
-        passes over the scores if all positives rank high, or a sort of the scores if they do not; it grows with the
+        passes over the scores (if all positives rank high) or a sort of the scores (otherwise); it grows with the
         logarithm of the number of positives. Ranks are counted on the labels' device. Embeddings on another device are
         copied there tile by tile, once for each block.
     """
@@ -221,12 +223,12 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLi
 
 
 class RankedBlock:
-    """A block of queries while the ranks of its positives are counted, one block of the gallery after another.
+    """Counts the ranks of the positives of a block of queries, one gallery block after another.
 
     Args:
         queries: unit rows.
-        index: of each query among all queries.
-        extent: where the positives are.
+        index: index of each query among all queries.
+        extent: range of the gallery that holds the positives.
         lists: labels and cameras of all queries and of the whole gallery.
     """
 
@@ -235,13 +237,13 @@ class RankedBlock:
     ) -> None:
         self._queries, self._index, self._extent, self._lists = queries, index, extent, lists
         self._scores = queries.new_zeros(len(queries), extent.width, device=index.device)
-        self._counted: frozenset[int] = frozenset()  # positions of tiles
-        self._is_sorted = False  # whether the next three are there
+        self._counted: frozenset[int] = frozenset()  # positions of counted tiles
+        self._is_sorted = False  # whether the next three attributes are set
         self._positives = self._scores  # scores in ascending order, inf at padding
         self._level = self._rank = index
 
     def find_positives(self, tiles: ScoreTiles) -> None:
-        """Take the scores of positives in a gallery block; if all are there, count the candidates in their tiles."""
+        """Collect the scores of positives in a gallery block; if all are known, count the candidates in kept tiles."""
         begin, end, width = self._extent
         if end <= tiles.begin or tiles.end <= begin:
             return
@@ -263,7 +265,7 @@ class RankedBlock:
             self._rank += count_at_least(tile, self._positives)
 
     def ranks(self) -> PositiveRanks:
-        """The ranks, when all gallery blocks are counted."""
+        """The ranks, after all gallery blocks have been counted."""
         first_tied = torch.searchsorted(self._positives, self._positives)
         levels = self._lists.query_labels.shape[1]
         ranks = PositiveRanks(self._index, self._rank.long(), first_tied, self._level.long(), levels)
@@ -277,14 +279,14 @@ class RankedBlock:
         self._level = level.to(torch.int8)
         excluded = self._scores.masked_fill(~found.is_excluded, -torch.inf)
         self._rank = -count_at_least(excluded, self._positives).int()
-        self._scores = self._positives[:0]  # frees the memory
+        self._scores = self._positives[:0]  # frees memory
         self._is_sorted = True
 
 
 def _groups(
     queries: ShardedRows, gallery: ShardedRows, extents: Sequence[Extent], rows: int
 ) -> Iterator[tuple[int, int]]:
-    """The ranges of blocks of each process that are ranked together, the same on all processes."""
+    """The groups of query blocks that are ranked together, as ranges of block numbers, the same on all processes."""
     processes = queries.shard.count
     blocks = math.ceil(len(extents) / processes)
     first, positives = 0, 0
@@ -301,7 +303,7 @@ def _groups(
 def _blocks_of_group(
     queries: ShardedRows, lists: LabelledLists, extents: Sequence[Extent], numbers: range
 ) -> list[RankedBlock]:
-    """The blocks of this process with these numbers; the last number may be a block of other processes only."""
+    """The query blocks of this process with these numbers. This process may lack a block with the last number."""
     blocks = []
     for local, positions in islice(queries.blocks(), numbers.start, numbers.stop):
         index = torch.arange(positions.start, positions.stop, device=lists.query_labels.device)
@@ -313,8 +315,8 @@ def _blocks_of_group(
 def _worst_first(
     positives: Float[Tensor, "query pos"], level: Int[Tensor, "query pos"], levels: int
 ) -> tuple[Float[Tensor, "query pos"], Int[Tensor, "query pos"]]:
-    """Sort the scores of the positives, which are inf at padding, in ascending order, and their levels with them."""
-    if levels > 1:  # of positives that tie, the one that shares the most levels comes first
+    """Sort the scores of the positives (inf at padding) in ascending order, together with their levels."""
+    if levels > 1:  # among tied positives, the one that shares the most levels comes first
         level, order = level.sort(dim=1, descending=True, stable=True)
         positives = positives.gather(1, order)
     positives, order = positives.sort(dim=1, stable=True)

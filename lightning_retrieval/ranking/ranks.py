@@ -1,13 +1,13 @@
-"""Hard ranks of the positives. Every retrieval metric is a function of them.
+"""Hard ranks of the positives. Every retrieval metric is a function of these ranks.
 
 The rank of a positive is the number of candidates that score at least as high, itself included, so ties count against
-the model. `count_at_least` counts them in a tile of scores. The counts of the tiles of a list add up, so the list may
-be divided in any way (`lightning_retrieval.ranking.ranked_lists`).
+the model. `count_at_least` counts these candidates in a tile of scores. The counts of the tiles of a list add up, so a
+list may be divided in any way (`lightning_retrieval.ranking.ranked_lists`).
 
-Products whose order decides are computed in IEEE float32, whatever precision training uses (`ieee_products`).
-`torch.set_float32_matmul_precision("high")`, which Lightning recommends, lets every float32 product of a GPU run in
-TF32, with 10 bits of mantissa. That is good enough for a network, but it makes scores equal that are not, and changes
-the ranks of a third of the queries of a large set.
+The products that are ranked are computed in IEEE float32, whatever precision training uses (`ieee_products`).
+`torch.set_float32_matmul_precision("high")`, which Lightning recommends, lets GPUs compute float32 products in TF32,
+with 10 bits of mantissa. That is good enough for a network, but it makes different scores equal, and changes the ranks
+of a third of the queries of a large set.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,17 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-# If at most this fraction of the scores reaches the worst positive, only these scores are counted, else all are sorted.
+# If at most this fraction of the scores reaches the worst positive, only these scores are searched, else all are
+# sorted.
 _MAX_COUNTED_FRACTION = 1 / 16
 
 
 def count_at_least(
     scores: Float[Tensor, "query gallery"], positives: Float[Tensor, "query pos"]
 ) -> Int[Tensor, "query pos"]:
-    """For each of the ascending positives of a row, the number of scores of the row that are at least as high.
+    """For each positive, the number of scores of its row that are at least as high.
 
-    The scores may be sorted in place.
+    The positives of a row must be in ascending order. `scores` may be sorted in place.
     """
     if scores.dtype == torch.float32:
         reaches_worst = scores >= positives[:, :1]
@@ -40,13 +41,13 @@ def count_at_least(
 
 
 def sum_from_here(values: Shaped[Tensor, "query pos"]) -> Shaped[Tensor, "query pos"]:
-    """For each column the sum of the row from this column to the last."""
+    """For each column, the sum of the row from this column to the last."""
     return values.flip(1).cumsum(1).flip(1)
 
 
 def _number_of_true(mask: Bool[Tensor, "query gallery"]) -> int:
-    """How many are True. Eight bytes are added at a time, so few of them that no byte overflows."""
-    words_added = 192  # at most 255, the largest number of a byte
+    """The number of True elements. Eight bytes are added at a time, and few enough that no byte overflows."""
+    words_added = 192  # at most 255, the largest value of a byte
     if mask.numel() % (8 * words_added):
         return int(mask.sum())
     words = mask.flatten().view(torch.int64).view(-1, words_added)
@@ -55,7 +56,7 @@ def _number_of_true(mask: Bool[Tensor, "query gallery"]) -> int:
 
 
 def _true_positions(mask: Bool[Tensor, "query gallery"]) -> Int[Tensor, " true"]:
-    """Where the flattened mask is True. On a CPU NumPy finds them, in a tenth of the time of torch."""
+    """The positions of True in the flattened mask. On a CPU, NumPy finds them in a tenth of torch's time."""
     if mask.device.type != "cpu":
         return mask.flatten().nonzero()[:, 0]
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
@@ -66,9 +67,9 @@ def _count_reaching(
     positives: Float[Tensor, "query pos"],
     reaches_worst: Bool[Tensor, "query gallery"],
 ) -> Int[Tensor, "query pos"]:
-    """`count_at_least` of the few scores that reach the worst positive of their row, in one search over all rows.
+    """`count_at_least` for few scores: those that reach the worst positive of their row. One search covers all rows.
 
-    A key is the row in its upper 32 bits and the score in its lower 32 bits, so the keys of all rows are in one order.
+    The keys of the search have the row in their upper 32 bits and the score in their lower 32 bits.
     """
     rows, width = positives.shape
     reaching = _true_positions(reaches_worst)
@@ -82,7 +83,7 @@ def _count_reaching(
 
 
 def _sorted(scores: Float[Tensor, "query gallery"]) -> Float[Tensor, "query gallery"]:
-    """The rows in ascending order. On a CPU they are sorted in place by NumPy, in a tenth of the time of torch."""
+    """The rows in ascending order. On a CPU, NumPy sorts them in place, in a tenth of torch's time."""
     if scores.device.type != "cpu":
         return scores.sort(1).values
     scores.numpy().sort(axis=1)
@@ -90,16 +91,16 @@ def _sorted(scores: Float[Tensor, "query gallery"]) -> Float[Tensor, "query gall
 
 
 def _sortable_integers(values: Float[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """int64 numbers of 32 bits in the order of the float32 values; -0.0 and 0.0 become the same number."""
+    """Map float32 values to 32-bit integers (as int64) in the same order; -0.0 and 0.0 map to the same integer."""
     bits = (values + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Compute float32 matrix products in IEEE float32 inside the `with` block, and restore the settings afterwards.
+    """Context in which float32 matrix products are computed in IEEE float32; restores the settings on exit.
 
-    The settings are those of the process, so another thread that multiplies meanwhile uses full precision as well.
+    The settings are global, so products of other threads meanwhile also have full precision.
 
     Example:
         >>> import torch
@@ -119,13 +120,13 @@ def ieee_products() -> Iterator[None]:
             for backend in _backends_with_own_setting():
                 backend.fp32_precision = "ieee"
         elif previous != "highest":
-            restored.callback(torch.set_float32_matmul_precision, previous)  # runs before those of the backends
+            restored.callback(torch.set_float32_matmul_precision, previous)  # runs before the backends' callbacks
             torch.set_float32_matmul_precision("highest")
         yield
 
 
 def _backends_with_own_setting() -> list[Any]:
-    """Where torch keeps the precision of products for each backend, in versions that have such settings."""
+    """The objects with torch's precision setting of each backend; empty in versions without such settings."""
     backends = [torch.backends.cuda.matmul]
     if hasattr(torch.backends.mkldnn, "matmul"):
         backends.append(torch.backends.mkldnn.matmul)
@@ -144,13 +145,13 @@ def _precision_of_all_backends() -> str | None:
 
 @dataclass(frozen=True)
 class PositiveRanks:
-    """Ranks of the positives of a block of queries. The worst positive comes first, rows are padded to the longest.
+    """Ranks of the positives of a block of queries. The worst positive comes first; rows are padded to the longest.
 
     Attributes:
         queries: index of the query of each row.
-        rank: number of candidates that score at least as high as the positive; any number at padding.
-        first_tied: the first column of the row with the same score; any number at padding.
-        level: number of label levels that the positive shares with the query, 0 at padding. Of positives that tie, the
+        rank: number of candidates that score at least as high as the positive; arbitrary at padding.
+        first_tied: the first column of the row with the same score; arbitrary at padding.
+        level: number of label levels that the positive shares with the query, 0 at padding. Among tied positives, the
             one that shares the most levels comes first.
         levels: number of levels of the labels.
     """
@@ -173,12 +174,12 @@ class PositiveRanks:
 
     @cached_property
     def rank_among_positives(self) -> Int[Tensor, "query pos"]:
-        """Number of positives that score at least as high as each positive; any number at padding."""
+        """For each positive, the number of positives that score at least as high; arbitrary at padding."""
         return self.sum_at_least(self.is_positive)
 
     @cached_property
     def precision(self) -> Float[Tensor, "query pos"]:
-        """Fraction of positives among the candidates that score at least as high as each positive, 0 at padding."""
+        """For each positive, the fraction of positives among candidates that score at least as high; 0 at padding."""
         precision = self.rank_among_positives.double() / self.rank.clamp(min=1)
         return torch.where(self.is_positive, precision, 0.0)
 
@@ -195,7 +196,7 @@ class PositiveRanks:
 
     @cached_property
     def _irrelevant_before(self) -> Int[Tensor, "query pos"]:
-        """For each positive, the number of candidates that are not positive and score at least as high."""
+        """For each positive, the number of irrelevant candidates that score at least as high."""
         return self.rank - self.rank_among_positives
 
     @cached_property
@@ -221,5 +222,5 @@ class PositiveRanks:
         )
 
     def sum_at_least(self, weights: Shaped[Tensor, "query pos"]) -> Shaped[Tensor, "query pos"]:
-        """For each positive the sum of the weights of all columns that score at least as high, itself included."""
+        """For each positive, the sum of the weights of all positives that score at least as high, itself included."""
         return sum_from_here(weights).gather(1, self.first_tied)

@@ -1,14 +1,14 @@
-"""Rows of embeddings: unit rows, cosine similarity, and rows of an evaluation set that are sharded over processes.
+"""Rows of embeddings: normalisation, and rows of an evaluation set that are sharded over processes.
 
 Embeddings are normalised only here (`normalize`).
 
-Each process holds about the same number of rows of an evaluation set. The rows are in one order, that of their labels.
-Blocks of consecutive rows are distributed over the processes in turn, so that a large class is divided evenly. The full
-rows are needed block by block only, and such a block is gathered from all processes.
+Each process holds about the same number of rows of an evaluation set. The rows are sorted by their labels. Blocks of
+consecutive rows are distributed over the processes in turn, so that a large class is divided evenly. All rows together
+are never needed, only block by block; such a block is gathered from all processes.
 
-Ranks are counted on the device of the labels, and metrics are computed from them in float64. Apple's GPUs (MPS) have
-no float64: there the ranks, which are few compared with the scores, are copied to the CPU, and so are the metrics'
-values (`float64_device`).
+Ranks are counted on the device of the labels, and metrics are computed from them in float64. Apple's GPUs (MPS) do not
+support float64: there, ranks and metrics' values, which are few compared with the scores, are copied to the CPU
+(`float64_device`).
 """
 
 import math
@@ -22,14 +22,14 @@ from torch.linalg import vector_norm
 
 from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
 
-_GATHERED_ROWS = 1 << 14  # at a time, if all rows are gathered
+_GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are gathered
 
 
 def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
     """L2-normalise the rows, in float32 or better.
 
-    A row of zeros stays zero and gets a finite gradient; a row too large or too small for its squares to be
-    represented is scaled first, which changes neither the result nor its gradient.
+    A row of zeros stays zero and gets a finite gradient. If the squares of a row would overflow or underflow, the row
+    is scaled first, which changes neither the result nor its gradient.
 
     Args:
         embeddings: one row for each item. Half precision is widened to float32.
@@ -57,7 +57,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def to_float64(values: Shaped[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The values in float64, on the CPU if their device has none.
+    """The values in float64, on the CPU if their device does not support float64.
 
     Example:
         >>> import torch
@@ -69,11 +69,11 @@ def to_float64(values: Shaped[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which process holds which rows: blocks of `unit` rows go to the processes in turn.
+    """The assignment of rows to processes: blocks of `unit` rows go to the processes in turn.
 
     Args:
         rows: number of rows of all processes together.
-        unit: number of rows of a block; the last one may be smaller.
+        unit: number of rows in a block; the last block may be smaller.
         processes: number of processes.
     """
 
@@ -82,24 +82,24 @@ class Layout:
     processes: int
 
     def sizes(self, begin: int = 0, end: int | None = None) -> list[int]:
-        """How many of the rows from `begin` to `end` each process holds; of all rows if they are not given."""
+        """The number of rows from `begin` to `end` (by default all rows) that each process holds."""
         if end is None:
             end = self.rows
         return [self.rows_before(end, process) - self.rows_before(begin, process) for process in range(self.processes)]
 
     def rows_before(self, position: int, process: int) -> int:
-        """How many of the rows before a position a process holds."""
+        """The number of rows before `position` that a process holds."""
         turns, rest = divmod(position, self.unit * self.processes)
         return turns * self.unit + min(max(rest - process * self.unit, 0), self.unit)
 
     def holder(self, positions: Int[Tensor, " row"]) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
-        """The process that holds each of these rows, and the index of the row among those of the process."""
+        """The process that holds each of these rows, and the index of the row on that process."""
         process = positions // self.unit % self.processes
         local = positions // (self.unit * self.processes) * self.unit + positions % self.unit
         return process, local
 
     def by_process(self, begin: int = 0, end: int | None = None) -> Int[Tensor, " row"]:
-        """The positions of the rows from `begin` to `end`: those of the first process, then those of the second, ..."""
+        """The positions of the rows from `begin` to `end`, grouped by process, the first process first."""
         if end is None:
             end = self.rows
         positions = torch.arange(begin, end)
@@ -109,12 +109,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """Rows of which this process holds a shard.
+    """Rows that are sharded over the processes, with the shard of this process.
 
     Args:
-        local: the rows of this process, in their order.
-        layout: which process holds which rows.
-        shard: this process.
+        local: the rows of this process, in order.
+        layout: the assignment of rows to processes.
+        shard: the shard of this process.
     """
 
     local: Float[Tensor, "local dim"]
@@ -138,9 +138,9 @@ class ShardedRows:
             yield rows, slice(begin, begin + len(rows))
 
     def split_blocks(self, rows: int) -> Iterator[tuple[slice, slice]]:
-        """The blocks of this process, split into smaller ones of at most so many rows.
+        """The blocks of this process, split into smaller blocks of at most `rows` rows.
 
-        Yields the range of each among the local rows, and among all rows.
+        Yields the range of each block among the local rows, and among all rows.
         """
         local = 0
         for _, positions in self.blocks():
@@ -150,7 +150,7 @@ class ShardedRows:
                 local += end - begin
 
     def most_split_blocks(self, rows: int) -> int:
-        """The largest number of `split_blocks` that a process has."""
+        """The largest number of `split_blocks` of any process."""
         numbers = []
         for size in self.layout.sizes():
             blocks, rest = divmod(size, self.layout.unit)
@@ -160,7 +160,7 @@ class ShardedRows:
     def range(self, begin: int, end: int) -> Float[Tensor, "range dim"]:
         """The rows from `begin` to `end`. If they are sharded, this is a collective operation.
 
-        Sharded rows are on the device of the collective operation, other rows stay where they are.
+        Sharded rows are returned on the device of the collective operation, other rows on their device.
         """
         if not self.is_sharded:
             return self.local[begin:end]
@@ -188,9 +188,9 @@ class ShardedRows:
         return rows
 
     def fetch(self, positions: Int[Tensor, "..."]) -> Float[Tensor, "... dim"]:
-        """The rows at these positions, which may be others on each process, on the device of the local rows.
+        """The rows at these positions, which may differ between processes, on the device of the local rows.
 
-        This is a collective operation if the rows are sharded.
+        If the rows are sharded, this is a collective operation.
         """
         if not self.is_sharded:
             return self.local[positions.to(self.local.device)]
@@ -200,7 +200,7 @@ class ShardedRows:
         return found[inverse.to(found.device)]
 
     def all(self) -> Float[Tensor, "row dim"]:
-        """All rows, on every process, on the device of the local rows. A collective operation if they are sharded."""
+        """All rows, on every process, on the device of the local rows. If rows are sharded, a collective operation."""
         if not self.is_sharded:
             return self.local
         rows = self.local.new_empty(len(self), self.local.shape[1])
@@ -210,7 +210,7 @@ class ShardedRows:
         return rows
 
     def with_rows(self, rows: Float[Tensor, "row dim"]) -> "ShardedRows":
-        """Other rows, all of which are given on every process, in the same layout."""
+        """New rows in the same layout. `rows` are all rows, the same on every process."""
         if not self.is_sharded:
             return ShardedRows(rows, self.layout, self.shard)
         first = sum(self.layout.sizes()[: self.shard.index])
@@ -219,5 +219,5 @@ class ShardedRows:
 
 
 def unsharded(rows: Float[Tensor, "row dim"], unit: int) -> ShardedRows:
-    """Rows that this process holds alone."""
+    """Rows that only this process holds."""
     return ShardedRows(rows, Layout(len(rows), unit, 1), UNSHARDED)

@@ -1,1 +1,1 @@
-"""Search with a trained model: an index of embeddings, its storage in a folder, and the parts that they are made of."""
+"""Search with a trained model: an index of embeddings, and its storage in a folder or in Milvus."""

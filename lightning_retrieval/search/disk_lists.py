@@ -1,9 +1,9 @@
-"""The inverted lists of an IVF index that is larger than memory: written in parts, and merged into one file.
+"""Builds an IVF index that is larger than memory: its inverted lists are written in parts and merged into one file.
 
-A part holds the lists of the rows that were in memory together, one list after the other: its number of rows, its codes
-and its ids. The merged file is the one that faiss writes for an index in memory: the same header, and for each list the
-codes of all parts and then the ids of all parts. Files are only read and written from beginning to end, so merging
-takes the memory of one buffer for each part.
+A part is a file with the rows that were in memory at the same time. For each list it holds the number of rows, the
+codes and the ids. The merged file is the same as faiss writes for an index in memory: a header, and for each list the
+codes of all parts followed by the ids of all parts. Files are only read and written sequentially, so merging needs one
+buffer per part.
 
 faiss' own `OnDiskInvertedLists` are not used: they write through a memory map, and a full disk would kill the process.
 """
@@ -24,24 +24,24 @@ from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_s
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks
 from lightning_retrieval.search.storage import NewVersion
 
-BUFFER = 1 << 17  # bytes of each part that are read at a time
+BUFFER = 1 << 17  # bytes read from a part at a time
 ID_BYTES, SIZE_BYTES = 8, 8
 ROWS_IN_MEMORY = 1_000_000
-MOST_PARTS = 500  # open files
+MOST_PARTS = 500  # all are open at the same time
 
 
 def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: int, rows_in_memory: int) -> None:
     """Raise unless an index of these rows can be built on disk.
 
     Args:
-        index: of faiss.
+        index: a faiss index.
         factory: its factory string.
-        embeddings: the rows.
-        rows_before: number of rows that the index has.
+        embeddings: the rows to add.
+        rows_before: number of rows in the index.
         rows_in_memory: as for `add_on_disk`.
 
     Raises:
-        ValueError: if a number is out of range, or not all of what faiss stores of a row is in an inverted list.
+        ValueError: if a number is out of range, or faiss stores data of a row outside of the inverted lists.
         TypeError: if `rows_in_memory` is not an integer.
     """
     check_rows(OWNER, "embeddings", embeddings, index.d)
@@ -66,7 +66,7 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
 
 
 def most_parts() -> int:
-    """How many parts are merged at most: half of the files that this process may open, since all are open then."""
+    """The maximum number of parts: half of the files that this process may open, as a merge opens all parts."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MOST_PARTS
@@ -74,15 +74,15 @@ def most_parts() -> int:
 
 
 def check_rows_in_memory(rows_in_memory: int) -> None:
-    """Raise unless it is an integer, and at least one block of rows."""
+    """Raise unless `rows_in_memory` is an integer of at least one block of rows."""
     check_integer(OWNER, "rows_in_memory", rows_in_memory, least=BLOCK)
 
 
 def check_lists(index: Any, factory: str) -> None:
-    """Raise unless all of what faiss stores of a row is in an inverted list.
+    """Raise unless faiss stores all data of a row in an inverted list.
 
     Raises:
-        ValueError: if it is not, or if this release of faiss writes the lists otherwise.
+        ValueError: if it does not, or if this release of faiss writes the lists in another format.
     """
     faiss = load_faiss()
     inner = without_transform(index)
@@ -95,11 +95,11 @@ def check_lists(index: Any, factory: str) -> None:
 
 
 class DiskLists:
-    """The inverted lists of one faiss index, whose rows are added to it in memory and moved to the disk in parts.
+    """The inverted lists of one faiss index. Rows are added in memory, then moved to the disk in parts.
 
     Args:
-        index: trained and empty. It counts all rows that were added, also those that are on the disk.
-        path: of the parts, to which their number is appended.
+        index: trained and empty. Its number of rows includes those on the disk.
+        path: path of the parts, without their number, which is appended.
     """
 
     def __init__(self, index: Any, path: Path) -> None:
@@ -109,10 +109,10 @@ class DiskLists:
         self._lists: int = ivf.nlist
         self._code_bytes: int = ivf.code_size
         self._parts: list[Path] = []
-        self._sizes: NDArray[np.int64] = np.zeros(self._lists, np.int64)  # rows of each list, in all parts
+        self._sizes: NDArray[np.int64] = np.zeros(self._lists, np.int64)  # number of rows of each list in all parts
 
     def move_to_disk(self) -> None:
-        """Write the rows that are in memory to a new part.
+        """Move the rows in memory to a new part.
 
         Raises:
             OSError: if it cannot be written completely.
@@ -124,13 +124,13 @@ class DiskLists:
         write_verified(OWNER, part, partial(self._write_part, ivf.invlists, sizes))
         self._parts.append(part)
         self._sizes += sizes
-        # New lists, because emptied ones would keep their memory, which adds up if each part fills other lists.
+        # New lists: emptied lists would keep their memory, which adds up if each part fills different lists.
         empty = faiss.ArrayInvertedLists(self._lists, self._code_bytes)
         ivf.replace_invlists(empty, True)
         empty.this.disown()
 
     def merge(self, stream: DigestStream) -> None:
-        """Write the index with the lists of all parts as faiss writes it.
+        """Write the index, with the lists of all parts, in the format of faiss.
 
         Raises:
             OSError: if a part cannot be read.
@@ -160,7 +160,7 @@ class DiskLists:
                 stream.write(faiss.rev_swig_ptr(lists.get_ids(number), rows))
 
     def _header(self) -> bytes:
-        """Everything that faiss writes before the rows: the trained index, and the number of rows in each list."""
+        """The bytes that faiss writes before the rows: the trained index, and the number of rows in each list."""
         faiss = load_faiss()
         trained: bytes = faiss.serialize_index(self._index).tobytes()
         no_rows = _no_rows(faiss.extract_index_ivf(self._index))
@@ -175,14 +175,14 @@ def add_on_disk(
     rows_in_memory: int,
     version: NewVersion,
 ) -> list[Any]:
-    """Add rows to trained, empty shards, and write each shard to a file; each gets the rows that `add_to_shards` adds.
+    """Add rows to trained, empty shards on disk, distributed as by `add_to_shards`, and write each shard to a file.
 
     Args:
-        shards: of which `check_disk_build` has checked one.
+        shards: the shards; `check_disk_build` must have accepted one of them.
         embeddings: the rows.
-        ids: of the rows.
-        rows_in_memory: most rows that the shards hold in memory together.
-        version: of the index's folder that gets the files; the parts are written beside them, and deleted.
+        ids: ids of the rows.
+        rows_in_memory: maximum number of rows that all shards together hold in memory.
+        version: the new version of the index's folder, for the files. Parts are written there too, then deleted.
 
     Returns:
         The shards, memory-mapped.
@@ -208,7 +208,7 @@ def add_on_disk(
 
 
 def _no_rows(ivf: Any) -> bytes:
-    """What faiss writes for empty inverted lists, at the end of an index."""
+    """The bytes that faiss writes at the end of an index for empty inverted lists."""
     return struct.pack("<4sQQ4sQ", b"ilar", ivf.nlist, ivf.code_size, b"sprs", 0)
 
 
@@ -218,7 +218,7 @@ def _move_to_disk(lists: list[DiskLists]) -> None:
 
 
 def _copy(source: IO[bytes], target: DigestStream, length: int) -> None:
-    """Copy this number of bytes."""
+    """Copy `length` bytes."""
     while length > 0:
         data = source.read(min(length, READ_BYTES))
         if not data:

@@ -1,15 +1,15 @@
 """A folder of embeddings in shards, which several runs and several processes can fill.
 
-    DIR/_manifest.json      what the embeddings are of: model, preparation, list of images, size of a shard
+    DIR/_manifest.json      how the embeddings were made: model, preparation, list of images, size of a shard
     DIR/part-00000.parquet  rows 0 to shard_size - 1, and so on
 
-A shard appears in one atomic step when it is complete, so a file that exists is the record that its images are done.
-Whoever continues looks for the files that are missing, and nothing else has to be kept. Readers of folders of Parquet
-files ignore names that begin with `_` or `.`, so they can read the folder as one table.
+A complete shard gets its final name in one atomic step, so the existence of the file shows that its images are done. A
+run that continues looks for missing files; no other record is needed. Programs that read folders of Parquet files
+ignore names that begin with `_` or `.`, so they can read the folder as one table.
 
 A Parquet file has the columns `id` (int64), `path` and `label` (strings) and `embedding` (a fixed-size list of D
-float32 or float16), and a checksum of each page. In the format npy, a shard is a .npy file of shape (rows, D), beside
-which a JSON file of the same name has the rest.
+float32 or float16), and a checksum of each page. In the format npy, a shard is a .npy file of shape (rows, D) and a
+JSON file of the same name with all other data.
 """
 
 import hashlib
@@ -44,20 +44,20 @@ FORMAT = Manifest(
 )
 SHARD_SIZE = 10_000  # rows
 SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
-UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # in the metadata of a Parquet file
+UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # keys of the metadata of a Parquet file
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The rows of a shard, or those that a process adds to one.
+    """The rows of a shard, or some rows that a process adds to it.
 
     Args:
-        ids: of the rows.
-        embeddings: as the model gives them, in the type in which they are stored.
-        paths: one for each row, "" if it has none.
-        labels: one for each row, None where it is not known.
-        unreadable: path and reason of each image of the shard that could not be read, and therefore has no row.
-        origin: which shard of which folder the rows are of, see `EmbeddingFolder`.
+        ids: ids of the rows.
+        embeddings: as returned by the model, in the dtype in which they are stored.
+        paths: one for each row, "" if a row has none.
+        labels: one for each row, None if unknown.
+        unreadable: path and reason of each image of the shard that could not be read and therefore has no row.
+        origin: identifies the shard and the folder of the rows, see `EmbeddingFolder`.
         image_files: digest of the sizes and times of the image files, see `digest_of_files`; "" if it is not known.
     """
 
@@ -71,7 +71,7 @@ class ShardRows:
 
 
 def load_pyarrow(owner: str) -> Any:
-    """The module `pyarrow`, with `pyarrow.parquet`.
+    """Import `pyarrow` and `pyarrow.parquet`; return `pyarrow`.
 
     Raises:
         ModuleNotFoundError: if it is not installed.
@@ -102,13 +102,13 @@ def write_parquet(pyarrow: Any, rows: ShardRows, stream: DigestStream) -> None:
 
 
 def read_parquet(pyarrow: Any, path: Path) -> ShardRows:
-    """Read the Parquet file of a shard, and compare its checksums."""
+    """Read the Parquet file of a shard and verify its checksums."""
     table = pyarrow.parquet.read_table(path, page_checksum_verification=True, memory_map=False)
     column = table.column("embedding").combine_chunks()
     dim = column.type.list_size
     return ShardRows(
         table.column("id").to_numpy(),
-        np.array(column.flatten()).reshape(-1, dim),  # a copy, which can be written to
+        np.array(column.flatten()).reshape(-1, dim),  # a writable copy
         table.column("path").to_pylist(),
         table.column("label").to_pylist(),
         _pairs(json.loads(table.schema.metadata[UNREADABLE])),
@@ -118,7 +118,7 @@ def read_parquet(pyarrow: Any, path: Path) -> ShardRows:
 
 
 def write_json(rows: ShardRows, stream: DigestStream) -> None:
-    """Write everything but the embeddings of a shard, and the checksum of its embeddings."""
+    """Write the JSON file of a shard: all data but the embeddings, and the checksum of the embeddings."""
     content = {
         "ids": rows.ids.tolist(),
         "paths": rows.paths,
@@ -132,7 +132,7 @@ def write_json(rows: ShardRows, stream: DigestStream) -> None:
 
 
 def read_npy(path: Path) -> ShardRows:
-    """Read the two files of a shard, and compare the checksum.
+    """Read the two files of a shard and verify the checksum.
 
     Raises:
         ValueError: if the checksum is wrong.
@@ -143,7 +143,7 @@ def read_npy(path: Path) -> ShardRows:
         raise ValueError("the checksum of its embeddings is wrong")
     ids = np.array(content["ids"], dtype=np.int64)
     unreadable = _pairs(content["unreadable"])
-    image_files = content.get("image_files", "")  # which earlier releases did not write
+    image_files = content.get("image_files", "")  # earlier releases did not write it
     return ShardRows(ids, embeddings, content["paths"], content["labels"], unreadable, content["origin"], image_files)
 
 
@@ -157,19 +157,19 @@ def _digest(embeddings: Float[np.ndarray, "rows dim"]) -> str:
 
 @dataclass(frozen=True)
 class EmbeddingManifest:
-    """What the embeddings in a folder are of. Two runs may fill one folder if all of this but `about` is equal.
+    """How the embeddings in a folder were made. Two runs may fill one folder if all fields but `about` are equal.
 
     Args:
-        images: number of images, also those that cannot be read.
-        images_sha256: of their list, see `digest_of_list`.
-        model_sha256: of the checkpoint file, or of the weights.
-        preparation: plain values that say what is done to an image before the network.
-        dim: D, the dimension of an embedding; 0 if it is not known before the first one.
-        shard_size: number of images of a shard; the last one may be smaller.
+        images: number of images, including unreadable ones.
+        images_sha256: digest of the list of images, see `digest_of_list`.
+        model_sha256: digest of the checkpoint file or the weights.
+        preparation: plain values that describe the preparation of an image for the network.
+        dim: D, the dimension of an embedding; 0 if it is unknown before the first embedding.
+        shard_size: number of images of a shard; the last shard may be smaller.
         file_format: `"parquet"` or `"npy"`.
-        dtype: of the numbers in the files, `"float32"` or `"float16"`.
-        precision: in which the network computes, as Lightning names it.
-        about: plain values that are kept for an index, such as the path of the checkpoint.
+        dtype: type of the numbers in the files, `"float32"` or `"float16"`.
+        precision: precision of the network, as named by Lightning.
+        about: plain values that are stored for an index, such as the path of the checkpoint.
     """
 
     images: int
@@ -188,7 +188,7 @@ def digest_of_list(fields: Iterable[Sequence[Any]]) -> str:
     """SHA-256 of a list of images.
 
     Args:
-        fields: of each image, its path and whatever else says what is embedded, such as its box and its label.
+        fields: for each image, its path and everything else that defines what is embedded, such as box and label.
     """
     digest = hashlib.sha256()
     for of_image in fields:
@@ -197,7 +197,7 @@ def digest_of_list(fields: Iterable[Sequence[Any]]) -> str:
 
 
 def digest_of_files(files: Iterable[Path]) -> str:
-    """SHA-256 of the sizes and modification times of files, of which some may not exist."""
+    """SHA-256 of the sizes and modification times of files. Some of the files may not exist."""
     digest = hashlib.sha256()
     for file in files:
         found = None
@@ -209,12 +209,12 @@ def digest_of_files(files: Iterable[Path]) -> str:
 
 
 class EmbeddingFolder:
-    """The shards in a folder, some of which may be missing; `create` or `load` makes one.
+    """A folder of embeddings, some of whose shards may be missing. Use `create` or `load` instead of the constructor.
 
     Args:
         owner: prefix of error messages.
-        path: of the folder.
-        manifest: what the embeddings are of.
+        path: path of the folder.
+        manifest: how the embeddings are made.
     """
 
     def __init__(self, owner: str, path: Path, manifest: EmbeddingManifest) -> None:
@@ -227,7 +227,7 @@ class EmbeddingFolder:
         """Begin a folder, or continue one with the same manifest.
 
         Raises:
-            ValueError: if the folder holds embeddings of another model or list, or something else.
+            ValueError: if the folder holds embeddings with another manifest, or other files.
         """
         check_output(owner, path)
         folder = cls(owner, path, manifest)
@@ -240,7 +240,7 @@ class EmbeddingFolder:
 
     @classmethod
     def load(cls, owner: str, path: Path) -> "EmbeddingFolder":
-        """The embeddings in a folder, all of whose shards are there.
+        """Open a folder of embeddings in which no shard is missing.
 
         Raises:
             FileNotFoundError: if the folder holds no embeddings.
@@ -257,10 +257,10 @@ class EmbeddingFolder:
         return folder
 
     def check_begun(self) -> bool:
-        """Whether the folder has a manifest; raise if it is not the same as that of this object.
+        """Whether the folder has a manifest; raises if it differs from the manifest of this object.
 
         Raises:
-            ValueError: if the folder holds embeddings of another model or list.
+            ValueError: if the folder holds embeddings with another manifest.
         """
         if not (self.path / MANIFEST).exists():
             return False
@@ -268,21 +268,21 @@ class EmbeddingFolder:
         return True
 
     def __len__(self) -> int:
-        """Number of shards, also of missing ones."""
+        """Number of shards, including missing ones."""
         return -(-self.manifest.images // self.manifest.shard_size)
 
     def positions(self, shard: int) -> range:
-        """Positions in the list of the images of a shard, which are also their ids."""
+        """Positions of a shard's images in the list, which are also their ids."""
         begin = shard * self.manifest.shard_size
         return range(begin, min(begin + self.manifest.shard_size, self.manifest.images))
 
     def missing(self) -> list[int]:
-        """Numbers of the shards that are not complete yet."""
+        """Numbers of the missing shards."""
         return [shard for shard in range(len(self)) if not self._file(shard).exists()]
 
     @contextmanager
     def lock(self) -> Iterator[IO[str]]:
-        """Let nobody else write meanwhile, and remove what a killed run has left.
+        """Hold the lock of the folder, so that no other process writes, and remove temporary files of killed runs.
 
         Raises:
             ValueError: if another process is writing.
@@ -292,11 +292,11 @@ class EmbeddingFolder:
             yield file
 
     def write(self, shard: int, rows: ShardRows) -> None:
-        """Write a shard, which is complete or absent at any time.
+        """Write a shard. At any time, the shard is either complete or missing.
 
         Raises:
             OSError: if it cannot be written completely.
-            ValueError: if a number is too large for the type that it is stored in.
+            ValueError: if a number is too large for the dtype of the files.
         """
         dtype = np.dtype(self.manifest.dtype)
         largest = np.abs(rows.embeddings).max(initial=0)
@@ -308,7 +308,7 @@ class EmbeddingFolder:
         embeddings = np.ascontiguousarray(rows.embeddings, dtype)
         rows = replace(rows, embeddings=embeddings, origin=self._origin(shard))
         if self.manifest.file_format == "npy":
-            self._file(shard).unlink(missing_ok=True)  # of images that have changed, which is not that of the new JSON
+            self._file(shard).unlink(missing_ok=True)  # an older file, which would not match the new JSON file
             write_verified(self.owner, self._file(shard, ".json"), partial(write_json, rows))
             write_verified(self.owner, self._file(shard), partial(np.save, arr=embeddings))
         else:
@@ -338,7 +338,7 @@ class EmbeddingFolder:
 
     @contextmanager
     def _named(self, file: Path) -> Iterator[None]:
-        """Name the file of a shard in the error if it cannot be read because it is damaged.
+        """If reading the file of a shard fails because of damage, raise an error that names the file.
 
         Raises:
             ValueError: if the file is damaged.
@@ -349,14 +349,14 @@ class EmbeddingFolder:
             yield
         except ModuleNotFoundError:
             raise
-        except Exception as error:  # pyarrow and NumPy raise errors of many kinds for damaged files
+        except Exception as error:  # pyarrow and NumPy raise errors of many types for damaged files
             raise ValueError(
                 f"{self.owner}: {file} is damaged ({first_line(error)}); delete it, and run the command that wrote "
                 "it again, which keeps the others."
             ) from None
 
     def unreadable(self) -> list[tuple[str, str]]:
-        """Path and reason of each image that could not be read, of all shards that are complete.
+        """Path and reason of each image that could not be read, from all complete shards.
 
         Raises:
             ValueError: if a file is damaged.
@@ -368,10 +368,10 @@ class EmbeddingFolder:
         return found
 
     def changed(self, image_files: Callable[[range], str]) -> list[int]:
-        """Numbers of the complete shards with images whose files have changed since they were embedded.
+        """Numbers of the complete shards whose image files have changed since they were embedded.
 
         Args:
-            image_files: the digest of the image files at some positions, see `digest_of_files`.
+            image_files: maps a range of positions to the digest of their image files, see `digest_of_files`.
 
         Raises:
             ValueError: if a file is damaged.
@@ -386,7 +386,7 @@ class EmbeddingFolder:
         return changed
 
     def _metadata(self, shard: int) -> tuple[list[tuple[str, str]], str]:
-        """Only the images of a shard that could not be read, and the digest of its image files."""
+        """The unreadable images of a shard and the digest of its image files, read without the rows."""
         file = self._file(shard)
         with self._named(file):
             if self.manifest.file_format == "npy":
@@ -396,19 +396,19 @@ class EmbeddingFolder:
             return _pairs(json.loads(metadata[UNREADABLE])), metadata.get(IMAGE_FILES, b"").decode()
 
     def _origin(self, shard: int) -> str:
-        """What a shard's file names as its origin: its number, and a digest of what the embeddings are of."""
+        """The origin that the file of a shard records: the number of the shard and a digest of the manifest."""
         manifest = self.manifest
         what = [manifest.model_sha256, dict(manifest.preparation), manifest.images_sha256, manifest.shard_size]
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return f"{digest} {shard}"
 
     def _file(self, shard: int, suffix: str = "") -> Path:
-        """The file of a shard; without a suffix the one that is written last, so that a shard with it is complete."""
+        """The file of a shard; by default the file that is written last, whose existence makes the shard complete."""
         return self.path / f"part-{shard:05d}{suffix or '.' + self.manifest.file_format}"
 
 
 def check_output(owner: str, path: Path) -> None:
-    """Raise unless embeddings may be written to this path: it does not exist, is an empty folder, or holds embeddings.
+    """Raise unless a path does not exist, is an empty folder, or is a folder of embeddings.
 
     Raises:
         ValueError: if the path is a file, or a folder that holds anything else.
@@ -433,14 +433,14 @@ def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:
         _check_kinds(manifest)
     except TypeError:
         raise ValueError(
-            f"{owner}: {path / MANIFEST} must be the manifest of embeddings that this release can read, which it is "
-            "not; give another folder."
+            f"{owner}: {path / MANIFEST} must be a manifest of embeddings that this release can read, got other "
+            "entries; give another folder."
         ) from None
     return manifest
 
 
 def _check_kinds(manifest: EmbeddingManifest) -> None:
-    """Raise TypeError for a manifest that this library does not write."""
+    """Raise TypeError if a manifest has a field of the wrong type."""
     counts = (manifest.images, manifest.dim, manifest.shard_size - 1)
     texts = (manifest.images_sha256, manifest.model_sha256, manifest.precision)
     is_valid = min(counts) >= 0 and manifest.file_format in FILE_FORMATS and manifest.dtype in DTYPES
@@ -451,7 +451,7 @@ def _check_kinds(manifest: EmbeddingManifest) -> None:
 
 
 def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest) -> None:
-    """Raise if a folder holds embeddings of something else."""
+    """Raise if the manifest found in a folder is not the wanted one."""
     what = None
     if found.model_sha256 != wanted.model_sha256:
         what = "of another model"

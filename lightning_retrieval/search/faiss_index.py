@@ -1,4 +1,4 @@
-"""faiss indexes: created from a factory string, trained, filled, searched and stored, with one sentence for each error.
+"""Creates, trains, fills, searches and stores faiss indexes. Each error of faiss becomes an error of one sentence.
 
 The rows of a `RetrievalIndex` are distributed over several faiss indexes, its shards, which are searched in parallel.
 
@@ -25,13 +25,13 @@ from lightning_retrieval.files import DigestStream
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
 
-ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
-FEWEST_CENTROIDS = 256  # those of product quantisation with 8 bits
-COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates, also with a prefix
+ROWS_PER_CENTROID = 256  # faiss' k-means ignores further rows
+FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
+COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; they may have a prefix
 
 
 def load_faiss() -> Any:
-    """The module `faiss`, set to use as many threads as torch."""
+    """Import `faiss` and make it use as many threads as torch."""
     with optional_import(f"{OWNER}: needs faiss, which cannot be imported; pip install faiss-cpu."):
         import faiss
     faiss.omp_set_num_threads(torch.get_num_threads())
@@ -39,10 +39,11 @@ def load_faiss() -> Any:
 
 
 def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
-    """An empty faiss index for inner products that keeps the ids of its rows.
+    """An empty faiss index for inner products that stores the ids of its rows.
 
     Raises:
-        ValueError: if faiss does not know the factory string or a parameter, or has no inner products for it.
+        ValueError: if faiss does not know the factory string or a parameter, or does not support inner products for
+            this kind of index.
         TypeError: if one of them is not a string.
     """
     faiss = load_faiss()
@@ -60,12 +61,12 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
             f"{OWNER}: `factory` must be one of faiss' factory strings, such as 'Flat' or 'IVF1024,PQ16', that fits "
             f"inner products of {dim} numbers, got {factory!r} ({faiss_reason(error)})."
         ) from None
-    if index.metric_type != faiss.METRIC_INNER_PRODUCT:  # faiss silently ignores the metric that was asked for
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:  # faiss silently ignores the requested metric
         raise ValueError(
             f"{OWNER}: `factory` must be one that faiss has inner products for, got {factory!r}, which gives "
             "Euclidean distances; use another, such as 'HNSW32' or 'IVF1024,PQ16'."
         )
-    if not isinstance(without_transform(index), faiss.IndexIVF):  # only IVF indexes keep ids themselves
+    if not isinstance(without_transform(index), faiss.IndexIVF):  # only IVF indexes store ids themselves
         index = faiss.IndexIDMap(index)
     set_search_parameters(index, factory, parameters)
     return index
@@ -80,7 +81,7 @@ def without_transform(index: Any) -> Any:
 
 
 def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
-    """Set search parameters of a faiss index, such as `"nprobe=16"`; the others stay as they are.
+    """Set search parameters of a faiss index, such as `"nprobe=16"`; other parameters keep their values.
 
     Raises:
         ValueError: if faiss does not know a parameter for this factory string, or a number of lists or candidates is
@@ -105,7 +106,7 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
 
 
 def _check_counts(parameters: str) -> None:
-    """Raise for 0 lists or candidates, with which faiss fails during the search or finds a single row."""
+    """Raise for 0 lists or candidates: with them, a search by faiss fails or finds only one row."""
     for assignment in parameters.split(","):
         name, _, value = assignment.partition("=")
         if name.strip().endswith(COUNTS) and not re.fullmatch("0*[1-9][0-9]{0,8}", value.strip()):
@@ -115,14 +116,14 @@ def _check_counts(parameters: str) -> None:
 
 
 def faiss_reason(error: RuntimeError) -> str:
-    """The message of a faiss error, without the file and line of faiss' source code."""
+    """The message of a faiss error without the position in faiss' source code."""
     return str(error).split(": ", 1)[-1].rsplit("failed: ", 1)[-1].strip()
 
 
 def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
-    """Train the first shard, and replace the others by copies of it, unless they are trained already.
+    """Train the first shard and replace the others by copies of it, unless the shards are already trained.
 
-    It is trained on a sample of rows, which is as large as the largest sample that faiss uses.
+    The training uses a sample of the rows, as large as the largest sample that faiss can use.
 
     Raises:
         ValueError: if there are too few rows.
@@ -149,14 +150,14 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
     """Distribute the rows of each block evenly over the shards.
 
     Raises:
-        ValueError: if faiss cannot add rows; some may have been added.
+        ValueError: if faiss cannot add rows; some of them may already have been added.
     """
     rows = sum(shard.ntotal for shard in shards)
     _reserve(shards, len(ids))
     try:
         for begin, block in normalized_blocks(embeddings):
             add_block(shards, block, ids[begin : begin + len(block)])
-            del block  # before the next one is made
+            del block  # freed before the next block is made
     except RuntimeError as error:
         raise ValueError(
             f"{OWNER}: {len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "
@@ -165,9 +166,9 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
 
 
 def _reserve(shards: list[Any], rows: int) -> None:
-    """Let flat indexes allocate the memory of this many more rows at once: while it grows, faiss holds it twice."""
+    """Reserve memory for `rows` more rows in flat indexes: when faiss grows the memory, it briefly holds it twice."""
     faiss = load_faiss()
-    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # of one shard: parts of a block differ by at most one row
+    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # per shard: a block is split evenly, up to one row
     for shard in shards:
         inner = shard
         if isinstance(shard, faiss.IndexIDMap):
@@ -179,7 +180,7 @@ def _reserve(shards: list[Any], rows: int) -> None:
 
 
 def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: NDArray[np.int64]) -> None:
-    """Distribute normalised rows evenly, the first part to the shard with the fewest rows."""
+    """Distribute normalised rows evenly over the shards, starting with the shard that has the fewest rows."""
     parts = np.array_split(block, len(shards))
     parts_of_ids = np.array_split(ids, len(shards))
     for index, part, part_of_ids in zip(sorted(shards, key=attrgetter("ntotal")), parts, parts_of_ids):
@@ -189,7 +190,7 @@ def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: ND
 def search_shards(
     shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int
 ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
-    """Similarities and ids of the k nearest rows of all shards; -inf and -1 where fewer are found.
+    """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer are found.
 
     Raises:
         ValueError: if faiss cannot search with the index's parameters.
@@ -219,7 +220,7 @@ def search_shards(
 
 
 def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) -> None:
-    """Remove rows, wherever they are.
+    """Remove rows from whichever shards hold them.
 
     Raises:
         ValueError: if faiss cannot remove rows from this kind of index.
@@ -238,10 +239,10 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
 
 
 def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[Tensor, "rows dim"]:
-    """The rows with these ids, all of which are in the shards, wherever they are.
+    """The stored vectors of these ids, each of which must be in one of the shards.
 
     Raises:
-        ValueError: if faiss cannot give rows of this kind of index back.
+        ValueError: if faiss cannot reconstruct vectors from this kind of index.
     """
     rows = np.empty((len(ids), dim), np.float32)
     for shard in shards:
@@ -264,7 +265,7 @@ def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[T
 
 
 def _stored_ids(shard: Any, is_mapped: bool) -> NDArray[np.int64]:
-    """The ids of a shard in the order in which it stores its rows."""
+    """The ids of a shard in the order of its rows."""
     faiss = load_faiss()
     if is_mapped:
         stored: NDArray[np.int64] = faiss.vector_to_array(shard.id_map)
@@ -279,24 +280,24 @@ def _stored_ids(shard: Any, is_mapped: bool) -> NDArray[np.int64]:
 
 
 def _rebuild_from_lists(shard: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Rows of an IVF index, which finds an id only with a table of all ids."""
+    """Vectors of an IVF index. Finding rows by id needs a temporary table of all ids."""
     faiss = load_faiss()
     ivf = faiss.extract_index_ivf(shard)
     ivf.set_direct_map_type(faiss.DirectMap.Hashtable)
     try:
         rows: NDArray[np.float32] = shard.reconstruct_batch(ids)
     finally:
-        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # it would be saved, and slow down every change
+        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # the table would be saved, and slow down every change
     return rows
 
 
 def shard_writers(shards: list[Any]) -> dict[str, Callable[[DigestStream], None]]:
-    """By file name, a function that writes a shard to a stream."""
+    """For each shard, by file name, a function that writes it to a stream."""
     return {shard_name(number): partial(_write_shard, shard) for number, shard in enumerate(shards)}
 
 
 def shard_name(number: int) -> str:
-    """The name of the file of a shard."""
+    """The file name of a shard."""
     return f"vectors-{number}.faiss"
 
 

@@ -1,4 +1,4 @@
-"""The ids of the rows of an index, and a path for each."""
+"""The ids and paths of the rows of an index."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ LARGEST_ID = int(np.iinfo(np.int64).max)
 
 
 def integer_ids(owner: str, ids: Any) -> NDArray[np.int64]:
-    """The ids of rows as an array.
+    """Validate ids and convert them to an array.
 
     Raises:
         ValueError: if they are not one-dimensional.
@@ -33,10 +33,10 @@ def integer_ids(owner: str, ids: Any) -> NDArray[np.int64]:
 
 
 def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
-    """The ids of rows that are to be added, as an array.
+    """Validate the ids of new rows and convert them to an array.
 
     Raises:
-        ValueError: if there is not one id for each row, or an id is negative or given twice.
+        ValueError: if the number of ids differs from the number of rows, or an id is negative or occurs twice.
         TypeError: if they are not integers.
     """
     check_integers(owner, "ids", ids, rows, "embeddings")
@@ -53,10 +53,10 @@ def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
 
 
 def ids_after(owner: str, largest: int, rows: int) -> NDArray[np.int64]:
-    """The integers after the largest id of an index, -1 for one without rows.
+    """The next `rows` integers after the largest id of an index (-1 for an empty index).
 
     Raises:
-        ValueError: if there are too few of 64 bits.
+        ValueError: if they do not fit into 64 bits.
     """
     if rows > LARGEST_ID - largest:
         raise ValueError(
@@ -67,7 +67,7 @@ def ids_after(owner: str, largest: int, rows: int) -> NDArray[np.int64]:
 
 
 def check_none_known(owner: str, known: NDArray[np.int64]) -> None:
-    """Raise if any id is known: those of the new ids that are in the index already."""
+    """Raise if `known`, the new ids that are already in the index, is not empty."""
     if len(known) > 0:
         raise ValueError(
             f"{owner}: `ids` must be new, got {len(known)} that are in the index, such as {known.min()}; remove those "
@@ -76,7 +76,7 @@ def check_none_known(owner: str, known: NDArray[np.int64]) -> None:
 
 
 def check_all_known(owner: str, unknown: NDArray[np.int64]) -> None:
-    """Raise if any id is unknown: those that were asked for and are not in the index."""
+    """Raise if `unknown`, the requested ids that are not in the index, is not empty."""
     if len(unknown) > 0:
         raise ValueError(f"{owner}: `ids` must be in the index, got {unknown[0]}, which is not.")
 
@@ -86,7 +86,7 @@ class IdTable:
 
     Args:
         ids: sorted, all different.
-        paths: one for each id, "" if a row has none.
+        paths: one path for each id, "" for none.
     """
 
     def __init__(self, ids: NDArray[np.int64], paths: PackedStrings) -> None:
@@ -100,7 +100,7 @@ class IdTable:
 
     @classmethod
     def read(cls, files: Mapping[str, Path], mapped: bool) -> "IdTable":
-        """Read the files of `writers`, or map them into memory."""
+        """Read the files that `writers` wrote, or map them into memory."""
         mode: Literal["r"] | None = None
         if mapped:
             mode = "r"
@@ -108,7 +108,7 @@ class IdTable:
         return cls(np.load(files["ids.npy"], mode), PackedStrings.from_arrays(data, ends))
 
     def writers(self) -> dict[str, Callable[[DigestStream], None]]:
-        """By file name, a function that writes the content of the file to a stream."""
+        """For each file, by name, a function that writes its content to a stream."""
         return {
             "ids.npy": partial(np.save, arr=self.ids),
             "paths.npy": partial(np.save, arr=self.paths.data),
@@ -119,10 +119,11 @@ class IdTable:
         return len(self.ids)
 
     def new_ids(self, ids: Tensor | None, rows: int) -> NDArray[np.int64]:
-        """The ids of rows that are to be added: those given, or the integers after the largest id if None.
+        """The ids of new rows: `ids`, validated, or the integers after the largest id if None.
 
         Raises:
-            ValueError: if there is not one id for each row, or an id is negative, given twice or in the table.
+            ValueError: if the number of ids differs from the number of rows, or an id is negative, occurs twice or is
+                in the table.
             TypeError: if they are not integers.
         """
         if ids is None:
@@ -135,9 +136,9 @@ class IdTable:
         return new
 
     def add(self, ids: NDArray[np.int64], paths: Sequence[str] | None) -> None:
-        """Add ids that `new_ids` returned, and their paths; None if the rows have none.
+        """Add ids that `new_ids` returned, and their paths (None for rows without paths).
 
-        Ids and paths are copied only where that is needed: there may be as many bytes of them as of codes.
+        Ids and paths are copied only if necessary, because they may need as much memory as the codes.
         """
         packed = _packed(paths, len(ids))
         if len(self) > 0:
@@ -163,9 +164,9 @@ class IdTable:
         return [self.paths[position] for position in self.positions(ids).tolist()]
 
     def paths_of_found(self, ids: NDArray[np.int64]) -> list[str]:
-        """The paths of the rows that a search has found; "" for -1, which stands for no row."""
+        """The paths of the rows found by a search; "" for the id -1, which means no row."""
         found = self.paths_of(ids[ids >= 0])
-        return found + [""] * (len(ids) - len(found))  # -1 comes last
+        return found + [""] * (len(ids) - len(found))  # ids of -1 come last
 
     def positions(self, ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """The positions of these ids in the table.
@@ -183,7 +184,7 @@ class IdTable:
 def check_new_rows(
     table: IdTable, dim: int, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None
 ) -> NDArray[np.int64]:
-    """The ids of rows that are to be added; raise if one of the rows is invalid."""
+    """Validate new rows and return their ids."""
     check_rows(OWNER, "embeddings", embeddings, dim)
     new_ids = table.new_ids(ids, len(embeddings))
     if paths is not None:
@@ -193,7 +194,7 @@ def check_new_rows(
 
 
 def _packed(paths: Sequence[str] | None, rows: int) -> PackedStrings:
-    """The paths packed, without a copy if they are; "" for each row if there are none."""
+    """The paths as `PackedStrings`, without a copy if they already are; "" for each row if None."""
     if paths is None:
         return PackedStrings.from_arrays(np.zeros(0, np.uint8), np.zeros(rows, np.int64))
     if isinstance(paths, PackedStrings):
@@ -202,5 +203,5 @@ def _packed(paths: Sequence[str] | None, rows: int) -> PackedStrings:
 
 
 def _ascend(ids: NDArray[np.int64]) -> bool:
-    """Whether each id is larger than the one before it."""
+    """Whether the ids are strictly ascending."""
     return bool((ids[1:] > ids[:-1]).all())

@@ -1,7 +1,6 @@
 """An index of embeddings: exact, or approximate with any of faiss' factory strings.
 
-Embeddings are L2-normalised, so the inner product that faiss computes is the cosine similarity that losses and metrics
-rank by.
+Embeddings are L2-normalised, so faiss' inner product is the cosine similarity, by which losses and metrics rank.
 """
 
 import functools
@@ -37,8 +36,8 @@ from lightning_retrieval.search.rows import (
 )
 from lightning_retrieval.search.storage import new_version, read_folder
 
-LARGEST_DIM = 2**31 - 1  # of faiss
-MOST_SHARDS = 10_000  # each is a file
+LARGEST_DIM = 2**31 - 1  # limit of faiss
+MOST_SHARDS = 10_000  # each shard is a file
 RECALL_AT, RECALL_QUERIES = 10, 256
 SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
@@ -48,15 +47,15 @@ def measure_recall(
     embeddings: Rows,
     ids: NDArray[np.int64],
 ) -> float | None:
-    """Recall@10 of an index on a sample of its rows as queries; None if there is a single row.
+    """Recall@10 of an index, with a sample of its rows as queries; None if there is only one row.
 
-    That is the fraction of the 10 nearest rows by exact search that the index finds as well. A row is not its own
-    neighbour, whether the index finds it or not.
+    Recall@10 is the fraction of the 10 nearest rows by exact search that the index finds too. A row does not count as
+    its own neighbour.
 
     Args:
-        search: of the index; it takes queries and k, and returns similarities and ids.
+        search: the search function of the index: maps queries and k to similarities and ids.
         embeddings: all rows of the index.
-        ids: of these rows.
+        ids: ids of these rows.
 
     Cost:
         An exact search for 256 queries, block by block.
@@ -83,7 +82,7 @@ def _exact_neighbours(
     ids: NDArray[np.int64],
     k: int,
 ) -> Int[Tensor, "query k"]:
-    """Ids of the k rows nearest to each query, without the query itself."""
+    """Ids of the k nearest rows of each query by exact search, without the query itself."""
     best_scores = torch.full((len(queries), k), -torch.inf)
     best_ids = torch.full((len(queries), k), -1)
     for begin in range(0, len(embeddings), SMALL_BLOCK):
@@ -98,20 +97,20 @@ def _exact_neighbours(
 
 
 class EditLock:
-    """Lets any number of threads read at the same time, and one thread edit while no other reads.
+    """A readers-writer lock: any number of threads can read at the same time, or one thread can edit.
 
-    Threads that begin to read while another waits to edit wait for it, so that readers never keep it waiting for ever.
-    A thread that reads or edits must not begin to read or edit again.
+    If a thread waits to edit, new readers wait for it, so that readers cannot block it forever. The lock is not
+    reentrant.
     """
 
     def __init__(self) -> None:
-        self._entrance = threading.Lock()  # held for the whole of an edit
+        self._entrance = threading.Lock()  # held during an edit
         self._nobody_reads = threading.Condition()
         self._readers = 0
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """No thread edits in the `with` block."""
+        """Context in which no thread edits."""
         with self._entrance, self._nobody_reads:
             self._readers += 1
         try:
@@ -123,7 +122,7 @@ class EditLock:
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """No other thread reads or edits in the `with` block."""
+        """Context in which no other thread reads or edits."""
         with self._entrance:
             with self._nobody_reads:
                 self._nobody_reads.wait_for(lambda: self._readers == 0)
@@ -136,16 +135,16 @@ class RetrievalIndex:
     Args:
         dim: D, the dimension of an embedding, >= 1.
         factory: faiss' factory string: `"Flat"` is exact; `"IVF1024,Flat"`, `"IVF1024,PQ16"`, `"HNSW32"` and others are
-            approximate, and faster or smaller. All of them keep ids, without `IDMap`.
-        parameters: of the search, as faiss writes them: `"nprobe=16"` for IVF (the default searches a single list),
-            `"efSearch=64"` for HNSW; both must be >= 1.
-        shards: number of parts that the rows are distributed over, from 1 to 10,000. Each is a file and a faiss index,
-            and they are searched in parallel (faiss' `IndexShards`).
+            approximate, and faster or smaller. All of them store ids, so omit `IDMap`.
+        parameters: search parameters in the syntax of faiss: `"nprobe=16"` for IVF (the default searches a single
+            list), `"efSearch=64"` for HNSW; both must be >= 1.
+        shards: number of shards that the rows are distributed over, from 1 to 10,000. Each shard is a file and a faiss
+            index; all are searched in parallel (faiss' `IndexShards`).
         about: plain values by name that are saved with the index, such as the checkpoint that made the embeddings.
 
     Raises:
-        ValueError: if a number is below 1, faiss does not know the factory string or a parameter, or it has no inner
-            products for this factory string.
+        ValueError: if a number is below 1, faiss does not know the factory string or a parameter, or it does not
+            support inner products for this factory string.
         TypeError: if a number is not an integer, or `about` holds anything but plain values.
 
     Example:
@@ -166,14 +165,13 @@ class RetrievalIndex:
     Cost:
         `docs/scaling.md` lists the bytes of a row and the time of a search for each kind of factory string.
 
-    Threads:
-        Threads may search, add and remove at the same time. Each call sees the index before or after each of the
-        others, and searches run in parallel. `search_with_paths` is one call, so another thread cannot remove a row
-        between the search and the look-up of its path.
+    Threads: Threads may search, add and remove at the same time. Calls are atomic, and searches run in parallel.
+    `search_with_paths` is one call, so another thread cannot remove a row between the search and the look-up of its
+    path.
 
     Relations:
-        `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no index:
-        `RetrievalMetrics` ranks exactly. `faiss_indexes` gives access to features of faiss that this class lacks.
+        The commands `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no
+        index: `RetrievalMetrics` ranks exactly. `faiss_indexes` gives access to further features of faiss.
     """
 
     def __init__(
@@ -215,20 +213,21 @@ class RetrievalIndex:
     ) -> None:
         """Add rows.
 
-        The first call trains an index that needs training, so its rows should be many and representative. It also
-        measures `recall` on 256 of its rows: the fraction of their 10 nearest neighbours, by exact search, that are
-        among the 10 that the index finds. To add more rows than fit into memory, pass a tensor over a file, see
-        `torch.from_file`, or let `lightning-retrieval index --embeddings` add those of a folder.
+        The first call trains the index if it needs training, so it should get many representative rows. It also
+        measures `recall` on 256 of these rows: the fraction of their 10 nearest neighbours, by exact search, that are
+        among the 10 rows that the index finds. To add more rows than fit into memory, pass a tensor over a file
+        (`torch.from_file`), or add a folder of embeddings with `lightning-retrieval index --embeddings`.
 
         Args:
             embeddings: floating point, on any device, of any norm.
-            ids: one integer >= 0 for each row that is not in the index yet; if None, those after the largest id.
+            ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, or None.
 
         Raises:
-            ValueError: if shapes do not fit, an embedding is not finite, an id is negative or in the index already,
+            ValueError: if shapes do not match, an embedding is not finite, an id is negative or already in the index,
                 there are too few rows for the training, faiss cannot add rows, or the index is memory-mapped.
-            TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
+            TypeError: if embeddings are not floating point, ids are not integers, or `paths` is not a sequence of
+                strings.
         """
         with self._lock.editing():
             check_not_mapped(self.mapped, "add to")
@@ -259,7 +258,7 @@ class RetrievalIndex:
             index finds fewer than k rows, -inf and -1 fill the rest.
 
         Raises:
-            ValueError: if shapes do not fit, a query is not finite, or `k` is out of range.
+            ValueError: if shapes do not match, a query is not finite, or `k` is out of range.
             TypeError: if queries are not floating point, or `k` is not an integer.
         """
         with self._lock.reading():
@@ -268,15 +267,15 @@ class RetrievalIndex:
     def search_with_paths(
         self, queries: Float[Tensor, "query dim"], k: int
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
-        """As `search`, with the path of each row that is found, also if another thread removes rows meanwhile.
+        """Like `search`, with the path of each row found. Other threads cannot remove rows before the paths are read.
 
         Args:
-            queries: as for `search`, as is `k`.
-            k: number of rows for each query.
+            queries: as for `search`.
+            k: as for `search`.
 
         Returns:
-            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
-            an approximate index finds fewer than k rows.
+            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and for
+                padding if an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
@@ -301,22 +300,22 @@ class RetrievalIndex:
         *,
         rows_in_memory: int = ROWS_IN_MEMORY,
     ) -> None:
-        """Add rows to an empty IVF index that is larger than memory, as `add` and `save` do; it is memory-mapped then.
+        """Like `add` and `save`, for an empty IVF index that becomes larger than memory; it is then memory-mapped.
 
         Args:
             folder: as for `save`.
-            embeddings: as for `add`, as are ids and paths.
-            ids: one for each row; if None, those from 0 on.
-            paths: one for each row, or None.
-            rows_in_memory: rows whose codes are held in memory, >= 65,536.
+            embeddings: as for `add`.
+            ids: as for `add`; if None, the integers from 0.
+            paths: as for `add`.
+            rows_in_memory: number of rows whose codes are held in memory, >= 65,536.
 
         Raises:
-            ValueError: as in `add` and `save`, if the index is not IVF with Flat, SQ or PQ, or if it has rows.
-            TypeError: as in `add`, or if `rows_in_memory` is not an integer.
-            OSError: if a file cannot be written completely; an index that is there is unchanged.
+            ValueError: as in `add` and `save`; also if the index is not IVF with Flat, SQ or PQ, or is not empty.
+            TypeError: as in `add`; also if `rows_in_memory` is not an integer.
+            OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
 
         Cost:
-            Memory for the training rows, `rows_in_memory` codes, ids and paths; space on the disk for the codes twice.
+            Memory for the training rows, `rows_in_memory` codes, and all ids and paths; disk space for twice the codes.
         """
         path = check_path(OWNER, "folder", folder)
         with self._lock.editing():
@@ -337,17 +336,17 @@ class RetrievalIndex:
             self.mapped = True
 
     def set_parameters(self, parameters: str) -> None:
-        """Change the search parameters, also of a memory-mapped index.
+        """Change the search parameters. Works for memory-mapped indexes too.
 
-        `recall` keeps its value, which was measured with the previous parameters.
+        `recall` is not measured again: it belongs to the previous parameters.
 
         Args:
-            parameters: as for the constructor; parameters that are not named keep their values.
+            parameters: as for the constructor; other parameters keep their values.
 
         Raises:
             ValueError: if faiss does not know a parameter, or `nprobe` or `efSearch` is not an integer >= 1.
         """
-        # A new index raises before any shard is changed.
+        # Creating a new index raises for invalid parameters before any shard is changed.
         new = faiss_index.new_faiss_index(self.dim, self.factory, self.parameters)
         with self._lock.editing():
             for index in [new, *self.faiss_indexes]:
@@ -358,7 +357,7 @@ class RetrievalIndex:
         """Remove rows, with their ids and paths.
 
         Args:
-            ids: of the rows; repeated ids are allowed.
+            ids: ids of the rows; may repeat.
 
         Raises:
             ValueError: if an id is not in the index, the index is memory-mapped, or faiss cannot remove rows from this
@@ -373,10 +372,10 @@ class RetrievalIndex:
             self._table.remove(positions)
 
     def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
-        """The paths of rows, "" for rows without one.
+        """The paths of rows; "" for rows without a path.
 
         Args:
-            ids: of the rows, in any order.
+            ids: ids of the rows, in any order.
 
         Raises:
             ValueError: if an id is not in the index.
@@ -388,34 +387,34 @@ class RetrievalIndex:
     def embeddings(self, ids: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "rows dim"]:
         """The embeddings of rows, L2-normalised, as the index stores them.
 
-        `Flat` and `HNSW32` store what was added; codes (`SQ8`, `PQ16`) and projections (`PCA64`) an approximation of
-        it, whose norm is not exactly 1. `paths` gives the paths of the same rows.
+        `Flat` and `HNSW32` store exact embeddings. Codes (`SQ8`, `PQ16`) and projections (`PCA64`) store an
+        approximation, whose norm is not exactly 1. `paths` returns the paths of the same rows.
 
         Args:
-            ids: of the rows, in any order; if None, all rows in the order of `self.ids`.
+            ids: ids of the rows, in any order; if None, all rows in the order of `self.ids`.
 
         Raises:
-            ValueError: if an id is not in the index, or faiss cannot give rows of this kind of index back.
+            ValueError: if an id is not in the index, or faiss cannot reconstruct vectors from this kind of index.
 
         Cost:
-            4 D bytes for each row of the result, and for the duration of the call a table of all ids: 16 bytes for each
-            row of the index, with IVF about 80.
+            4 D bytes for each row of the result and, during the call, a table of all ids: 16 bytes for each row of the
+            index, or about 80 with IVF.
         """
-        with self._lock.editing():  # an IVF index gets a table of all ids for the duration of the call
+        with self._lock.editing():  # an IVF index gets a table of all ids during the call
             wanted = integer_ids(OWNER, self.ids if ids is None else ids)
             self._table.positions(wanted)  # raises for an unknown id
             return faiss_index.rebuild_rows(self.faiss_indexes, self.dim, wanted)
 
     def save(self, folder: str | Path) -> None:
-        """Write the index into a folder. An existing index in it stays complete until the new one is complete.
+        """Write the index to a folder. An existing index in it stays intact until the new one is complete.
 
         Args:
-            folder: gets the vectors, ids, paths, and a manifest with the format version and all checksums. It must not
-                exist, be empty, or hold an index.
+            folder: folder for vectors, ids, paths, and a manifest with the format version and all checksums. It must
+                not exist yet, be empty, or hold an index.
 
         Raises:
             ValueError: if the folder holds anything else, another process writes to it, or the index is memory-mapped.
-            OSError: if a file cannot be written completely; an index that is there is unchanged.
+            OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
         """
         check_not_mapped(self.mapped, "save")
         path = check_path(OWNER, "folder", folder)
@@ -425,13 +424,13 @@ class RetrievalIndex:
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
-        """Read an index that was saved. If another process saves a new one meanwhile, the new one is read.
+        """Read a saved index. If another process saves a new index meanwhile, the new index is read.
 
         Args:
             folder: folder that `save` wrote.
             mapped: map vectors, ids and paths into memory instead of reading them, for an index that is larger than
                 memory. Such an index can be searched but not changed.
-            verify: compare the checksums, for which all files are read once; if False, only the sizes are compared.
+            verify: compare checksums, which reads all files once; if False, compare only sizes.
 
         Raises:
             FileNotFoundError: if the folder or one of its files does not exist.
@@ -448,7 +447,7 @@ class RetrievalIndex:
         """The index in files that `read_folder` has checked.
 
         Raises:
-            ValueError: if the manifest has settings that do not belong to these files.
+            ValueError: if the settings in the manifest do not match the files.
         """
         missing = [name for name in SETTINGS if name not in settings]
         try:
@@ -460,7 +459,7 @@ class RetrievalIndex:
             count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
-            _check_rows(shards, table, settings["dim"])  # before anything of this dimension is made
+            _check_rows(shards, table, settings["dim"])  # before anything of this dimension is allocated
             index = cls(**settings)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             reason = first_line(error).removeprefix(f"{OWNER}: ")
@@ -487,7 +486,7 @@ class RetrievalIndex:
         return [faiss_index.new_faiss_index(self.dim, self.factory, self.parameters) for _ in range(self.shards)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for pickle and copy, with each faiss index as bytes."""
+        """The state for pickle and copy; faiss indexes are stored as bytes."""
         with self._lock.reading():
             serialized = [faiss_index.load_faiss().serialize_index(shard) for shard in self.faiss_indexes]
             state = {**vars(self), "faiss_indexes": serialized}
@@ -500,7 +499,7 @@ class RetrievalIndex:
 
 
 def _check_rows(shards: Sequence[Any], table: IdTable, dim: Any) -> None:
-    """Raise unless shards have this dimension, and the table an id and a path for each of their rows."""
+    """Raise unless the shards have this dimension, and the table has an id and a path for each of their rows."""
     dims = {shard.d for shard in shards}
     if dims != {dim} or isinstance(dim, bool):
         raise ValueError(f"`dim` is {short_repr(dim)}, but the embeddings have {sorted(dims)} numbers")

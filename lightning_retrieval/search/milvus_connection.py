@@ -1,10 +1,10 @@
-"""A connection to Milvus: to a file of Milvus Lite, which runs in this process, or to a server or a cluster.
+"""A connection to Milvus: a file of Milvus Lite, which runs in this process, a server, or a cluster.
 
-pymilvus is the client of all of them. Each of its errors becomes one sentence.
+pymilvus is the client of all three. Each of its errors becomes an error of one sentence.
 
 An index `birds` is a collection `birds_5f0c21d4` with the alias `birds`. A new index is written to another collection,
-which then gets the alias in one atomic step, so a reader finds either the old index or the new one, complete. The
-metadata of an index are a property of its collection; its kind and the parameters of searches are written as text.
+to which the alias is then moved in one atomic step. So a reader always finds a complete index, old or new. The metadata
+of an index are a property of its collection. The kind of index and the search parameters are given as text.
 """
 
 import fcntl
@@ -33,14 +33,14 @@ MISSING = (
     f"{OWNER}: a store in Milvus needs pymilvus and milvus-lite; install them with pip install "
     "'lightning-retrieval[milvus]'."
 )
-SUFFIX = ".db"  # by which pymilvus knows a file of Milvus Lite
+SUFFIX = ".db"  # pymilvus recognises a file of Milvus Lite by it
 ADDRESS = re.compile("(https?|tcp|unix):")
-CONNECTING = 10.0  # seconds that a server has to answer
-CALLING = 60.0  # seconds that a call may take
-LONG_CALLING = 3600.0  # seconds that a call may take that writes, loads or indexes a whole collection
+CONNECTING = 10.0  # timeout of a connection, in seconds
+CALLING = 60.0  # timeout of a call, in seconds
+LONG_CALLING = 3600.0  # timeout in seconds of a call that writes, loads or indexes a whole collection
 LONG = ("flush", "load_collection", "create_index")
-LOADS, BETWEEN_LOADS = 5, 0.5  # times that a collection is loaded until it succeeds, and seconds between them
-_connections: Counter[Path] = Counter()  # of this process to each file
+LOADS, BETWEEN_LOADS = 5, 0.5  # maximum number of attempts to load a collection, and seconds between them
+_connections: Counter[Path] = Counter()  # open connections of this process to each file
 _changing = threading.Lock()
 
 
@@ -53,9 +53,9 @@ class MilvusConnection:
 
     Raises:
         ModuleNotFoundError: if pymilvus or milvus-lite is not installed.
-        FileNotFoundError: if the file, or the folder that it is to be created in, does not exist.
-        ValueError: if `uri` is neither.
-        ConnectionError: if nothing answers, or another process has opened the file.
+        FileNotFoundError: if the file, or the folder to create it in, does not exist.
+        ValueError: if `uri` is neither a path that ends in `.db` nor an address.
+        ConnectionError: if no server answers, or another process has opened the file.
     """
 
     def __init__(self, uri: str, *, may_create: bool) -> None:
@@ -66,7 +66,7 @@ class MilvusConnection:
         self._client = self._connect(uri)
 
     def call(self, method: str, *args: Any, **settings: Any) -> Any:
-        """The result of a method of the client.
+        """Call a method of the client, and return its result.
 
         Raises:
             ValueError: if the connection is closed.
@@ -82,7 +82,7 @@ class MilvusConnection:
         return self.checked(method, partial(getattr(self._client, method), *args, timeout=seconds, **settings))
 
     def checked(self, method: str, call: Callable[[], Any]) -> Any:
-        """The result of a call that belongs to a method of the client.
+        """Return the result of `call`, which uses a method of the client; an error becomes an error of one sentence.
 
         Raises:
             OSError: if Milvus reports an error.
@@ -100,7 +100,7 @@ class MilvusConnection:
     def load(self, collection: str) -> None:
         """Load a collection, so that it can be searched.
 
-        A thread of Milvus Lite may just be writing the file of an index that is read; then it is read again.
+        Loading fails while a thread of Milvus Lite writes a file of the index, so it is tried several times.
 
         Raises:
             ValueError: if the connection is closed.
@@ -116,7 +116,7 @@ class MilvusConnection:
             time.sleep(BETWEEN_LOADS)
 
     def close(self) -> None:
-        """End the connection; the last one to a file also ends Milvus Lite, which writes what it holds in memory."""
+        """Close the connection. Closing the last one to a file also stops Milvus Lite, which then writes its data."""
         if self._client is None:
             return
         self._client.close()
@@ -153,7 +153,7 @@ class MilvusConnection:
 
 
 def is_file(uri: str) -> bool:
-    """Whether this is a file of Milvus Lite, not an address; raise unless it is a string."""
+    """Whether this is a file of Milvus Lite and not an address; raises unless it is a string."""
     check_string(OWNER, "uri", uri)
     return not ADDRESS.match(uri)
 
@@ -167,7 +167,7 @@ def shown_uri(uri: str) -> str:
 
 
 def _lite_file(uri: str, may_create: bool) -> Path:
-    """The absolute path of a file of Milvus Lite, which is a folder; raise if there is none and it may not be made."""
+    """The absolute path of a file of Milvus Lite, on disk a folder; raises if it is missing and may not be created."""
     if not uri.endswith(SUFFIX):
         raise ValueError(
             f"{OWNER}: `uri` must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as "
@@ -176,8 +176,8 @@ def _lite_file(uri: str, may_create: bool) -> Path:
     file = Path(os.path.abspath(check_path(OWNER, "uri", uri)))
     if file.exists() and not file.is_dir():
         raise ValueError(
-            f"{OWNER}: `uri` must be what Milvus Lite writes, which is a folder, got {uri}, which is a file; give "
-            "another path."
+            f"{OWNER}: `uri` must be a folder that Milvus Lite wrote, or a new path, got the file {uri}; give another "
+            "path."
         )
     if not file.exists() and not may_create:
         raise FileNotFoundError(f"{OWNER}: `uri` must be a file of Milvus Lite, got {uri}, which does not exist.")
@@ -187,7 +187,7 @@ def _lite_file(uri: str, may_create: bool) -> Path:
 
 
 def _release(file: Path) -> None:
-    """End Milvus Lite for this file, if no other connection of this process needs it."""
+    """Stop Milvus Lite for this file if no other connection of this process uses it."""
     from milvus_lite.server_manager import server_manager_instance
 
     with _changing:
@@ -209,9 +209,9 @@ def _is_locked(file: Path) -> bool:
 
 
 def _import_pymilvus(with_lite: bool) -> Any:
-    """Import the client. If nobody has before, what it and Milvus Lite log goes to the handlers of the program only.
+    """Import pymilvus. If this is the first import, remove the log handlers of pymilvus and Milvus Lite.
 
-    They would print each error with its traceback, and it is raised as well.
+    These handlers would print each error with its traceback, although the error is also raised.
     """
     was_loaded = "pymilvus" in sys.modules
     with optional_import(MISSING):
@@ -230,31 +230,31 @@ def _import_pymilvus(with_lite: bool) -> Any:
 
 
 def _is_no_missing_method(record: logging.LogRecord) -> bool:
-    """Whether a record says more than that the client has tried a method that Milvus Lite does not have."""
+    """Log filter: False if a record only reports that the client tried a method that Milvus Lite does not implement."""
     return record.exc_info is None or not isinstance(record.exc_info[1], NotImplementedError)
 
 
 def _reason(error: Exception) -> str:
-    """The message of an error of pymilvus on one line."""
+    """The message of an error of pymilvus, as one line."""
     return first_line(Exception(getattr(error, "message", "") or str(error)))
 
 
 EXACT = "FLAT"
-LITE_KINDS = ("FLAT", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8", "AUTOINDEX")  # of Milvus Lite, which accepts any name
+LITE_KINDS = ("FLAT", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8", "AUTOINDEX")  # Milvus Lite ignores others
 KINDS = (*LITE_KINDS, "IVF_PQ", "IVF_RABITQ", "HNSW_PQ", "HNSW_PRQ", "SCANN", "DISKANN", "GPU_CAGRA", "GPU_IVF_FLAT")
-LARGEST = 999_999_999  # of a parameter; Milvus reads integers of 32 bits
+LARGEST = 999_999_999  # largest parameter; Milvus uses 32-bit integers
 EXAMPLES = "'Flat', 'HNSW,M=32,efConstruction=200' or 'IVF_FLAT,nlist=1024'"
 
 
 def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, Any]]:
-    """The type of an index and the parameters that it is built with.
+    """Parse the type of an index and its build parameters.
 
     Args:
-        factory: the type, and assignments of numbers, with commas between them.
-        of_lite: accept only types that Milvus Lite has.
+        factory: the type, followed by comma-separated assignments of numbers.
+        of_lite: accept only types that Milvus Lite supports.
 
     Raises:
-        ValueError: if the text is something else, or there is no such type.
+        ValueError: if the text has another form, or there is no such type.
         TypeError: if it is not a string.
     """
     check_string(OWNER, "factory", factory)
@@ -275,7 +275,7 @@ def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, A
 
 
 def search_parameters(parameters: str) -> dict[str, Any]:
-    """The parameters of a search, such as `"ef=64"` for HNSW or `"nprobe=16"` for IVF_FLAT.
+    """Parse search parameters, such as `"ef=64"` for HNSW or `"nprobe=16"` for IVF_FLAT.
 
     Raises:
         ValueError: if the text does not consist of assignments of numbers.
@@ -292,7 +292,7 @@ def search_parameters(parameters: str) -> dict[str, Any]:
 
 
 def _assignments(text: str) -> dict[str, Any] | None:
-    """The numbers by name; None if the text holds anything else."""
+    """The numbers by name; None if the text is not a list of assignments."""
     values: dict[str, Any] = {}
     if not text.strip():
         return values
@@ -309,21 +309,21 @@ def _assignments(text: str) -> dict[str, Any] | None:
     return values
 
 
-# Properties of a collection: its metadata as JSON, its recall, and in Milvus Lite its number of rows, empty while they
-# are changed.
+# Properties of a collection: metadata as JSON, recall and, in Milvus Lite, the number of rows, which is empty during a
+# change.
 PROPERTY, RECALL, ROWS = "lightning_retrieval", "lightning_retrieval_recall", "lightning_retrieval_rows"
 VERSION = 1
 ID, EMBEDDING, PATH = "id", "embedding", "path"
 METRIC = "COSINE"
-LEAST_DIM, LARGEST_DIM = 2, 32_768  # of Milvus
-LONGEST_PATH = 65_535  # bytes, of Milvus
+LEAST_DIM, LARGEST_DIM = 2, 32_768  # limits of Milvus
+LONGEST_PATH = 65_535  # bytes, limit of Milvus
 LONGEST_NAME = 200  # characters; Milvus' limit is 255
 REBUILD = "build the index again, or give the name of another"
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What an index records about itself."""
+    """The metadata of an index, stored in its collection."""
 
     name: str
     dim: int
@@ -334,7 +334,7 @@ class Metadata:
 
 
 def check_store(uri: str, name: str, factory: str, parameters: str) -> None:
-    """Raise unless an index can be written with this name and these settings; the arguments are those of `create`."""
+    """Raise unless these arguments of `MilvusStore.create` are valid."""
     index_kind(factory, of_lite=is_file(uri))
     search_parameters(parameters)
     with closing(MilvusConnection(uri, may_create=True)) as connection:
@@ -342,7 +342,7 @@ def check_store(uri: str, name: str, factory: str, parameters: str) -> None:
 
 
 def check_dim(dim: int) -> int:
-    """The dimension of an embedding; raise unless Milvus can hold such embeddings."""
+    """Return the dimension of an embedding; raise unless Milvus supports it."""
     return check_integer(OWNER, "dim", dim, least=LEAST_DIM, most=LARGEST_DIM)
 
 
@@ -357,10 +357,10 @@ def check_name(name: str) -> None:
 
 
 def check_replaceable(connection: MilvusConnection, name: str) -> None:
-    """Raise unless an index may be written under this name: the name is new, or already that of an index.
+    """Raise unless a name is free or the name of an existing index, which a new index may replace.
 
     Raises:
-        ValueError: if the name is invalid, or belongs to something else.
+        ValueError: if the name is invalid, or belongs to a collection that is not an index.
     """
     check_name(name)
     if not connection.call("has_collection", name):
@@ -377,7 +377,7 @@ def check_replaceable(connection: MilvusConnection, name: str) -> None:
 def create_collection(
     connection: MilvusConnection, metadata: Metadata, kind: str, build_parameters: dict[str, Any]
 ) -> str:
-    """Create an empty collection without an alias; its name.
+    """Create an empty collection without an alias, and return its name.
 
     Raises:
         OSError: if Milvus cannot create it.
@@ -389,7 +389,7 @@ def create_collection(
     schema.add_field(EMBEDDING, DataType.FLOAT_VECTOR, dim=metadata.dim)
     schema.add_field(PATH, DataType.VARCHAR, max_length=LONGEST_PATH)
     index = MilvusClient.prepare_index_params()
-    # As a dictionary of this name in the request, which servers read as well as single values, and Milvus Lite alone.
+    # Servers accept build parameters as single values or nested like this; Milvus Lite accepts only this form.
     nested = {"params": build_parameters}
     index.add_index(EMBEDDING, index_type=kind, metric_type=METRIC, params=nested)
     collection = f"{metadata.name}_{secrets.token_hex(4)}"
@@ -405,13 +405,13 @@ def create_collection(
 
 
 def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metadata, float | None, int | None]:
-    """The name of the collection behind an index, its metadata, its recall and its number of rows.
+    """The name of the collection of an index, its metadata, its recall and its number of rows.
 
-    The last two are None if they are not recorded.
+    Recall and number of rows are None if they are not recorded.
 
     Raises:
-        FileNotFoundError: if there is none of this name.
-        ValueError: if it is not an index, is damaged, or its fields, its metric or its version are others.
+        FileNotFoundError: if there is no collection of this name.
+        ValueError: if it is not an index, is damaged, or has the wrong fields, metric or version.
     """
     check_name(name)
     if not connection.call("has_collection", name):
@@ -437,7 +437,7 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
         )
     try:
         metadata = _metadata(values)
-        recall, rows = None, None  # empty while they are not known
+        recall, rows = None, None  # recorded as empty while unknown
         if properties.get(RECALL):
             recall = float(properties[RECALL])
         if properties.get(ROWS):
@@ -451,7 +451,7 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
 
 
 def publish_collection(connection: MilvusConnection, collection: str, name: str) -> None:
-    """Let a name stand for this collection, and delete the other collections of the same index."""
+    """Make the name an alias of this collection, and delete the other collections of the same index."""
     check_replaceable(connection, name)
     method = "create_alias"
     if connection.call("has_collection", name):
@@ -465,7 +465,7 @@ def publish_collection(connection: MilvusConnection, collection: str, name: str)
 
 
 def drop_collection(connection: MilvusConnection, collection: str) -> None:
-    """Delete a collection; Milvus asks for its aliases to be deleted before."""
+    """Delete a collection, after its aliases, as Milvus requires."""
     described = connection.call("describe_collection", collection)
     for alias in described.get("aliases", []):
         connection.call("drop_alias", alias)
@@ -473,7 +473,7 @@ def drop_collection(connection: MilvusConnection, collection: str) -> None:
 
 
 def _metadata(values: dict[str, Any]) -> Metadata:
-    """The metadata with these values; raise TypeError or ValueError if they are not those of an index."""
+    """Metadata with these values; raises TypeError or ValueError if they are invalid."""
     metadata = Metadata(**values)
     index_kind(metadata.factory)
     search_parameters(metadata.parameters)
@@ -484,19 +484,19 @@ def _metadata(values: dict[str, Any]) -> Metadata:
 
 
 def _collection_of(connection: MilvusConnection, name: str) -> str:
-    """The collection that a name stands for: itself, or that of an alias."""
+    """The collection with this name or alias."""
     if name in connection.call("list_collections"):
         return name
     return str(connection.call("describe_alias", name)["collection_name"])
 
 
 def _check_fields(connection: MilvusConnection, collection: str, fields: list[dict[str, Any]], dim: int) -> None:
-    """Raise unless the collection has the dimension and the metric that its metadata say."""
+    """Raise unless the collection has the dimension in its metadata, and the metric of this library."""
     dims = {entry["name"]: entry.get("params", {}).get("dim") for entry in fields}
     index = connection.call("describe_index", collection, EMBEDDING) or {}
     found = (int(dims.get(EMBEDDING) or 0), index.get("metric_type"))
     if found != (dim, METRIC):
         raise ValueError(
             f"{OWNER}: the collection {collection!r} in {connection.shown} must have {dim} dimensions and the metric "
-            f"{METRIC}, as the index in it, got {found[0]} and {found[1]}; {REBUILD}."
+            f"{METRIC}, like its index, got {found[0]} and {found[1]}; {REBUILD}."
         )

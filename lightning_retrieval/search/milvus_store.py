@@ -34,13 +34,13 @@ from lightning_retrieval.search.rows import (
     plain_values,
 )
 
-BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # of one insertion
-BATCH_IDS, BATCH_QUERIES = 4_096, 256  # of one request
-MOST_RESULTS = 16_384  # of a query, of Milvus
+BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # per insertion
+BATCH_IDS, BATCH_QUERIES = 4_096, 256  # per request
+MOST_RESULTS = 16_384  # per query, limit of Milvus
 
 
 def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each request, with normalised embeddings."""
+    """The rows, with normalised embeddings, in batches for one request each."""
     size = max(1, min(BATCH_ROWS, BATCH_BYTES // (4 * embeddings.shape[1])))
     for begin, block in normalized_blocks(embeddings):
         for first in range(0, len(block), size):
@@ -53,7 +53,7 @@ def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -
 
 
 def id_batches(ids: NDArray[np.int64]) -> Iterator[list[int]]:
-    """The ids of each request."""
+    """The ids in batches for one request each."""
     for first in range(0, len(ids), BATCH_IDS):
         yield ids[first : first + BATCH_IDS].tolist()
 
@@ -72,7 +72,7 @@ def all_ids(connection: MilvusConnection, collection: str) -> NDArray[np.int64]:
 
 
 def check_path_bytes(paths: Sequence[str]) -> None:
-    """Raise unless Milvus can hold the paths."""
+    """Raise unless Milvus can store the paths."""
     for path in paths:
         try:
             size = len(path.encode())
@@ -85,7 +85,7 @@ def check_path_bytes(paths: Sequence[str]) -> None:
 
 
 def check_directions(name: str, embeddings: Rows) -> None:
-    """Raise if a row is zero: it has no cosine similarity, and servers treat it differently."""
+    """Raise if a row is zero: its cosine similarity is undefined, and Milvus servers differ in how they treat it."""
     for begin, block in normalized_blocks(embeddings):
         zero = ~block.any(axis=1)
         if zero.any():
@@ -95,21 +95,21 @@ def check_directions(name: str, embeddings: Rows) -> None:
 class MilvusStore:
     """An index in Milvus: add, search, remove, in a file of Milvus Lite or on a server or a cluster.
 
-    The constructor opens an index that was published; `create` makes a new one. A program may use either this or
-    `RetrievalIndex`, which has the same methods.
+    The constructor opens a published index; `create` makes a new one. `RetrievalIndex` has the same methods, so a
+    program can use either class.
 
     Args:
         uri: a path that ends in `.db`, for Milvus Lite, which runs in this process, one process at a time; or an
             address such as `"http://localhost:19530"`. The environment variable `MILVUS_TOKEN` is the token, if one is
             needed.
-        name: of the index.
+        name: name of the index.
 
     Raises:
         ModuleNotFoundError: if pymilvus or milvus-lite is not installed.
         FileNotFoundError: if there is no such file, or no such index in the store.
-        ConnectionError: if nothing answers at the address, or another process has opened the file.
-        ValueError: if `name` is that of a collection that is not an index, or whose dimension or metric was changed; if
-            the index is in a file, and has not the number of rows that it had when it was published or changed last.
+        ConnectionError: if no server answers at the address, or another process has opened the file.
+        ValueError: if the collection `name` is not an index, or has the wrong dimension or metric; for a file, also if
+            the number of rows is not the recorded one.
         TypeError: if `uri` or `name` is not a string.
 
     Example:
@@ -124,11 +124,11 @@ class MilvusStore:
         >>> store.close()
 
     Cost:
-        `docs/scaling.md` compares the times with those of faiss.
+        `docs/scaling.md` compares the speed with faiss.
 
     Relations:
-        `RetrievalIndex` keeps an index in memory and in a folder, without a database. `lightning-retrieval index`,
-        `search` and `demo` take a store in Milvus with `--store milvus:URI`.
+        `RetrievalIndex` keeps an index in memory and in a folder, without a database. The commands `lightning-retrieval
+        index`, `search` and `demo` use Milvus with `--store milvus:URI`.
     """
 
     def __init__(self, uri: str, name: str) -> None:
@@ -159,20 +159,20 @@ class MilvusStore:
         parameters: str = "",
         about: Mapping[str, Any] | None = None,
     ) -> "MilvusStore":
-        """Create an empty index. It has no name until `publish`, so an index of this name stays as it is until then.
+        """Create an empty index. An existing index of the same name is not replaced before `publish`.
 
         Args:
             uri: as for the constructor; a file that does not exist is created.
             name: letters, digits and `_`.
             dim: D, the dimension of an embedding, from 2 to 32,768.
-            factory: type of Milvus' index with the parameters that it is built with: `"Flat"` is exact;
+            factory: type of Milvus' index with its build parameters: `"Flat"` is exact;
                 `"HNSW,M=32,efConstruction=200"`, `"IVF_FLAT,nlist=1024"` and others are approximate.
-            parameters: of the search: `"ef=64"` for HNSW, `"nprobe=16"` for IVF_FLAT.
-            about: plain values by name that are kept with the index, such as the checkpoint that made the embeddings.
+            parameters: search parameters: `"ef=64"` for HNSW, `"nprobe=16"` for IVF_FLAT.
+            about: plain values by name that are stored with the index, such as the checkpoint that made the embeddings.
 
         Raises:
-            OSError: if Milvus has no such type of index, or cannot create it.
-            ValueError: if an argument is out of its range, or `name` is that of something else.
+            OSError: if Milvus does not support this type of index, or cannot create it.
+            ValueError: if an argument is out of its range, or `name` belongs to a collection that is not an index.
             TypeError: if an argument has the wrong type.
         """
         dim = milvus.check_dim(dim)
@@ -206,17 +206,18 @@ class MilvusStore:
     ) -> None:
         """Add rows, up to 10,000 in one request.
 
-        The first call measures `recall` of an approximate index, as that of `RetrievalIndex` does.
+        The first call measures `recall` if the index is approximate, like `RetrievalIndex.add`.
 
         Args:
             embeddings: floating point, on any device, of any norm > 0.
-            ids: one integer >= 0 for each row that is not in the index yet; if None, those after the largest id.
+            ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, at most 65,535 bytes long, or None.
 
         Raises:
-            ValueError: if shapes do not fit, an embedding is not finite or zero, an id is negative or in the index
-                already, or a path is too long or not valid Unicode.
-            TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
+            ValueError: if shapes do not match, an embedding is zero or not finite, an id is negative or already in the
+                index, or a path is too long or not valid Unicode.
+            TypeError: if embeddings are not floating point, ids are not integers, or `paths` is not a sequence of
+                strings.
             OSError: if Milvus reports an error; the message says how many rows were added before.
         """
         check_rows(OWNER, "embeddings", embeddings, self.dim)
@@ -256,7 +257,7 @@ class MilvusStore:
             rest.
 
         Raises:
-            ValueError: if shapes do not fit, a query is not finite or zero, or `k` is out of range.
+            ValueError: if shapes do not match, a query is zero or not finite, or `k` is out of range.
             TypeError: if queries are not floating point, or `k` is not an integer.
             OSError: if Milvus reports an error.
         """
@@ -266,15 +267,15 @@ class MilvusStore:
     def search_with_paths(
         self, queries: Float[Tensor, "query dim"], k: int
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
-        """As `search`, with the path of each row that is found, also if it is removed meanwhile, by any process.
+        """Like `search`, with the path of each row found. No process can remove the rows before the paths are read.
 
         Args:
-            queries: as for `search`, as is `k`.
-            k: number of rows for each query.
+            queries: as for `search`.
+            k: as for `search`.
 
         Returns:
-            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
-            an approximate index finds fewer than k rows.
+            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and for
+                padding if an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
@@ -284,7 +285,7 @@ class MilvusStore:
         return self._search(queries, k, [ID, PATH])
 
     def _search(self, queries: Tensor, k: int, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
-        """The similarities, ids and paths of the nearest rows; "" for paths that are not among the fields."""
+        """The similarities, ids and paths of the nearest rows; paths are "" unless `fields` contains them."""
         check_rows(OWNER, "queries", queries, self.dim)
         check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
         check_directions("queries", queries)
@@ -303,13 +304,13 @@ class MilvusStore:
         return torch.from_numpy(similarities), torch.from_numpy(ids), paths
 
     def set_parameters(self, parameters: str) -> None:
-        """Change the search parameters of this object; those of the store stay as they are.
+        """Change the search parameters of this object, but not those recorded in Milvus.
 
         Args:
-            parameters: as for `create`; parameters that are not named keep their values.
+            parameters: as for `create`; other parameters keep their values.
 
         Raises:
-            ValueError: if they are no assignments of positive numbers.
+            ValueError: if they are not assignments of positive numbers.
             TypeError: if they are not a string.
         """
         milvus.search_parameters(parameters)
@@ -319,10 +320,10 @@ class MilvusStore:
         """Remove rows, with their ids and paths.
 
         Args:
-            ids: of the rows; repeated ids are allowed.
+            ids: ids of the rows; may repeat.
 
         Raises:
-            ValueError: if an id is not in the index; no row is removed then.
+            ValueError: if an id is not in the index; in this case, no row is removed.
             TypeError: if ids are not integers.
             OSError: if Milvus reports an error.
         """
@@ -333,10 +334,10 @@ class MilvusStore:
                 self._call("delete", ids=part)
 
     def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
-        """The paths of rows, "" for rows without one.
+        """The paths of rows; "" for rows without a path.
 
         Args:
-            ids: of the rows, in any order.
+            ids: ids of the rows, in any order.
 
         Raises:
             ValueError: if an id is not in the index.
@@ -348,12 +349,13 @@ class MilvusStore:
         return [paths[row_id] for row_id in wanted.tolist()]
 
     def publish(self) -> None:
-        """Make this the index of its name, in one atomic step, and delete an earlier one.
+        """Give this index its name, in one atomic step, and delete the earlier index of this name.
 
-        Collections of this index that killed processes left are deleted, too: let one process at a time make it.
+        Unpublished collections of the same name, such as those of killed processes, are deleted too. So only one
+        process at a time may build an index of this name.
 
         Raises:
-            ValueError: if the name belongs to something else by now.
+            ValueError: if the name now belongs to a collection that is not an index.
             OSError: if Milvus reports an error.
         """
         self._call("flush")
@@ -378,13 +380,13 @@ class MilvusStore:
         )
 
     def _call(self, method: str, **settings: Any) -> Any:
-        """Call a method of the client for this collection."""
+        """Call a method of the client with this collection."""
         return self._connection.call(method, self.collection, **settings)
 
     def _check_count(self, name: str, rows: int | None) -> None:
-        """Raise if the index has another number of rows than is recorded.
+        """Raise if the index does not have the recorded number of rows.
 
-        Milvus Lite opens a collection whose list of files is damaged without the rows in these files.
+        If the list of files of a collection is damaged, Milvus Lite silently opens it without the rows in these files.
         """
         if rows is not None and len(self) != rows:
             raise ValueError(
@@ -394,7 +396,7 @@ class MilvusStore:
 
     @contextmanager
     def _changed_rows(self) -> Iterator[None]:
-        """Record the number of rows after a change; during it none is recorded, since the process may be killed."""
+        """Record the number of rows after a change; none is recorded during it, as the process may be killed."""
         if not self._counts_rows:
             yield
             return
@@ -408,7 +410,7 @@ class MilvusStore:
     def _nearest(self, queries: NDArray[np.float32], k: int, fields: list[str]) -> Any:
         """The hits of each query, with these fields.
 
-        The metric is named, because Milvus Lite would take any that a client asks for.
+        The request states the metric, because Milvus Lite would otherwise accept any metric of the client.
         """
         parameters = {"metric_type": milvus.METRIC, "params": milvus.search_parameters(self.parameters)}
         return self._call(
@@ -416,7 +418,7 @@ class MilvusStore:
         )
 
     def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
-        """The ids of rows that are to be added; Milvus itself would replace a row of the same id silently."""
+        """The ids of new rows; raises if an id is in use, since Milvus would silently replace the row with this id."""
         if ids is None:
             return ids_after(OWNER, self._largest_id(stored), rows)
         new = check_new_ids(OWNER, ids, rows)
@@ -425,7 +427,7 @@ class MilvusStore:
         return new
 
     def _largest_id(self, stored: int) -> int:
-        """The largest id, by bisection with the question whether there is one from a number on; -1 if there is none."""
+        """The largest id, found by bisection with queries for an id >= a number; -1 for an empty index."""
         least, most = -1, LARGEST_ID
         if stored == 0:
             return least
@@ -439,7 +441,7 @@ class MilvusStore:
         return least
 
     def _fields(self, ids: NDArray[np.int64], field: str) -> dict[int, Any]:
-        """A field of the rows with these ids, by id; without ids that are not in the index."""
+        """Maps each of these ids that is in the index to a field of its row."""
         values = {}
         for part in id_batches(ids):
             for row in self._call("get", ids=part, output_fields=[ID, field]):
@@ -447,7 +449,7 @@ class MilvusStore:
         return values
 
     def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> None:
-        """Measure recall once Milvus has indexed the rows; until then it would compare them one by one, exactly."""
+        """Measure recall after Milvus has indexed the rows; before that, its search is exact."""
         self._call("flush")
         self._call("release_collection")
         self._connection.load(self.collection)
@@ -455,4 +457,4 @@ class MilvusStore:
         self._call("alter_collection_properties", properties={milvus.RECALL: str(self.recall)})
 
 
-EmbeddingStore = RetrievalIndex | MilvusStore  # which have the same methods
+EmbeddingStore = RetrievalIndex | MilvusStore  # both have the same methods

@@ -1,7 +1,7 @@
-"""Rows of embeddings on their way into an index: checked, normalised and sampled, block by block.
+"""Checks, normalises and samples embeddings, block by block, before they are added to an index.
 
-Embeddings may be a tensor over a file, or the rows of a folder, that are larger than memory, so no function here copies
-more than a block of rows.
+Embeddings can be larger than memory (a tensor over a file, or the rows of a folder), so no function here copies more
+than a block of rows.
 """
 
 import json
@@ -19,25 +19,25 @@ from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.rows import normalize
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 
-OWNER = "RetrievalIndex"  # prefix of its error messages
+OWNER = "RetrievalIndex"  # prefix of error messages
 BLOCK = 1 << 16  # rows that are passed to faiss at a time
 SMALL_BLOCK = 1 << 12  # rows that are normalised or checked at a time, so that temporary copies are small
 SHOWN = 5  # invalid rows that an error message names
 
 
 class FolderRows:
-    """Stands for a tensor with all rows of a folder, of which it keeps one file in memory at a time.
+    """Behaves like a tensor with all rows of a folder, but holds only one file in memory at a time.
 
-    The constructor reads every file once, so that one that is missing or damaged raises before an index is built.
+    The constructor reads every file once, so that a missing or damaged file raises before an index is built.
 
     Args:
-        folder: all shards of which are complete.
+        folder: a folder in which no shard is missing.
 
     Raises:
-        ValueError: if a file is missing or damaged, is not of this folder, or an embedding in it is not finite.
+        ValueError: if a file is missing, is damaged or belongs to another folder, or if an embedding is not finite.
 
     Cost:
-        8 bytes for each row, its path, and the rows of one file.
+        Memory for the rows of one file and, for every row, its path and 8 bytes.
     """
 
     def __init__(self, folder: EmbeddingFolder) -> None:
@@ -52,14 +52,14 @@ class FolderRows:
         self.paths = PackedStrings.join(paths)
         self.shape = (ends[-1], folder.manifest.dim)
         self._ends: NDArray[np.int64] = np.array(ends[1:])
-        self._read = -1  # the shard in memory
+        self._read = -1  # number of the shard in memory
         self._rows: Float32[Tensor, "shard dim"] = torch.empty(0, self.shape[1])
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
-        """Rows by a slice, or by positions in ascending order."""
+        """The rows of a slice, or at positions in ascending order."""
         if isinstance(positions, slice):
             positions = torch.arange(*positions.indices(len(self)))
         selected = torch.empty(len(positions), self.shape[1])
@@ -82,7 +82,7 @@ Rows = Float[Tensor, "rows dim"] | FolderRows
 
 
 def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """The L2-normalised rows, block by block, each block with the position of its first row."""
+    """The L2-normalised rows in blocks, each with the position of its first row."""
     for begin in range(0, len(embeddings), BLOCK):
         size = min(BLOCK, len(embeddings) - begin)
         block = np.empty((size, embeddings.shape[1]), np.float32)
@@ -90,11 +90,11 @@ def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float3
             last = min(first + SMALL_BLOCK, size)
             block[first:last] = normalized_rows(embeddings[begin + first : begin + last])
         yield begin, block
-        del block  # before the next one is made
+        del block  # freed before the next block is made
 
 
 def normalized_sample(embeddings: Rows, most: int) -> NDArray[np.float32]:
-    """At most `most` of the rows, L2-normalised; a sample is drawn with a fixed seed."""
+    """All rows, L2-normalised; if there are more than `most`, a sample of `most` rows with a fixed seed."""
     positions = sample_rows(len(embeddings), most)
     sample = np.empty((len(positions), embeddings.shape[1]), np.float32)
     for first in range(0, len(positions), SMALL_BLOCK):
@@ -110,7 +110,7 @@ def normalized_rows(embeddings: Float[Tensor, "rows dim"]) -> NDArray[np.float32
 
 
 def sample_rows(rows: int, most: int) -> Int[Tensor, " sampled"]:
-    """Sorted positions of at most `most` rows; a sample is drawn with a fixed seed."""
+    """The positions of all rows; if there are more than `most`, a sorted sample of `most` with a fixed seed."""
     if rows <= most:
         return torch.arange(rows)
     sampled = np.random.default_rng(0).choice(rows, most, replace=False, shuffle=False)
@@ -138,7 +138,7 @@ def check_not_mapped(mapped: bool, operation: str) -> None:
 def check_finite_rows(
     owner: str, name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None
 ) -> None:
-    """Raise if a row holds NaN or infinity; the message names the first such rows by their ids and paths."""
+    """Raise if a row holds NaN or infinity; the message gives ids and paths of the first such rows."""
     invalid: list[int] = []
     for begin in range(0, len(embeddings), SMALL_BLOCK):
         finite = torch.isfinite(embeddings[begin : begin + SMALL_BLOCK]).all(1)
@@ -161,7 +161,7 @@ def check_finite_rows(
 
 
 def plain_values(owner: str, about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The values that are saved with an index; raise unless JSON can hold them."""
+    """Validate the values that are saved with an index: raise unless they can be stored as JSON."""
     if about is None:
         return {}
     check_mapping(owner, "about", about)
@@ -181,7 +181,7 @@ def check_paths(owner: str, paths: Sequence[str], rows: int) -> None:
 
 
 def check_results(owner: str, k: Any, rows: int) -> int:
-    """The number of results of a query; raise unless it is from 1 to the number of rows in the index."""
+    """Return `k`, the number of results; raise unless it is from 1 to the number of rows in the index."""
     results = check_integer(owner, "k", k, least=1)
     if results > rows:
         raise ValueError(
@@ -191,5 +191,5 @@ def check_results(owner: str, k: Any, rows: int) -> int:
 
 
 def join_parameters(first: str, second: str) -> str:
-    """Search parameters followed by others, either of which may be empty."""
+    """Concatenate two strings of search parameters, either of which may be empty."""
     return ",".join(filter(None, (first, second)))

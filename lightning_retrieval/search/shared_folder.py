@@ -1,8 +1,8 @@
-"""Several processes fill a folder of embeddings: each writes shards of its own, so that no image is embedded twice.
+"""Lets several processes fill a folder of embeddings: each writes different shards, so no image is embedded twice.
 
-Rank 0 finds which shards are missing, and all ranks get its list, so a run can be continued with any number of
-processes. While one of them writes, all hold the folder's lock together, and no other run can begin. Each collects the
-embeddings in the order of the images, and writes a shard as soon as it is complete.
+Rank 0 finds the missing shards and sends the list to all ranks, so a run can be continued with any number of processes.
+All processes of a run share the folder's lock until the last of them has finished; no other run can begin before. Each
+process collects the embeddings in the order of the images, and writes a shard as soon as it is complete.
 """
 
 import secrets
@@ -29,9 +29,9 @@ class ShardCollector:
     """Collects the rows of one shard at a time, so that memory does not grow with the number of rows.
 
     Args:
-        folder: where shards are written.
-        missing: numbers of the shards to write; if None, those that the folder does not have.
-        image_files: by the number of a shard, the digest of its image files, which is kept with it.
+        folder: the folder that shards are written to.
+        missing: numbers of the shards to write; if None, those missing in the folder.
+        image_files: for each shard number, the digest of its image files, which is stored with the shard.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class ShardCollector:
         self._clear()
 
     def add(self, positions: Sequence[int], rows: ShardRows) -> None:
-        """Add rows, whose positions in the list of images follow all earlier ones.
+        """Add rows. Their positions in the list of images must ascend, also from call to call.
 
         Raises:
             ValueError: if the positions do not ascend.
         """
         for row, position in enumerate(positions):
-            if position <= self._last:  # before the shard changes, and the one so far is taken for complete
+            if position <= self._last:  # checked before the next shard begins, which would write the current one
                 raise ValueError(
                     f"{self.folder.owner}: images must come in the order of their ids, got {position} after "
                     f"{self._last}; use a loader that does not shuffle."
@@ -109,15 +109,13 @@ class ShardCollector:
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """The part of a folder of embeddings that this process fills; `share_folder` makes one.
+    """A folder of embeddings, with the shards that this process fills. Made by `share_folder`.
 
     Args:
-        folder: in whose manifest `dim` may be 0, if the dimension of an embedding is not known yet.
-        missing: numbers of the shards that no earlier run has written, or that are written again, the same list on all
-            ranks.
-        changed: numbers of those that are written again, because image files have changed since.
-        image_files: by the number of a shard of this process, the digest of its image files; without an entry if it is
-            not known.
+        folder: the folder. `dim` in its manifest may be 0 if the dimension of an embedding is not known yet.
+        missing: numbers of all shards to write, because they are missing or have changed; the same on all ranks.
+        changed: numbers of the shards to write again, because their image files have changed.
+        image_files: for each shard of this process, the digest of its image files, if known.
     """
 
     folder: EmbeddingFolder
@@ -142,7 +140,7 @@ class SharedFolder:
         return len(self.missing) >= world_size()
 
     def begin(self, dim: int) -> EmbeddingFolder:
-        """The folder with its manifest, which the first process that knows the dimension of an embedding writes."""
+        """Open the folder for embeddings of dimension `dim`. The first process that calls this writes the manifest."""
         manifest = replace(self.folder.manifest, dim=dim)
         return EmbeddingFolder.create(self.folder.owner, self.folder.path, manifest)
 
@@ -157,18 +155,18 @@ def share_folder(
     describe: Callable[[], EmbeddingManifest],
     image_files: Callable[[range], str] | None = None,
 ) -> SharedFolder:
-    """Distribute the missing shards of a folder. All processes call this, and raise if one of them does.
+    """Distribute the missing shards of a folder over the processes. All must call this; if one raises, all raise.
 
     Args:
         owner: prefix of error messages.
-        path: of the folder, on a file system that all processes share.
-        describe: what this process is going to embed; its `dim` may be 0 if it is not known yet.
-        image_files: the digest of the image files at some positions, see `digest_of_files`. Shards that were written
-            with another digest are written again. If None, images are not compared.
+        path: path of the folder, on a file system that all processes share.
+        describe: returns the manifest of the embeddings; its `dim` may be 0 if it is not known yet.
+        image_files: maps a range of positions to the digest of their image files, see `digest_of_files`. Shards that
+            were written with another digest are written again. If None, image files are not compared.
 
     Raises:
-        ValueError: if processes have different images or models, the folder holds embeddings of something else or a
-            damaged file, another run is writing to it, or a process does not see it.
+        ValueError: if processes have different images or models, the folder has another manifest or a damaged file,
+            another run is writing to it, or it is not the same folder on all processes.
         OSError: if the folder cannot be written to.
     """
     manifests = together(describe)
@@ -178,18 +176,18 @@ def share_folder(
         missing, changed, token = together(lambda: _begin(folder, image_files, stack))[0]
         together(lambda: _join(folder, token, stack))
         digests = {}
-        if image_files is not None:  # before an image is read, so that one that changes meanwhile is embedded again
+        if image_files is not None:  # before reading: images that change later are embedded again
             digests = {shard: image_files(folder.positions(shard)) for shard in _of_this_process(missing)}
         return SharedFolder(folder, missing, changed, digests, stack.pop_all())
 
 
 def _of_this_process(missing: list[int]) -> list[int]:
-    """The part of the missing shards that this process writes."""
+    """The missing shards that this process writes."""
     return missing[rank() :: world_size()]
 
 
 def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
-    """Raise if a process is about to embed something else than rank 0; where files are may differ."""
+    """Raise if the manifest of a process differs from that of rank 0, except in the paths of files."""
     expected = replace(manifests[0], about={})
     for number, manifest in enumerate(manifests):
         if replace(manifest, about={}) == expected:
@@ -208,7 +206,7 @@ def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
 def _begin(
     folder: EmbeddingFolder, image_files: Callable[[range], str] | None, stack: ExitStack
 ) -> tuple[list[int], list[int], str]:
-    """On rank 0: lock the folder. The shards to write, those that are written again, and a random text in the lock."""
+    """On rank 0: lock the folder. Returns the shards to write, the changed shards, and the token in the lock file."""
     if rank() > 0:
         return [], [], ""
     check_output(folder.owner, folder.path)
@@ -219,7 +217,7 @@ def _begin(
     file.truncate(0)
     file.write(token)
     file.flush()
-    flush(folder.path / LOCK)  # other machines read it
+    flush(folder.path / LOCK)  # other machines read the token
     take_lock(folder.owner, folder.path, file, shared=True)
     changed = []
     if image_files is not None:
@@ -228,7 +226,7 @@ def _begin(
 
 
 def _join(folder: EmbeddingFolder, token: str, stack: ExitStack) -> None:
-    """On the other ranks: share the lock of rank 0, if its folder is the one that this process sees."""
+    """On the other ranks: share the lock of rank 0; raises unless this process sees the same folder."""
     if rank() == 0:
         return
     lock = folder.path / LOCK

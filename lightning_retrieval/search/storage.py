@@ -1,13 +1,13 @@
-"""A folder of files with a manifest that lists which of them are valid, their sizes and their checksums.
+"""A folder of files with a manifest that lists the valid files with their sizes and checksums.
 
     INDEX/manifest.json
     INDEX/files-5f0c21d4/...
     INDEX/lock
 
-All files of one version are in one inner folder. A change writes another inner folder and then replaces the manifest in
-one atomic step, so a reader finds either the old version or the new one, complete. Inner folders that the manifest does
-not name are deleted after that; those that a killed process left are deleted before the next change writes anything, so
-that they take no space from it. One process at a time changes the folder: it holds the lock.
+All files of one version are in one inner folder. A change writes a new inner folder and then replaces the manifest in
+one atomic step, so a reader always finds a complete version, old or new. Afterwards, inner folders that are not in the
+manifest are deleted. Those left by a killed process are deleted before the next change, to free the space. Only one
+process at a time can change the folder: it holds the lock.
 """
 
 import json
@@ -35,16 +35,14 @@ from lightning_retrieval.search.rows import OWNER
 MANIFEST = "manifest.json"
 REBUILD = "build the index again"
 FORMAT = Manifest("index", MANIFEST, "index", REBUILD)
-ATTEMPTS = 100  # of a reader, while other processes replace the index
+ATTEMPTS = 100  # attempts to read while other processes replace the index
 
 Writer = Callable[[DigestStream], None]
 Read = TypeVar("Read")
 
 
 def check_folder(owner: str, folder: Path) -> None:
-    """Raise unless an index may be written to this path: it does not exist, is an empty folder, or holds an index.
-
-    The index may be damaged or incomplete.
+    """Raise unless a path does not exist, is an empty folder, or holds an index, which may be damaged or incomplete.
 
     Raises:
         ValueError: if the path is a file, or a folder that holds anything else.
@@ -58,11 +56,11 @@ def check_folder(owner: str, folder: Path) -> None:
 
 
 class NewVersion:
-    """The files of a new version of a folder, which takes the place of the old one when it is published.
+    """The files of a new version of a folder, which replaces the old version when it is published.
 
     Args:
-        folder: of the index.
-        inner: empty folder in it for the files; others in it must be deleted before the version is published.
+        folder: folder of the index.
+        inner: empty inner folder for the files. Other files in it must be deleted before the version is published.
     """
 
     def __init__(self, folder: Path, inner: Path) -> None:
@@ -72,11 +70,11 @@ class NewVersion:
         self._fingerprints: dict[str, Any] = {}
 
     def write(self, name: str, write: Writer) -> Path:
-        """Write a file, and return its path.
+        """Write a file and return its path.
 
         Args:
-            name: of the file.
-            write: writes its content to a stream.
+            name: file name.
+            write: writes the content to a stream.
 
         Raises:
             OSError: if it cannot be written completely.
@@ -90,21 +88,21 @@ class NewVersion:
         """Write several files.
 
         Args:
-            writers: by file name, a function that writes the content of the file to a stream.
+            writers: for each file name, a function that writes the content to a stream.
         """
         for name, write in writers.items():
             self.write(name, write)
 
     def publish(self, settings: Mapping[str, Any]) -> None:
-        """Replace the content of the folder by the files that were written, and these settings.
+        """Replace the content of the folder by the written files and these settings.
 
         Args:
-            settings: plain values, kept in the manifest.
+            settings: plain values, stored in the manifest.
         """
         content = FORMAT.encode({"files": self._fingerprints, "settings": dict(settings)})
         for path in (self.inner, self._folder):
             flush(path)
-        self.is_published = True  # before it is, so that no interrupt deletes files that the manifest names
+        self.is_published = True  # set first, so that an interrupt cannot lead to the deletion of files in the manifest
         try:
             write_verified(OWNER, self._folder / MANIFEST, lambda stream: stream.write(content))
         except OSError:
@@ -114,7 +112,7 @@ class NewVersion:
 
 @contextmanager
 def new_version(folder: Path) -> Iterator[NewVersion]:
-    """Lock a folder while a new version of its files is written, which the caller publishes.
+    """Context that locks a folder while the caller writes and publishes a new version of its files.
 
     If the caller raises, the folder keeps its previous content.
 
@@ -145,15 +143,15 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
 
 
 def read_folder(folder: Path, verify: bool, read: Callable[[dict[str, Path], dict[str, Any]], Read]) -> Read:
-    """Return what `read` makes of the files and the settings of a saved index.
+    """Check the files of a saved index and return the result of `read`.
 
     If another process replaces the index meanwhile, so that files of the old version disappear, the new version is
     read.
 
     Args:
-        folder: of the index.
-        verify: read all files once and compare their checksums; if False, only their sizes are compared.
-        read: called with the files, by name, and the settings; it may be called again.
+        folder: folder of the index.
+        verify: compare checksums, which reads all files once; if False, compare only sizes.
+        read: maps the files, by name, and the settings to the result; may be called several times.
 
     Raises:
         FileNotFoundError: if the folder or one of its files does not exist.
@@ -172,7 +170,7 @@ def read_folder(folder: Path, verify: bool, read: Callable[[dict[str, Path], dic
 
 
 def _check_files(folder: Path, expected: Mapping[str, Any], verify: bool) -> dict[str, Path]:
-    """The files of an index, by name; raise if one is missing or damaged."""
+    """The files of an index, by name; raises if one is missing or damaged."""
     files: dict[str, Path] = {}
     for name, fingerprint in expected.items():
         file = folder / name
@@ -190,7 +188,7 @@ def _check_files(folder: Path, expected: Mapping[str, Any], verify: bool) -> dic
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of an index; raise if it is damaged, or is not one."""
+    """Read the manifest of an index; raise if it is damaged or not a manifest."""
     manifest = FORMAT.read(OWNER, folder)
     is_valid = manifest.keys() == {"files", "settings"} and _lists_files(manifest["files"])
     if not is_valid or not isinstance(manifest["settings"], dict):
@@ -199,7 +197,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _lists_files(files: Any) -> bool:
-    """Whether this names files of one inner folder, each with its size and checksum."""
+    """Whether this lists files of one inner folder, each with its size and checksum."""
     if not isinstance(files, dict):
         return False
     folders = set()
@@ -218,7 +216,7 @@ def _may_be_replaced(folder: Path) -> bool:
     if manifest.exists():
         try:
             content = json.loads(manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # perhaps the damaged manifest of an index
+        except (OSError, ValueError, RecursionError):  # possibly the damaged manifest of an index
             has_inner = any(_is_inner(path) for path in folder.iterdir())
             return has_inner and not _has_other_files(folder)
         return isinstance(content, dict) and content.get("format") == FORMAT.format
@@ -239,7 +237,7 @@ def _is_inner(path: Path) -> bool:
 
 
 def _delete_unused(folder: Path) -> None:
-    """Delete the inner folders that the manifest does not name; none of them if it cannot be read."""
+    """Delete the inner folders that are not in the manifest; if the manifest cannot be read, delete nothing."""
     used = set()
     if (folder / MANIFEST).exists():
         try:

@@ -1,15 +1,15 @@
-"""What is in a checkpoint file, and how it is read.
+"""The content of checkpoint files, and how they are verified, read and written.
 
 - Files are verified before they are loaded. `torch.save` writes a zip archive with a checksum of each record, but
-  `torch.load` does not compare them: a flipped bit would become another weight unnoticed.
-- Checkpoints of adapters do not hold the pretrained weights, which are loaded again from where they came from. They are
-  skipped only where an `Embedder` has `lora` and names its `weights`; random ones would be lost.
+  `torch.load` does not compare them: a flipped bit would silently change a weight.
+- Checkpoints of adapters do not hold the pretrained weights, which are loaded again from their source. These weights
+  are skipped only if an `Embedder` has `lora` and names its `weights`; random weights could not be loaded again.
 - `BaseFinetuning` freezes its layers at the start of every run, and unfreezes them at the start of one epoch. A run
-  that is resumed after that epoch would keep them frozen, so a checkpoint names the parameters that are trained.
-- A checkpoint of a network that is sharded over the processes has the form of one of a single process: one file with
-  full tensors, which the first process writes. Any number of processes, with or without `ModelParallelStrategy`,
-  continue from it. Lightning's own code would lose the state that is neither a parameter nor a buffer, such as that of
-  a memory, and would take the state of the optimizer for that of other parameters if some of them are frozen.
+  that is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
+- A checkpoint of a network that is sharded over the processes looks like that of a single process: one file with full
+  tensors, which the first process writes. Any number of processes, with or without `ModelParallelStrategy`, can
+  continue from it. Lightning's own code would lose state that is neither a parameter nor a buffer, such as the rows of
+  a memory; and if some parameters are frozen, it would assign the optimizer's state to the wrong parameters.
 """
 
 import copy
@@ -32,10 +32,10 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
 
-BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each of these parameters
+BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
-STATES = ("state_dict", "current_model_state")  # the second one is that of Lightning's weight averaging
-HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # of Lightning
+STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
+HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # as Lightning writes them
 ZIP_START = b"PK\x03\x04"
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 
@@ -43,17 +43,18 @@ LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have n
 def check_checkpoint(owner: str, checkpoint: Any) -> None:
     """Raise if a checkpoint file is damaged.
 
-    A file that does not exist, an address on another machine and a stream that cannot be rewound are not checked here.
+    Paths that do not exist, remote addresses and streams that cannot be rewound are not checked here.
 
     Args:
         owner: prefix of error messages.
         checkpoint: a path, or a stream.
 
     Raises:
-        ValueError: if the file is cut short, or a checksum in it is not that of its content.
+        ValueError: if the file is truncated, or a checksum does not match.
 
     Cost:
-        The file is read once. Checksums that `torch.serialization.set_crc32_options(False)` skipped count as damage.
+        The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has no checksums and
+        counts as damaged.
     """
     damage = find_damage(checkpoint)
     if damage is not None:
@@ -61,17 +62,17 @@ def check_checkpoint(owner: str, checkpoint: Any) -> None:
 
 
 def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
-    """Raise unless an argument is a stream, an address on another machine, or the path of a file.
+    """Raise unless an argument is a stream, a remote address, or the path of an existing file.
 
     Args:
         owner: prefix of error messages.
-        name: the argument.
-        checkpoint: its value.
+        name: name of the argument.
+        checkpoint: value of the argument.
 
     Raises:
-        FileNotFoundError: if there is nothing at the path.
-        ValueError: if the path is empty or that of a folder.
-        TypeError: if it is none of the three.
+        FileNotFoundError: if the path does not exist.
+        ValueError: if the path is empty or is a folder.
+        TypeError: if the value is neither a path nor a stream.
     """
     is_stream = hasattr(checkpoint, "read") and hasattr(checkpoint, "seek")
     is_address = isinstance(checkpoint, str) and "://" in checkpoint
@@ -87,15 +88,15 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
 
 
 def check_map_location(owner: str, map_location: Any) -> None:
-    """Raise unless `map_location` is what `torch.load` accepts: a device, a dict of devices, a function or None.
+    """Raise unless `torch.load` accepts `map_location`: a device, a dict of devices, a function or None.
 
     Args:
         owner: prefix of error messages.
-        map_location: the argument.
+        map_location: value of the argument.
 
     Raises:
-        ValueError: if it is a string that names no device.
-        TypeError: if it is something else.
+        ValueError: if it is a string that is not the name of a device.
+        TypeError: if it is of any other type.
     """
     if isinstance(map_location, str):
         try:
@@ -120,14 +121,14 @@ def read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it has another suffix, or holds something else.
-        TypeError: if it is no path.
+        ValueError: if the suffix is not .csv, .yaml or .yml, or the file does not hold names and plain values.
+        TypeError: if it is not a path.
     """
     path = check_path(owner, "hparams_file", hparams_file)
     if path.suffix.lower() not in HPARAMS_SUFFIXES:
         raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
     if not path.is_file():
-        raise FileNotFoundError(f"{owner}: `hparams_file` must be a file, got {path}, which is none.")
+        raise FileNotFoundError(f"{owner}: `hparams_file` must be an existing file, got {path}.")
     try:
         if path.suffix.lower() == ".csv":
             content = load_hparams_from_tags_csv(path)
@@ -143,7 +144,7 @@ def read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
 
 
 def find_damage(checkpoint: Any) -> str | None:
-    """What is wrong with a checkpoint file; None if nothing is, or if it is not checked (see `check_checkpoint`).
+    """A description of the damage of a checkpoint file; None if it is intact or not checked (see `check_checkpoint`).
 
     Args:
         checkpoint: a path, or a stream.
@@ -162,7 +163,7 @@ def find_damage(checkpoint: Any) -> str | None:
 
 
 class VerifiedCheckpoints(CheckpointIO):
-    """Loads checkpoints only if they are not damaged; another `CheckpointIO` does everything else.
+    """Verifies checkpoints before they are loaded; everything else is delegated to another `CheckpointIO`.
 
     Args:
         owner: prefix of error messages.
@@ -178,13 +179,13 @@ class VerifiedCheckpoints(CheckpointIO):
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Verify a checkpoint and load it; unless the caller allows it, nothing in it can run code.
+        """Verify a checkpoint and load it. It cannot run code unless the caller passes `weights_only=False`.
 
         Raises:
             ValueError: if the file is damaged.
         """
         check_checkpoint(self.owner, path)
-        if kwargs.get("weights_only", False) is None:  # Lightning would take it for False at an address
+        if kwargs.get("weights_only", False) is None:  # for a remote address, Lightning would treat None as False
             kwargs["weights_only"] = True
         return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
 
@@ -193,12 +194,12 @@ class VerifiedCheckpoints(CheckpointIO):
         self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """End whatever the other `CheckpointIO` has started."""
+        """Tear down the other `CheckpointIO`."""
         self.checkpoint_io.teardown()
 
 
 def _find_damage(stream: Any) -> str | None:
-    """What is wrong with a file that `torch.save` wrote; None if nothing is."""
+    """A description of the damage of a file that `torch.save` wrote; None if it is intact."""
     start = stream.read(len(ZIP_START))
     if start.startswith(LEGACY_START):
         return None
@@ -207,7 +208,7 @@ def _find_damage(stream: Any) -> str | None:
     try:
         with zipfile.ZipFile(stream) as archive:
             record = archive.testzip()
-    except Exception as error:  # damage in the structure of the archive raises errors of many kinds
+    except Exception as error:  # a damaged archive can raise errors of many types
         text = " ".join(str(error).split())
         return f"it is no complete zip archive ({text or type(error).__name__})"
     if record is not None:
@@ -219,7 +220,7 @@ def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     """Remove the pretrained weights of adapters from a checkpoint.
 
     Args:
-        module: whose checkpoint it is.
+        module: the module that the checkpoint was made from.
         checkpoint: changed in place.
     """
     names = _base_names(module)
@@ -232,15 +233,15 @@ def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Complete a checkpoint of adapters by the pretrained weights of the module that will load it.
+    """Add the pretrained weights of the module that loads a checkpoint of adapters to the checkpoint.
 
     Args:
         owner: prefix of error messages.
-        module: with its pretrained weights.
+        module: the module, with its pretrained weights.
         checkpoint: changed in place.
 
     Raises:
-        ValueError: if the adapters were trained with other weights, or the checkpoint does not say with which.
+        ValueError: if the adapters were trained with other weights, or the record of these weights is invalid.
     """
     if BASE_WEIGHTS not in checkpoint:
         return
@@ -255,7 +256,7 @@ def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) 
     if missing:
         raise ValueError(
             f"{owner}: the checkpoint is one of adapters for another backbone: its weights have {missing[0]}, which "
-            "this module has not."
+            "this module does not have."
         )
     for name, value in _fingerprints(module, list(names)).items():
         if abs(value - names[name]) > 0.01 * abs(names[name]):
@@ -269,7 +270,7 @@ def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) 
 
 
 def _base_names(module: nn.Module) -> list[str]:
-    """The frozen parameters of backbones with adapters whose weights can be loaded again."""
+    """Names of the frozen parameters of backbones with adapters, if their pretrained weights can be loaded again."""
     names = []
     for path, part in module.named_modules():
         if not isinstance(part, Embedder) or part.lora is None or part.weights is None:
@@ -288,14 +289,14 @@ def _fingerprints(module: nn.Module, names: list[str]) -> dict[str, float]:
 
 
 def has_finetuning(module: Any) -> bool:
-    """Whether a LightningModule is in a run with such a callback."""
+    """Whether a LightningModule is in a run with a `BaseFinetuning` callback."""
     if module._trainer is None:
         return False
     return any(isinstance(callback, BaseFinetuning) for callback in module.trainer.callbacks)
 
 
 def unfreeze(module: Any, trainable: Collection[str]) -> None:
-    """Unfreeze the parameters that were trained when a checkpoint was written, if the run has such a callback.
+    """Unfreeze the parameters that were trained when a checkpoint was written, if the run has a `BaseFinetuning`.
 
     Args:
         module: a LightningModule.
@@ -308,12 +309,12 @@ def unfreeze(module: Any, trainable: Collection[str]) -> None:
         for name, parameter in layer.named_parameters(prefix, recurse=False):
             if name in names and not parameter.requires_grad:
                 parameter.requires_grad = True
-                if isinstance(layer, _BatchNorm):  # freezing it ended its statistics
+                if isinstance(layer, _BatchNorm):  # freezing had stopped its running statistics
                     layer.track_running_stats = True
 
 
 class FullCheckpoints:
-    """Reads and writes checkpoints in place of a `ModelParallelStrategy`.
+    """Replaces the checkpoint methods of a `ModelParallelStrategy`.
 
     Args:
         owner: prefix of error messages.
@@ -325,28 +326,28 @@ class FullCheckpoints:
         self.strategy = strategy
 
     def install(self) -> None:
-        """Let the strategy call the methods of this object in place of its own."""
+        """Replace the strategy's methods by those of this object."""
         self.strategy.lightning_module_state_dict = self.module_state
         self.strategy.optimizer_state = self.optimizer_state
         self.strategy.load_checkpoint = self.load_checkpoint
 
     def module_state(self) -> Any:
-        """The state of the module for a checkpoint, full on the first process."""
+        """The state of the module for a checkpoint; its tensors are full on the first process."""
         return _full_state(self.strategy.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        """The state of an optimizer for a checkpoint, full on the first process."""
+        """The state of an optimizer for a checkpoint; its tensors are full on the first process."""
         return _full_state(optimizer.state_dict())
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, and give each process its shards of the weights and of the optimizers' states.
 
         Args:
-            checkpoint_path: of the file, which every process can read.
+            checkpoint_path: path of the file, which every process must be able to read.
             weights_only: as for `torch.load`.
 
         Raises:
-            ValueError: if the file is damaged, or it is a folder.
+            ValueError: if the file is damaged, or the path is a folder.
         """
         path = Path(checkpoint_path)
         if path.is_dir():
@@ -366,7 +367,7 @@ class FullCheckpoints:
         return checkpoint
 
     def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Load the state of an optimizer, whose parameters have the order of its groups, as in one process."""
+        """Load the state of an optimizer. Its parameters are in the order of the groups, as with one process."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         state = dict(saved["state"])
@@ -376,7 +377,7 @@ class FullCheckpoints:
         optimizer.load_state_dict({**saved, "state": state})
 
     def _sharded_state(self, state: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
-        """The state of one parameter, of which tensors of its shape are sharded as it is."""
+        """The state of one parameter; tensors of the parameter's shape are sharded like the parameter."""
         if not is_sharded(parameter):
             return dict(state)
         sharded = dict(state)
@@ -393,9 +394,9 @@ class FullCheckpoints:
 
 
 def _full_state(state: Any) -> Any:
-    """A nested state whose tensors are full on the first process, and empty on the others where they are sharded."""
+    """Replace the sharded tensors of a nested state: by full tensors on the first process, else by empty ones."""
     if isinstance(state, dict):
-        full = copy.copy(state)  # also the versions of modules, which are an attribute
+        full = copy.copy(state)  # also copies the attribute with the versions of modules
         for key, value in state.items():
             full[key] = _full_state(value)
         return full

@@ -1,4 +1,4 @@
-"""Modules whose checkpoints are verified when they are read and plain when they are written, and how one is rebuilt."""
+"""Modules whose checkpoints are written as plain data and verified when read, and how such modules are rebuilt."""
 
 from collections.abc import Mapping
 from types import FrameType, MappingProxyType
@@ -17,30 +17,30 @@ from lightning_retrieval.plain_data import DescriptionReader, describe, unsharde
 from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.training import checkpoint_files
 
-# LightningCLI marks its hyperparameters by one of these.
+# LightningCLI stores one of these names in the hyperparameters.
 INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
-PREPARATION = "preparation"  # in a checkpoint: what evaluation did to an image
+PREPARATION = "preparation"  # key of a checkpoint: the preparation of images in evaluation
 
 
 class CheckpointedModule(pl.LightningModule):
-    """A module whose checkpoints hold plain values, so they load with `weights_only=True`, and are verified first."""
+    """A module whose checkpoints hold plain values, so that they load with `weights_only=True`, and are verified."""
 
-    # What evaluation did to an image, as plain data; None if the data module did not record it.
+    # The preparation of images in evaluation, as plain data; None if the data module did not record it.
     preparation: dict[str, Any] | None = None
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
-        """Keep the arguments of a constructor as hyperparameters of plain values.
+        """Save the arguments of a constructor as hyperparameters, in the form of plain values.
 
         Args:
-            objects: the arguments that are objects, which are kept as their classes and arguments.
-            frame: of the constructor.
+            objects: the arguments that are objects. They are saved as class path and arguments.
+            frame: stack frame of the constructor.
         """
         self.save_hyperparameters(ignore=list(objects), frame=frame)
-        if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
+        if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is already plain
             self.save_hyperparameters(frame=frame)
             return
-        # Lightning compares what it is given with each argument of the constructors that it finds in the frames above,
-        # which fails for an array, and finds that a metric equals anything. The outermost frame has none above it.
+        # Lightning compares the given object with each argument of the constructors in the frames above. The
+        # comparison fails for an array, and a metric equals anything. The outermost frame has no frame above it.
         while frame is not None and frame.f_back is not None:
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
@@ -62,7 +62,7 @@ class CheckpointedModule(pl.LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Any:  # not Self, which a run-time type checker cannot resolve in a decorated method
-        """Rebuild a module from a checkpoint, after its checksums and all that it names have been checked.
+        """Rebuild a module from a checkpoint, after checking its checksums and all names in it.
 
         The hyperparameters of the checkpoint are data: `plain_data` decides which classes they may name.
 
@@ -70,23 +70,23 @@ class CheckpointedModule(pl.LightningModule):
             checkpoint_path: a path, an address or a stream.
             map_location: device, or function of `torch.load`.
             hparams_file: YAML or CSV file of hyperparameters that replace those of the checkpoint.
-            strict: whether the names of the weights must be those of the module.
-            weights_only: False also unpickles what can run code; if None, True.
+            strict: whether the names of the weights must match those of the module.
+            weights_only: False also unpickles objects that can run code; None means True.
             kwargs: constructor arguments that replace those of the checkpoint.
 
         Raises:
             FileNotFoundError: if there is no file at a path.
-            ValueError: if the path is that of a folder, the file is damaged, it names what a file may not name, or an
-                object that has to be passed again.
+            ValueError: if the path is a folder, the file is damaged, it names a class that a file may not name, or an
+                object must be passed again.
             TypeError: if `strict` or `weights_only` is not True, False or None, another argument is neither a path nor
-                a device, or the checkpoint describes an object of another kind than an argument has.
+                a device, or the checkpoint describes an object of the wrong kind for an argument.
         """
         check_flag(cls.__name__, "strict", strict)
         checkpoint = _read_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
         return restored_module(cls, checkpoint, kwargs, strict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Convert to the run's precision before the weights are loaded; Lightning does so afterwards."""
+        """Convert the module to the run's precision before the weights are loaded; Lightning would do so afterwards."""
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
         checkpoint_files.unfreeze(self, checkpoint.get(checkpoint_files.TRAINABLE, ()))
@@ -110,10 +110,10 @@ class CheckpointedModule(pl.LightningModule):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self._with_complete_parts(described)
 
     def _with_complete_parts(self, hyperparameters: dict[str, Any]) -> dict[str, Any]:
-        """Hyperparameters in which a part with `init_args` is described by it.
+        """Hyperparameters in which each submodule that can describe itself (`init_args`) does so completely.
 
-        A config may only name a model, whose structure was then read from a hub or a folder. The description of the
-        part needs neither.
+        A config may give only the name of a model, whose structure was then read from a hub or a folder. A complete
+        description needs neither of them.
         """
         complete = dict(hyperparameters)
         for name, value in hyperparameters.items():
@@ -145,7 +145,7 @@ class CheckpointedDataModule(pl.LightningDataModule):
             checkpoint_path: a path, an address or a stream.
             map_location: device, or function of `torch.load`.
             hparams_file: YAML or CSV file of hyperparameters that replace those of the checkpoint.
-            weights_only: False also unpickles what can run code; if None, True.
+            weights_only: False also unpickles objects that can run code; None means True.
             kwargs: constructor arguments that replace those of the checkpoint.
 
         Raises:
@@ -161,11 +161,11 @@ class CheckpointedDataModule(pl.LightningDataModule):
 
 
 def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, weights_only: bool | None) -> Any:
-    """The content of a checkpoint, verified, and with the hyperparameters of another file if one is given.
+    """The verified content of a checkpoint, with the hyperparameters of `hparams_file` if it is given.
 
     Args:
-        cls: the class that is loaded.
-        path: as for `load_from_checkpoint`, as are the other arguments.
+        cls: the class to load.
+        path: as for `load_from_checkpoint`; so are the other arguments.
     """
     owner = cls.__name__
     check_flag(owner, "weights_only", weights_only)
@@ -189,13 +189,13 @@ def module_of_checkpoint(
     """Build the module that the hyperparameters of a checkpoint describe, with random weights.
 
     Args:
-        cls: the module is of this class, or of a subclass that LightningCLI has recorded.
-        checkpoint: its hyperparameters are checked as a whole, before anything is built.
+        cls: class of the module, unless LightningCLI has recorded a subclass.
+        checkpoint: the checkpoint. All its hyperparameters are checked before anything is built.
         given: constructor arguments that replace those of the checkpoint.
 
     Raises:
-        ValueError: if it names what a file may not name, or an object that has to be given.
-        TypeError: if it describes an object of another kind than an argument has.
+        ValueError: if it names a class that a file may not name, or an object must be passed again.
+        TypeError: if it describes an object of the wrong kind for an argument.
     """
     owner = cls.__name__
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
@@ -205,7 +205,7 @@ def module_of_checkpoint(
     instantiator = used.pop("_instantiator", None)
     if instantiator is not None:
         check_choice(owner, "_instantiator", instantiator, INSTANTIATORS)
-    argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)  # of a constructor that takes one dict
+    argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)  # if the constructor takes a single dict
     if isinstance(argument, str) and argument not in ("", "kwargs"):
         used = {argument: used}
     settings = DescriptionReader(owner).settings(cls, used)
@@ -227,13 +227,14 @@ def restored_module(
 
     Args:
         cls: as for `module_of_checkpoint`.
-        checkpoint: what `torch.load` has read.
+        checkpoint: the content, as read by `torch.load`.
         given: constructor arguments that replace those of the checkpoint.
-        strict: whether the names of the weights must be those of the module; if None, as the module says.
+        strict: whether the names of the weights must match those of the module; None uses the module's
+            `strict_loading`.
 
     Raises:
-        ValueError: as `module_of_checkpoint`, and if it is no checkpoint of a module.
-        TypeError: as `module_of_checkpoint`.
+        ValueError: as for `module_of_checkpoint`, and if the checkpoint has no weights of a module.
+        TypeError: as for `module_of_checkpoint`.
     """
     state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict):

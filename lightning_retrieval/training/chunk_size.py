@@ -1,4 +1,4 @@
-"""The largest chunk that fits into the memory of a device, found by trial."""
+"""Finds, by trial, the largest chunk that fits into the memory of a device."""
 
 import gc
 import math
@@ -13,11 +13,11 @@ from lightning_retrieval.checks import check_callable, check_integer, check_tens
 from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
 from lightning_retrieval.training.random_state import RandomState
 
-# cuBLAS and cuDNN allocate memory of their own, past the allocator of torch, and report a failure by a status.
+# cuBLAS and cuDNN allocate memory without torch's allocator, and report a failure by a status.
 _ALLOCATION_FAILED = re.compile(
     r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUDA error: out of memory"
 )
-# What remains of the error if the workspace of every algorithm of a convolution was too large.
+# The error if the workspace of every algorithm for a convolution was too large.
 _NO_ALGORITHM = re.compile(r"unable to find an engine|unable to find a valid cuDNN algorithm", re.IGNORECASE)
 
 
@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def may_be_out_of_memory(error: BaseException) -> bool:
-    """Whether less memory may be the cure: also true if cuDNN found no algorithm for a convolution."""
+    """Whether using less memory may avoid this error; also True if cuDNN found no algorithm for a convolution."""
     if is_out_of_memory(error):
         return True
     return isinstance(error, RuntimeError) and _NO_ALGORITHM.search(str(error)) is not None
@@ -40,27 +40,27 @@ def largest_chunk_size(
 ) -> int:
     """The largest `chunk_size` for `chunked_backward` that fits into the memory of the device.
 
-    Tries the whole batch as one chunk, then 2 chunks of the same size (rounded up), 4 and so on, until one fits; then
-    the numbers of chunks between the last two, of which it returns the smallest that fits.
+    Tries the whole batch as one chunk, then 2 chunks of the same size (rounded up), 4 and so on, until the chunks fit.
+    Then searches between the last two numbers of chunks for the smallest number that fits.
 
-    A trial embeds the chunks whose graphs are kept and back-propagates them, twice, since gradients already exist when
-    the second chunk of a step is embedded. It restores gradients, the random state, running statistics of normalisation
-    layers and the autocast cache. Gradients that exist before the call take up memory in addition to those of the
-    trial: call it after `zero_grad`. Each process decides for itself, so the sizes may differ, and no layer of `embed`
-    may wait for other processes, as SyncBatchNorm does.
+    A trial embeds the chunks whose graphs are kept and back-propagates them. It does so twice, because gradients
+    already exist when the second chunk of a step is embedded. It restores gradients, the random state, running
+    statistics of normalisation layers and the autocast cache. Gradients that exist before the call take up memory in
+    addition to those of the trial: call this function after `zero_grad`. Each process decides for itself, so the sizes
+    may differ, and no layer of `embed` may wait for other processes, as SyncBatchNorm does.
 
-    A failed allocation of cuBLAS or cuDNN means the same as one of torch. Any other error is raised.
+    Failed allocations of cuBLAS and cuDNN are handled like those of torch. Any other error is raised.
 
     Args:
         embed: maps inputs (n, ...) to embeddings (n, D).
         inputs: the whole batch, rows first, on the device whose memory is tested. On a CPU all rows "fit".
         keep_graphs: number of chunks whose graphs are kept, >= 1, as for `chunked_backward`.
-        reserve: bytes of the device to keep free for what comes later, such as the optimizer's state and the loss;
-            >= 0.
+        reserve: bytes of device memory to keep free for later use, such as the optimizer's state and the loss; >= 0.
 
     Raises:
         ValueError: if `inputs` is empty, `keep_graphs` < 1 or `reserve` < 0.
-        TypeError: if `embed` cannot be called, `inputs` is no tensor, or `keep_graphs` or `reserve` no integer.
+        TypeError: if `embed` is not callable, `inputs` is not a tensor, or `keep_graphs` or `reserve` is not an
+            integer.
         torch.OutOfMemoryError: if not even chunks of one row fit.
 
     Example:
@@ -91,10 +91,10 @@ def largest_chunk_size(
 
 
 def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve: int) -> bool:
-    """Whether the graphs of these chunks fit; raises if they are of one input each and do not."""
+    """Whether the graphs of these chunks fit; raises if not even chunks of one input each fit."""
     try:
         _try_chunks(embed, chunks, reserve)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+    except RuntimeError as error:  # includes torch.OutOfMemoryError
         if not may_be_out_of_memory(error):
             raise
         inputs = chunks[0]
@@ -118,8 +118,8 @@ def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve
 def _free_memory(device: torch.device) -> None:
     """Free the memory of a failed trial. Its exception must be deleted first: the traceback references its tensors.
 
-    Autograd's thread of the device holds both for a while after a backward pass has failed there. It takes up another
-    pass only when it has let go of them.
+    After a failed backward pass, autograd's thread for the device keeps exception and traceback alive for a while. It
+    releases them before it starts another backward pass.
     """
     if device.type != "cpu":
         with torch.enable_grad():
@@ -130,7 +130,7 @@ def _free_memory(device: torch.device) -> None:
 
 
 def _try_chunks(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve: int) -> None:
-    """Use the memory that the kept graphs of these chunks use in a step, and restore all state."""
+    """Use as much memory as the kept graphs of these chunks do in a step, then restore all state."""
     reserved = torch.empty(reserve, dtype=torch.uint8, device=chunks[0].device)
     statistics, random_state = RunningStatistics(embed, sum(map(len, chunks))), RandomState()
     with _gradients_restored(embed) as set_aside, statistics.unchanged(), random_state.replayed(), torch.enable_grad():
@@ -150,7 +150,7 @@ def _try_chunks(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], r
 
 @contextmanager
 def _gradients_restored(embed: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Iterable[Tensor]], None]]:
-    """Set aside the gradients of `embed`'s parameters and of all tensors the function is given; restore them later."""
+    """Restore, on exit, the gradients of `embed`'s parameters and of all tensors passed to the yielded function."""
     kept: dict[Tensor, Tensor | None] = {}
 
     def set_aside(tensors: Iterable[Tensor]) -> None:
@@ -159,7 +159,7 @@ def _gradients_restored(embed: Callable[[Tensor], Tensor]) -> Iterator[Callable[
                 kept[tensor], tensor.grad = tensor.grad, None
 
     try:
-        # The graph does not show all leaves: a reentrant checkpoint hides those of its layers.
+        # The graph does not contain all leaves: a reentrant checkpoint hides the leaves of its layers.
         with visit_modules(embed, lambda module: set_aside(module.parameters())):
             yield set_aside
     finally:
@@ -168,7 +168,7 @@ def _gradients_restored(embed: Callable[[Tensor], Tensor]) -> Iterator[Callable[
 
 
 def _leaves(output: Tensor) -> list[Tensor]:
-    """The leaves whose gradient a backward pass from `output` adds to."""
+    """The leaves whose gradients a backward pass from `output` changes."""
     leaves, visited, waiting = [], set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -1,17 +1,17 @@
 """Back-propagation of a loss of a whole batch, one chunk of the batch at a time.
 
 A listwise loss is a function of all embeddings of the batch, but its gradient reaches the network only through them.
-So (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021; Revaud et al.,
-ICCV 2019, section 3.3):
+This allows three stages (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
+RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
 
 1. embed the batch chunk by chunk without a graph, and keep the random state that each chunk started with;
 2. compute the loss of all embeddings together, and its gradient with respect to them;
-3. embed chunk by chunk again, with a graph and the same random numbers, and propagate each chunk's slice of that
-   gradient.
+3. embed chunk by chunk again, with a graph and the same random numbers, and propagate the rows of that gradient for
+   each chunk.
 
-The last `keep_graphs` chunks keep their graphs from stage 1, so they are embedded only once. The last one is propagated
-first, and the others in their order, so never more than `keep_graphs` graphs exist at the same time, and the gradients
-are added up in the same order whatever `keep_graphs` is.
+The last `keep_graphs` chunks keep their graphs from stage 1, so they are embedded only once. Stage 3 processes the last
+chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time, and the order in which
+gradients are added does not depend on `keep_graphs`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +33,9 @@ _OWNER = "chunked_backward"
 def visit_modules(embed: Callable[[Tensor], Tensor], visit: Callable[[nn.Module], Any]) -> Iterator[None]:
     """Call `visit` with each module of `embed`.
 
-    If `embed` is a module or a method of one, all its modules are visited at once. The modules of any other function
-    are unknown until they run, so each is visited right before its forward pass, by a global hook. A module gets no
-    hook, since torch.compile would compile it again each time.
+    If `embed` is a module or a method of one, all its modules are visited immediately. The modules that any other
+    function calls are unknown until they run, so a global hook visits each right before its forward pass. Hooks on the
+    modules themselves would make torch.compile recompile them each time.
 
     Args:
         embed: maps inputs to embeddings.
@@ -57,14 +57,14 @@ def visit_modules(embed: Callable[[Tensor], Tensor], visit: Callable[[nn.Module]
 class RunningStatistics:
     """Updates the running statistics of `embed`'s normalisation layers once per batch, whatever the number of chunks.
 
-    For each chunk, layers in training mode start from a copy of their statistics. The change they make is linear in
-    the chunk's statistics, so the mean of the changes, weighted by rows, is the change that the mean of the chunks'
-    statistics would have made.
+    For each chunk, layers in training mode start from a copy of their running statistics. The change of this copy is
+    linear in the chunk's statistics. So the mean of these changes, weighted by rows, equals the change for the mean of
+    the chunks' statistics.
 
     Args:
         embed: maps inputs to embeddings.
-        rows: rows of the whole batch.
-        watched: False does nothing to the layers, for a batch that is a single chunk.
+        rows: number of rows of the whole batch.
+        watched: False leaves the layers alone, for a batch that is a single chunk.
     """
 
     def __init__(self, embed: Callable[[Tensor], Tensor], rows: int, *, watched: bool = True) -> None:
@@ -73,7 +73,7 @@ class RunningStatistics:
 
     @contextmanager
     def collected(self, rows: int) -> Iterator[None]:
-        """Let the layers run on a chunk of `rows` rows and change copies of their statistics; keep the changes."""
+        """Let the layers run on a chunk of `rows` rows with copies of their statistics, whose changes are recorded."""
         originals: dict[tuple[_NormBase, str], Tensor] = {}
         with self._on_copies(originals):
             try:
@@ -84,7 +84,7 @@ class RunningStatistics:
                     setattr(layer, name, original)
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """Let the layers run without changing their statistics: what they do to the copies is not used."""
+        """Let the layers run without changing their statistics: changes of the copies are discarded."""
         discarded = RunningStatistics(self.embed, self.rows, watched=self.watched)
         return discarded.collected(self.rows)
 
@@ -94,7 +94,7 @@ class RunningStatistics:
             getattr(layer, name).add_(change)
 
     def _on_copies(self, originals: dict[tuple[_NormBase, str], Tensor]) -> AbstractContextManager[None]:
-        """Give each layer copies of its statistics, and note the originals."""
+        """Replace the statistics of each layer by copies, and store the originals in `originals`."""
         if not self.watched:
             return nullcontext()
 
@@ -111,7 +111,7 @@ class RunningStatistics:
         before = self.changes.get((layer, name), torch.zeros_like(change))
         if change.is_floating_point():
             self.changes[layer, name] = before + fraction * change
-        else:  # the number of batches, which grows as by one chunk, and by none if every chunk skipped the layer
+        else:  # number of batches: increased once per batch, unless every chunk skipped the layer
             self.changes[layer, name] = before.maximum(change)
 
 
@@ -126,22 +126,22 @@ def chunked_backward(
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """Accumulate in `.grad` what `loss(embed(inputs)).backward()` would, with the graphs of few chunks in memory.
+    """Compute the gradients of `loss(embed(inputs)).backward()` with the graphs of only a few chunks in memory.
 
     Args:
         embed: maps inputs (n, ...) to embeddings (n, D), each row independently. A layer that mixes the rows of its
-            input (BatchNorm in train mode) sees a chunk instead of the batch. Its running statistics are updated once,
-            as by one step, with the mean over the batch's rows of the chunks' means and of the chunks' own variances
-            (which ignores the variance of the chunks' means).
+            input (BatchNorm in train mode) sees a chunk instead of the batch. Its running statistics are updated once
+            per batch, with the means and variances of the chunks, averaged with the chunks' numbers of rows as weights
+            (the variance between the chunks' means is ignored).
         inputs: the whole batch, rows first.
         loss: maps the embeddings of the whole batch (B, D) to a scalar; may have parameters of its own.
         chunk_size: rows embedded at a time, >= 1; None embeds all at once.
-        keep_graphs: number of chunks whose graphs are kept, >= 1; each of them is embedded only once. It has no
-            influence on the gradients.
-        least_chunks: number of chunks, >= 1, that the network embeds at least, for networks that wait for other
-            processes in each pass. Those that are missing are the first chunk again, with a gradient of 0.
-        backward: back-propagates the scalar, for half precision that scales it first.
-        last_backward: returns the context in which the last chunk is propagated, which completes the gradients of
+        keep_graphs: number of chunks whose graphs are kept, >= 1; each of them is embedded only once. Does not affect
+            the gradients.
+        least_chunks: minimum number of chunks to embed, >= 1, for networks that wait for other processes in each pass.
+            If there are fewer, the first chunk is embedded again, with a gradient of 0.
+        backward: back-propagates the scalar; in half precision, a function that first scales it.
+        last_backward: returns a context for the backward pass of the last chunk, which completes the gradients of
             `embed`'s parameters.
 
     Returns:
@@ -150,8 +150,8 @@ def chunked_backward(
     Raises:
         ValueError: if `inputs` is empty, `chunk_size`, `keep_graphs` or `least_chunks` < 1, or the embeddings do not
             have one row for each input.
-        TypeError: if `inputs` is no tensor, `chunk_size`, `keep_graphs` or `least_chunks` no integer, or a function
-            cannot be called.
+        TypeError: if `inputs` is not a tensor, `chunk_size`, `keep_graphs` or `least_chunks` is not an integer, or a
+            function is not callable.
 
     Example:
         >>> import torch
@@ -167,7 +167,7 @@ def chunked_backward(
         True
 
     Cost:
-        All chunks but the last `keep_graphs` are embedded twice. Memory is that of `keep_graphs` graphs of a chunk, the
+        All chunks but the last `keep_graphs` are embedded twice. Memory holds the graphs of `keep_graphs` chunks, the
         embeddings and the loss.
     """
     check_callable(_OWNER, "embed", embed)
@@ -198,7 +198,7 @@ def chunked_backward(
     if embeddings.grad is not None and kept[-1].requires_grad:
         gradients = embeddings.grad.to(kept[-1].dtype).split(len(rows[0]))
         gradients = (torch.zeros_like(gradients[0]),) * repeated + gradients
-        with statistics.unchanged():  # also during the backward passes, which run checkpointed layers again
+        with statistics.unchanged():  # also in the backward passes, which run checkpointed layers again
             contexts = iter([nullcontext] * (len(chunks) - 1) + [last_backward])
             with next(contexts)():
                 kept.pop().backward(gradients[-1])
@@ -212,7 +212,7 @@ def chunked_backward(
 
 
 class _Chunk(NamedTuple):
-    """Inputs that are embedded together, and how many of them count."""
+    """Inputs that are embedded together; only the first `rows` of them count."""
 
     inputs: Tensor
     rows: int
@@ -233,14 +233,14 @@ def check_inputs(owner: str, inputs: Tensor) -> None:
 def _embed_without_graph(
     embed: Callable[[Tensor], Tensor], chunks: Sequence[_Chunk], statistics: RunningStatistics
 ) -> tuple[list[Tensor], list[RandomState]]:
-    """The embeddings of each chunk, and the random state that each started with."""
+    """The embeddings of each chunk, and the random state at its start."""
     parts, states = [], []
     for chunk in chunks:
         states.append(RandomState())
         with torch.no_grad(), statistics.collected(chunk.rows):
             parts.append(embed(chunk.inputs))
     if chunks:
-        # Weights that were cast without a graph would be used again with one, and get no gradient.
+        # Otherwise weights that were cast without a graph would be reused in a graph, and get no gradient.
         torch.clear_autocast_cache()
     return parts, states
 

@@ -1,12 +1,13 @@
-"""Networks that are sharded over the processes: PyTorch's FSDP2 (`fully_shard`), with `ModelParallelStrategy`.
+"""Support for networks that are sharded over the processes by PyTorch's FSDP2 (`fully_shard`), with
+`ModelParallelStrategy`.
 
-Each process keeps one shard of each parameter, of its gradient and of the optimizer's state. A block of layers gathers
-its parameters before its forward pass and before its backward pass, and frees them afterwards. The gradients of all
-chunks of a step are added up on each process; the last backward pass of the step sums them over the processes, once,
-and leaves each process its shard.
+Each process keeps one shard of each parameter, of its gradient and of the optimizer's state. Each block of layers
+gathers its parameters before its forward and its backward pass, and frees them afterwards. Each process adds up the
+gradients of the chunks of a step. The last backward pass of the step sums them over the processes, once, and leaves
+each process its shard of the sum.
 
-FSDP2 would divide this sum by the number of processes. Here the losses of the processes add up to the loss, so the
-gradient is the sum. What cannot be done with such a network is checked before a run (`check_model_parallel`).
+By default, FSDP2 divides this sum by the number of processes. Here the losses of the processes add up to the loss, so
+the gradient is the sum. `check_model_parallel` raises before a run if a setting does not work with such a network.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -23,7 +24,7 @@ from lightning_retrieval.distributed import sum_over_ranks, world_size
 from lightning_retrieval.plain_data import unsharded_class
 
 LISTS = (nn.Sequential, nn.ModuleList)
-SMALLEST_BLOCK = 100_000  # parameters; the time to gather fewer is that of the latency
+SMALLEST_BLOCK = 100_000  # number of parameters; with fewer, latency dominates the time to gather them
 _NEEDS_FULL = "needs full parameters, which ModelParallelStrategy does not keep"
 # Callbacks that would fail or wait forever, and why.
 WRONG_CALLBACKS = {
@@ -42,7 +43,7 @@ def check_model_parallel(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer` with this strategy.
 
     Raises:
-        ValueError: the message names the setting, and what to use instead.
+        ValueError: if there is such a setting; the message names it, and what to use instead.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -83,7 +84,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """The shard of a tensor that this process keeps; of a tensor that is not sharded, all of it."""
+    """This process's shard of a tensor, or the whole tensor if it is not sharded."""
     if is_sharded(tensor):
         tensor = tensor.to_local()
     local: Tensor = tensor
@@ -91,7 +92,7 @@ def local_shard(tensor: Any) -> Tensor:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """A tensor with the shards of all processes; all of them must call this."""
+    """The full tensor, gathered from all processes; all processes must call this."""
     if is_sharded(tensor):
         tensor = tensor.full_tensor()
     full: Tensor = tensor
@@ -104,11 +105,11 @@ def has_sharded_parameters(module: nn.Module) -> bool:
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
-    """The layers that gather their parameters together: the elements of the outermost lists of layers.
+    """The blocks of a network, each of which gathers its parameters at once: elements of the outermost lists of layers.
 
     Args:
-        network: lists are its `nn.Sequential` and `nn.ModuleList`; a list within a list is searched, and an element of
-            fewer than `SMALLEST_BLOCK` parameters is no block.
+        network: lists are its `nn.Sequential` and `nn.ModuleList`. Lists within a list are searched too. An element
+            with fewer than `SMALLEST_BLOCK` parameters is not a block.
     """
     blocks = []
     for child in network.children():
@@ -120,14 +121,14 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
 
 
 def shard_blocks(network: nn.Module, mesh: Any) -> None:
-    """Shard a network over the processes of a mesh: each of its blocks, and the rest together.
+    """Shard a network over the processes of a mesh: each block separately, and the rest together.
 
     Args:
-        network: is called as a whole; changed in place. A parameter that is a single number (shape ()) is not sharded.
-        mesh: of one dimension, a `torch.distributed.DeviceMesh`.
+        network: changed in place; must be called as a whole. A parameter of shape () is not sharded.
+        mesh: a `torch.distributed.DeviceMesh` of one dimension.
 
     Raises:
-        ValueError: if blocks share a parameter, or one of them and the rest; the message names it.
+        ValueError: if blocks share a parameter with each other or with the rest; the message names it.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -136,18 +137,18 @@ def shard_blocks(network: nn.Module, mesh: Any) -> None:
     _check_nothing_is_shared(network, blocks, scalars)
     for block in blocks:
         fully_shard(block, mesh=mesh, ignored_params=scalars)
-    # By default the outermost module keeps its parameters gathered after an evaluation.
+    # By default, the outermost module would keep its parameters gathered after an evaluation.
     fully_shard(network, mesh=mesh, ignored_params=scalars, reshard_after_forward=True)
 
 
 def _check_nothing_is_shared(network: nn.Module, blocks: Sequence[nn.Module], scalars: Set[nn.Parameter]) -> None:
-    """Raise if a parameter belongs to several of the parts that are sharded one after the other.
+    """Raise if a parameter belongs to several of the modules that are sharded separately.
 
-    FSDP2 has an error without a name for a layer that is in two parts, and none for layers that share a parameter: it
-    would train two copies of it.
+    For a layer in two such modules, FSDP2 raises an error that does not name it. For two layers that share a parameter,
+    it raises nothing and would train two copies.
     """
     name_of = {module: name for name, module in network.named_modules()}
-    first: dict[nn.Parameter, tuple[int, str]] = {}  # the part in which each parameter occurs first, and its name there
+    first: dict[nn.Parameter, tuple[int, str]] = {}  # index of the first module with each parameter, and its name there
     sharded = set[nn.Module]()
     for number, part in enumerate([*blocks, network]):
         for module in _modules_outside(part, sharded):
@@ -163,7 +164,7 @@ def _check_nothing_is_shared(network: nn.Module, blocks: Sequence[nn.Module], sc
 
 
 def _modules_outside(part: nn.Module, sharded: Set[nn.Module]) -> Iterator[nn.Module]:
-    """A module and all within it, without those that are sharded already, and without what is in these."""
+    """A module and its submodules, except modules that are already sharded and their submodules."""
     waiting, seen = [part], {*sharded}
     while waiting:
         module = waiting.pop()
@@ -174,11 +175,11 @@ def _modules_outside(part: nn.Module, sharded: Set[nn.Module]) -> Iterator[nn.Mo
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:
-    """Give all processes the parameters and buffers of the first one, before they are sharded.
+    """Copy parameters and buffers from the first process to all others, before they are sharded.
 
     Args:
         module: changed in place.
-        device: of this process, which the process group can send from.
+        device: a device of this process that the process group can send from.
     """
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -188,7 +189,7 @@ def broadcast_state(module: nn.Module, device: torch.device) -> None:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Give all processes the buffers of the first one, in one collective for each dtype."""
+    """Copy the buffers from the first process to all others, in one collective per dtype."""
     of_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():
         of_dtype.setdefault(buffer.dtype, []).append(buffer)
@@ -200,10 +201,10 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:
-    """The modules within a module, and perhaps itself, to which `fully_shard` has been applied.
+    """The modules among a module and its submodules to which `fully_shard` has been applied.
 
-    Their parameters are sharded again. An evaluation may have left them gathered, as other objects than those of the
-    optimizer.
+    An evaluation may have left their parameters gathered, as objects that the optimizer does not have. So they are
+    sharded again.
     """
     sharded: list[Any] = [part for part in module.modules() if unsharded_class(part) is not type(part)]
     for part in sharded:
@@ -212,16 +213,16 @@ def sharded_modules(module: nn.Module) -> list[Any]:
 
 
 class ShardedParts:
-    """The modules of a network that FSDP2 shards; none in one process and under other strategies.
+    """The modules of a network that FSDP2 shards. There are none with one process or under other strategies.
 
     Args:
-        module: that is trained.
+        module: the module that is trained.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.parts = sharded_modules(module)
         for part in self.parts:
-            part.set_gradient_divide_factor(1.0)  # these settings are not passed on to the modules within
+            part.set_gradient_divide_factor(1.0)  # these settings do not apply to submodules
             part.set_force_sum_reduction_for_comms(True)  # gloo can only sum
             part.set_requires_gradient_sync(False, recurse=False)
 
@@ -237,11 +238,11 @@ class ShardedParts:
                 part.set_requires_gradient_sync(False, recurse=False)
 
     def least_chunks(self, chunks: int, device: torch.device) -> int:
-        """The number of chunks that each process must embed: the largest of all, as all gather parameters together.
+        """The number of chunks that every process must embed, since all gather parameters together: the maximum of all.
 
         Args:
-            chunks: that this process needs.
-            device: of this process.
+            chunks: number of chunks that this process needs.
+            device: device of this process.
         """
         if not self.parts or world_size() == 1:
             return 1
@@ -255,10 +256,10 @@ def check_placements(owner: str, parameters: Sequence[Any]) -> None:
 
     Args:
         owner: prefix of error messages.
-        parameters: of the network.
+        parameters: the parameters of the network.
 
     Raises:
-        ValueError: the message names the placement.
+        ValueError: if a parameter has another placement, which the message names.
     """
     for parameter in filter(is_sharded, parameters):
         placements = parameter.placements
@@ -270,10 +271,10 @@ def check_placements(owner: str, parameters: Sequence[Any]) -> None:
 
 
 def clip_sharded_gradients(parameters: Sequence[Any], limit: float, algorithm: str) -> None:
-    """Clip gradients in place, as `torch.nn.utils` clips those of one process.
+    """Clip gradients in place, like the functions of `torch.nn.utils` with one process.
 
     Args:
-        parameters: some sharded over all processes, the others the same on all.
+        parameters: some may be sharded over all processes; the others are the same on all processes.
         limit: largest norm, or largest value.
         algorithm: `"norm"` of all gradients together, or each `"value"`.
     """

@@ -1,14 +1,14 @@
-"""The sum of the gradients of all processes, once a step, most of it while the last backward pass is still running.
+"""Sums the gradients of all processes once per step, mostly while the last backward pass is still running.
 
-The loss of a step is a sum with one term for each process: either the loss of its queries against all rows, or an
-equal fraction of a loss that is known for whole batches only. The gradient of a parameter is then the sum of the
-processes' gradients, whatever the loss.
+The loss of a step is a sum with one term for each process. The term is either the loss of the process's queries against
+all rows or, for a loss that is defined for whole batches only, an equal fraction of it. The gradient of a parameter is
+then always the sum of the processes' gradients.
 
 Parameters are divided into buckets from the last to the first, which is about the order in which a backward pass
-completes their gradients. As soon as all gradients of a bucket are complete, they are moved into one tensor, and its
-all-reduce runs while the backward pass goes on. No tensor ever holds a copy of all gradients. This is what DDP does
-with its own buckets; here a parameter without a gradient needs no search of the graph, and a loss may have parameters,
-whose gradients are complete before the first chunk is propagated.
+completes their gradients. As soon as all gradients of a bucket are complete, they are moved into one tensor, whose
+all-reduce runs while the backward pass continues. No tensor ever holds a copy of all gradients. DDP uses buckets in the
+same way. Unlike DDP, this code does not search the graph for parameters without a gradient, and it supports losses with
+parameters, whose gradients are complete before the backward pass of the first chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,15 +29,16 @@ BUCKET_BYTES = 25 * 2**20  # as DDP
 class GradientSum:
     """Replaces the gradients of one step by their sums over the processes.
 
-    Call `overlapped` around the last backward pass, or not at all, then `finish`. The result is the same, to the last
-    bit. The buckets are a function of the parameters alone, so that a resumed run sums in the same order.
+    Call `overlapped` around the last backward pass, then `finish`. `overlapped` is optional: without it, the result is
+    the same, to the last bit. The buckets depend only on the parameters, so that a resumed run sums in the same order.
 
     Args:
-        parameters: those that do not require a gradient are ignored, and so are those that are sharded over the
-            processes.
-        of_loss: those among them whose gradients no backward pass of a chunk completes.
+        parameters: parameters whose gradients are summed. Those that do not require a gradient, and those that are
+            sharded over the processes, are ignored.
+        of_loss: the parameters of the loss: no backward pass of a chunk completes their gradients.
         sharded: the modules whose parameters are sharded; they sum their gradients themselves, in `overlapped`.
-        bucket_bytes: size from which a bucket is full. The rest is summed by `finish`, with the values of the step.
+        bucket_bytes: size from which a bucket is full. A last bucket that is not full is summed by `finish`, with the
+            values of the step.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class GradientSum:
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
-        """While the last backward pass runs in this context, start the sum of each full bucket that is complete."""
+        """Context for the last backward pass: start the sum of each full bucket once its gradients are complete."""
         sharded: AbstractContextManager[None] = nullcontext()
         if self._sharded is not None:
             sharded = self._sharded.summed()
@@ -87,7 +88,7 @@ class GradientSum:
                 handle.remove()
 
     def _marks_complete(self, bucket: "_Bucket") -> Callable[[Tensor], None]:
-        """The hook of a bucket's parameters. All processes start the buckets in the same order."""
+        """The gradient hook for the parameters of a bucket. All processes start the buckets in the same order."""
 
         def mark_complete(parameter: Tensor) -> None:
             if bucket.is_started:
@@ -109,11 +110,11 @@ class GradientSum:
     def finish(self, values: Float[Tensor, " value"]) -> Float[Tensor, " value"]:
         """Replace each `.grad` by its sum over the processes, and return the sum of `values`.
 
-        A parameter without a gradient on some processes counts as zero there; one without a gradient on all processes
-        keeps none.
+        Where a parameter has no gradient on a process, zero is added. A parameter without a gradient on all processes
+        still has none afterwards.
 
         Args:
-            values: of this process; they are summed together with the gradients that are in no full bucket.
+            values: the values of this process; summed together with the gradients that are in no full bucket.
         """
         if world_size() == 1:
             return values
@@ -143,11 +144,11 @@ class _Bucket:
     def __init__(self) -> None:
         self.parameters: list[nn.Parameter] = []
         self.bytes = 0
-        self.incomplete: set[Tensor] = set()  # those whose gradient the last backward pass has yet to complete
+        self.incomplete: set[Tensor] = set()  # parameters whose gradient the last backward pass has not completed yet
         self.gradients: list[Tensor] = []  # views of the tensor that is summed
         self.sums_of_values = torch.zeros(0)
         self._work: Any = None
-        self._flat: Tensor | None = None  # else the thread of the collective would delete it, perhaps as Python ends
+        self._flat: Tensor | None = None  # else the thread of the collective deletes it, perhaps while Python exits
 
     def add(self, parameter: nn.Parameter) -> None:
         """Add a parameter."""
@@ -160,7 +161,7 @@ class _Bucket:
         return self._work is not None
 
     def start(self, values: Tensor | None = None) -> None:
-        """Move the gradients into one tensor, with further values of their dtype, and start to sum it."""
+        """Move the gradients, and further values of their dtype, into one tensor and start its all-reduce."""
         if values is None:
             values = self.parameters[0].detach().new_empty(0)
         parts, sizes = [], []
@@ -174,7 +175,7 @@ class _Bucket:
         *self.gradients, self.sums_of_values = flat.split([*sizes, len(values)])
         for parameter, gradient in zip(self.parameters, self.gradients):
             if parameter.grad is not None:
-                parameter.grad = gradient.view_as(parameter)  # its memory until now is free
+                parameter.grad = gradient.view_as(parameter)  # frees the memory of the original gradient
         self._flat = flat
         self._work = dist.all_reduce(flat, async_op=True)
 
@@ -183,7 +184,7 @@ class _Bucket:
         self._work.wait()
 
     def set_gradients(self, exist: Sequence[bool]) -> None:
-        """Give each parameter that has a gradient on any process the sum."""
+        """Set the gradient of each parameter to the sum, if any process has a gradient for it."""
         for parameter, gradient, exists in zip(self.parameters, self.gradients, exist):
             parameter.grad = None
             if exists:

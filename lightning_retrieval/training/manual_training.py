@@ -1,4 +1,4 @@
-"""What Lightning leaves to a module in manual optimization: optimizers, clipping, schedulers, logging."""
+"""The tasks that Lightning leaves to a module in manual optimization: optimizers, clipping, schedulers, logging."""
 
 import time
 import warnings
@@ -27,13 +27,14 @@ from lightning_retrieval.training.trainer_checks import check_trainer, keeps_par
 
 
 class OptimizedModule(CheckpointedModule):
-    """A module with one optimizer over its trainable parameters, and a learning-rate scheduler or none.
+    """A module with one optimizer over its trainable parameters and an optional learning-rate scheduler.
 
-    A parameter that requires a gradient and is in no optimizer is an error at the first step of each epoch, since
-    callbacks unfreeze layers between epochs. Parameters without a gradient in the first steps of a run are a warning.
+    Raises at the first step of an epoch if a parameter requires a gradient but is in no optimizer. Every epoch is
+    checked, since callbacks unfreeze layers between epochs. Warns of parameters without a gradient in the first steps
+    of a run.
     """
 
-    _epoch_of_check: int | None = None  # in which the optimizers were last checked
+    _epoch_of_check: int | None = None  # epoch in which the optimizers were last checked
     _gradient_watch: GradientWatch  # of this run
 
     def _set_optimizer(
@@ -45,7 +46,7 @@ class OptimizedModule(CheckpointedModule):
         frequency: int,
         monitor: str,
     ) -> None:
-        """Check these arguments of the constructor and keep them as attributes.
+        """Check these arguments of the constructor and store them as attributes.
 
         Args:
             optimizer: called with the parameter groups.
@@ -65,11 +66,11 @@ class OptimizedModule(CheckpointedModule):
         self.lr_scheduler_monitor = check_string(owner, "lr_scheduler_monitor", monitor)
 
     def _make_optimizer(self, scheduler_settings: Mapping[str, Any] = MappingProxyType({}), **rates: Any) -> Any:
-        """What `configure_optimizers` returns: the optimizer and, if there is one, its scheduler.
+        """The return value of `configure_optimizers`: the optimizer and, if there is one, its scheduler.
 
         Args:
             scheduler_settings: further entries of Lightning's dict of the scheduler.
-            rates: arguments of `make_optimizer` for parts of the network that learn at another rate than the rest.
+            rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
         optimizer = make_optimizer(self, self.optimizer, **rates)
         if self.lr_scheduler is None:
@@ -83,24 +84,24 @@ class OptimizedModule(CheckpointedModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def configure_callbacks(self) -> Any:
-        """Forget what was seen in an earlier run."""
+        """Reset the state of an earlier run."""
         self._epoch_of_check = None
         self._gradient_watch = GradientWatch()
         return super().configure_callbacks()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Check that each parameter is trained, after all callbacks have prepared an epoch."""
+        """Check, once per epoch and after all callbacks' hooks, that each trainable parameter is in an optimizer."""
         if self._epoch_of_check != self.current_epoch and keeps_parameters(self.trainer.strategy):
             check_optimized(self, self.trainer.optimizers)
             self._epoch_of_check = self.current_epoch
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Look for parameters without a gradient, in the first steps of a run."""
+        """Look for parameters without a gradient in the first steps of a run."""
         if optimizer is self.trainer.optimizers[0]:
             self._gradient_watch.see(self)
 
     def on_train_end(self) -> None:
-        """Warn of parameters without a gradient in a run of few steps."""
+        """Warn of parameters without a gradient if the run had only a few steps."""
         self._gradient_watch.report(self)
 
 
@@ -120,7 +121,7 @@ class Throughput:
         """Images per second since the end of the previous step; None for the first step after a restart.
 
         Args:
-            images: images of the step that ends now.
+            images: number of images of the step that ends now.
         """
         now = time.perf_counter()
         last_end, self._last_end = self._last_end, now
@@ -131,7 +132,7 @@ class Throughput:
 
 
 def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
-    """Keep DDP from summing gradients in backward passes: a step sums them once, after its last chunk.
+    """Prevent DDP from summing gradients in backward passes: a step sums them once, after its last chunk.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -142,7 +143,7 @@ def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
 
 
 def broadcast_buffers_before_forward(trainer: Any) -> None:
-    """Give all ranks the buffers of rank 0: DDP does it at the next forward pass, `ModelParallelStrategy` never.
+    """Copy the buffers of rank 0 to all ranks, at the next forward pass of DDP or, without DDP, at once.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -154,13 +155,13 @@ def broadcast_buffers_before_forward(trainer: Any) -> None:
 
 
 class CheckedSteps:
-    """Calls the training steps of a module in manual optimization in place of a strategy, and checks what they return.
+    """Replaces `training_step` of a strategy and checks the output, for a module in manual optimization.
 
-    This is the first place that sees what the step of a subclass returns. Lightning then detaches it, so a loss that is
-    returned as in automatic optimization would not be trained, and no hook would notice it.
+    No hook sees the output of `training_step` before Lightning detaches it. So if a subclass returned a loss, as in
+    automatic optimization, it would silently not be trained.
 
     Args:
-        strategy: of a Trainer.
+        strategy: the strategy of a Trainer.
         module: a LightningModule.
     """
 
@@ -169,14 +170,14 @@ class CheckedSteps:
         self.module = module
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        """What the training step returns.
+        """Run the training step and return its output.
 
         Raises:
             ValueError: if the module returns a loss with a graph.
         """
         output = type(self.strategy).training_step(self.strategy, *arguments, **settings)
         if self.strategy.lightning_module is not self.module or self.module.automatic_optimization:
-            return output  # the Trainer trains another module now, or Lightning back-propagates the output
+            return output  # the Trainer now trains another module, or Lightning back-propagates the output
         loss = output
         if isinstance(output, Mapping):
             loss = output.get("loss")
@@ -191,7 +192,7 @@ class CheckedSteps:
 
 
 class ManualTraining(OptimizedModule):
-    """The hooks of a run that are the same whatever is embedded and ranked. `RetrievalModule` builds on it."""
+    """Base class of `RetrievalModule`: the hooks of a run that do not depend on what is embedded and ranked."""
 
     gradient_clip_val: float | None
     gradient_clip_algorithm: str
@@ -199,11 +200,11 @@ class ManualTraining(OptimizedModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self._is_first_step = True  # of a run
+        self._is_first_step = True  # of the run
         self._throughput = Throughput()
 
     def _step_optimizers(self) -> bool:
-        """Step all optimizers; False if half precision skipped the step, since gradients were infinite."""
+        """Step all optimizers; returns False if half precision skipped the step because a gradient was not finite."""
         scale_before = self._loss_scale()
         optimizers = self.optimizers()
         if not isinstance(optimizers, list):
@@ -213,7 +214,7 @@ class ManualTraining(OptimizedModule):
         return self._loss_scale() >= scale_before
 
     def _loss_scale(self) -> float:
-        """The scale of the loss in half precision, 0 if losses are not scaled. It falls when a step is skipped."""
+        """The loss scale in half precision, which decreases when a step is skipped; 0 if losses are not scaled."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is None:
             return 0.0
@@ -226,7 +227,7 @@ class ManualTraining(OptimizedModule):
             batch_idx: index of the batch in its epoch.
             stepped: whether the optimizers have stepped.
         """
-        ended: dict[str, int] = {}  # the index of what has just ended
+        ended: dict[str, int] = {}  # index of the step and of the epoch that have just ended
         if stepped:
             ended["step"] = batch_idx
         if self.trainer.is_last_batch:
@@ -255,7 +256,7 @@ class ManualTraining(OptimizedModule):
             self.lr_scheduler_step(config.scheduler, value)
 
     def _log_step(self, terms: Mapping[str, Tensor], images: int) -> None:
-        """Log the loss and its terms and, where it is read, the throughput.
+        """Log the loss, its terms and, if `_throughput_is_due`, the throughput.
 
         Args:
             terms: values by the names under which they are logged.
@@ -265,31 +266,31 @@ class ManualTraining(OptimizedModule):
             self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
         if images_per_second is not None and self._throughput_is_due():
-            # A number would be copied to the device, for which the host would wait.
+            # A tensor on the CPU: a Python number would be copied to the device, and the host would wait for the copy.
             self.log("train/images_per_second", torch.tensor(images_per_second), prog_bar=True)
 
     def _throughput_is_due(self) -> bool:
-        """Whether loggers write at this step, or the progress bar has no value yet; a call of `log` takes 0.4 ms."""
+        """Whether loggers write at this step, or the progress bar has no value yet. A call of `log` takes 0.4 ms."""
         trainer: Any = self.trainer
         is_first = self._throughput.measured == 1
         return is_first or bool(trainer.fast_dev_run) or trainer._logger_connector.should_update_logs
 
     def configure_callbacks(self) -> Any:
-        """Check the flags of the Trainer, at the first moment it is known."""
+        """Check the flags of the Trainer. This is the first hook in which the Trainer is known."""
         owner, strategy = type(self).__name__, self.trainer.strategy
         check_trainer(owner, self.trainer)
         strategy.training_step = CheckedSteps(strategy, self)  # type: ignore[method-assign]
         if isinstance(strategy, ModelParallelStrategy):
             FullCheckpoints(owner, strategy).install()
-        # A step ends with its state complete, so a run can be resumed from a checkpoint that is written after it.
+        # All state of a step is complete when it ends, so checkpoints after a step can be resumed from.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
-        # `configure_model` is overridden, but does nothing under the strategies with which this callback works.
+        # `configure_model` is overridden, but does nothing under the strategies that this callback supports.
         warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides the")
         self._is_first_step = True
         return super().configure_callbacks()
 
     def on_train_start(self) -> None:
-        """Raise if a `ReduceLROnPlateau` waits for validations at the end of epochs that do not come."""
+        """Raise if a `ReduceLROnPlateau` needs a validation at the end of an epoch, but none happens there."""
         trainer: Any = self.trainer
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
@@ -299,7 +300,7 @@ class ManualTraining(OptimizedModule):
                 raise ValueError(
                     f"{type(self).__name__}: ReduceLROnPlateau with the interval 'epoch' needs a validation after the "
                     f"last batch of an epoch, but val_check_interval={interval!r} with "
-                    f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} puts it elsewhere; use the interval "
+                    f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} runs none there; use the interval "
                     "'step', which steps it after each validation."
                 )
 
@@ -308,13 +309,13 @@ class ManualTraining(OptimizedModule):
         self._throughput.restart()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Check the optimizers, and give all ranks the buffers of rank 0."""
+        """Check the optimizers, and copy the buffers of rank 0 to all ranks."""
         super().on_train_batch_start(batch, batch_idx)
         broadcast_buffers_before_forward(self.trainer)
         _count_begun_epoch(self.trainer)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Clip gradients, here where half-precision gradients have been unscaled and not yet been used."""
+        """Clip gradients: in this hook, half-precision gradients have been unscaled but not yet used."""
         super().on_before_optimizer_step(optimizer)
         if self.gradient_clip_val is None:
             return
@@ -325,7 +326,7 @@ class ManualTraining(OptimizedModule):
             self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
 
     def on_validation_start(self) -> None:
-        """Give all ranks the buffers of rank 0, and exclude the validation from the throughput."""
+        """Copy the buffers of rank 0 to all ranks, and exclude the validation from the throughput."""
         broadcast_buffers_before_forward(self.trainer)
         self._throughput.restart()
         if self.trainer.state.fn == TrainerFn.VALIDATING:
@@ -337,21 +338,21 @@ class ManualTraining(OptimizedModule):
             log_settings(self.trainer, {})
 
     def on_validation_epoch_end(self) -> None:
-        """Step `ReduceLROnPlateau`, before a checkpoint is written."""
+        """Step the `ReduceLROnPlateau` schedulers before a checkpoint is written."""
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             self._step_plateau_schedulers()
 
     def on_train_epoch_end(self) -> None:
-        """Step `ReduceLROnPlateau` in a run without validation."""
+        """Step the `ReduceLROnPlateau` schedulers in a run without validation."""
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
 
 
 def _count_begun_epoch(trainer: Any) -> None:
-    """Count the epoch that has begun if Lightning has not, so that its next checkpoint says where the run is.
+    """Count the current epoch as begun, if Lightning has not, so that the next checkpoint has the right position.
 
-    It does not count the epoch after a checkpoint that was written at the last batch of an epoch. A run that is resumed
-    from a later checkpoint of that epoch would begin the epoch again.
+    Lightning does not count the first epoch of a run that is resumed from a checkpoint of the last batch of an epoch. A
+    run resumed from a later checkpoint of this first epoch would then begin the epoch again.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -363,9 +364,9 @@ def _count_begun_epoch(trainer: Any) -> None:
 
 
 def _validates_after_last_batch(trainer: Any) -> bool:
-    """Whether the epochs that are followed by a validation have it after their last batch."""
+    """Whether a validation runs after the last batch of each epoch that has one."""
     interval, batches = trainer.val_check_batch, trainer.num_training_batches
-    if interval is None:  # by the clock
+    if interval is None:  # validations at intervals of time
         return False
     if interval == float("inf") or batches % interval == 0:
         return True

@@ -1,12 +1,13 @@
 """A memory of past batches, which makes ranked lists longer than a batch.
 
-Embeddings drift slowly once a network is trained, so those of past steps are still ranked much as new ones would be
-(Wang et al., "Cross-Batch Memory for Embedding Learning" (XBM), CVPR 2020; Ramzi et al., ROADMAP, NeurIPS 2021). They
-carry no gradient: they are references, never queries.
+Late in training, embeddings drift slowly, so stored embeddings of past steps are ranked much like new ones (Wang et
+al., "Cross-Batch Memory for Embedding Learning" (XBM), CVPR 2020; Ramzi et al., ROADMAP, NeurIPS 2021). Stored
+embeddings carry no gradient: they are references, never queries.
 
-Difference from the official code of both: there, the loss of the batch is added to that of its queries against the
-memory, which also holds the batch, and all references of the second term are without a gradient. `RetrievalModule` does
-this with `memory_mode="two_terms"`. `references` is one list of the batch, with a gradient, and the memory.
+Difference from the official code of both: here, `references` returns one list per query, of the batch (with a gradient)
+and the memory. The official code adds two losses: that of the batch, and that of its queries against the memory, which
+also holds the batch; no reference of the second loss has a gradient. `RetrievalModule` does the same with
+`memory_mode="two_terms"`.
 """
 
 from types import NoneType
@@ -31,7 +32,7 @@ MemoryMode = Literal["one_list", "one_list_detached", "two_terms"]
 
 
 class _Rows(NamedTuple):
-    """Images as the memory keeps them: embeddings in float32 or better, labels and ids in int64."""
+    """Rows of the memory: embeddings in float32 or better, labels and ids in int64."""
 
     embeddings: Tensor
     labels: Tensor
@@ -48,23 +49,23 @@ class _Rows(NamedTuple):
         )
 
     def like(self, other: "_Rows") -> "_Rows":
-        """The rows on the device and in the dtypes of other rows."""
+        """The rows on the device and in the dtypes of `other`."""
         return _Rows(self.embeddings.to(other.embeddings), self.labels.to(other.labels), self.ids.to(other.ids))
 
 
 class CrossBatchMemory(nn.Module):
-    """The embeddings, labels and ids of past batches, the newest first, each image once.
+    """Stores embeddings, labels and ids of past batches, the newest first, each image once.
 
     Args:
-        size: number of rows, at least that of a batch.
+        size: maximum number of rows, at least the size of a batch.
         start_step: number of warm-up batches that are not stored, while embeddings still change fast, >= 0; with
             `"auto"`, the warm-up lasts until `begin` is called, which the callback `MemoryMonitor` does.
 
     Raises:
-        ValueError: if a number is out of its range; at a call, if shapes do not match those of the stored rows, a batch
-            is larger than `size`, or an embedding is not finite.
-        TypeError: if a number is not an integer, or `start_step` is a string other than `"auto"`; at a call, if `ids`
-            are missing or `detach` is not a bool.
+        ValueError: if a number is out of its range; when a method is called, if shapes do not match those of the stored
+            rows, a batch is larger than `size`, or an embedding is not finite.
+        TypeError: if a number is not an integer, or `start_step` is a string other than `"auto"`; when a method is
+            called, if `ids` are missing or `detach` is not a bool.
 
     Example:
         >>> import torch
@@ -79,9 +80,10 @@ class CrossBatchMemory(nn.Module):
         16
 
     Relations:
-        `RetrievalModule(memory=...)` does this, and gathers the batch of all processes first, so that the memory is the
-        same on all. Its state is part of `state_dict()` but not a buffer, so DDP does not broadcast it at each step.
-        RaMBO's memories of scores are `BlackboxMAPLoss(batch_memory=...)` and `BlackboxRecallLoss(batch_memory=...)`.
+        `RetrievalModule(memory=...)` calls `references` and `update` with the batch of all processes, so that the
+        memory is the same on all. The state is part of `state_dict()` but not a buffer, so DDP does not broadcast it at
+        each step. RaMBO's memories of scores are `BlackboxMAPLoss(batch_memory=...)` and
+        `BlackboxRecallLoss(batch_memory=...)`.
     """
 
     def __init__(self, size: int, start_step: int | Literal["auto"] = 0) -> None:
@@ -93,7 +95,7 @@ class CrossBatchMemory(nn.Module):
     def reset(self) -> None:
         """Remove all rows and count the steps from 0 again."""
         self.steps = 0
-        self._begun = False  # before `start_step`, or with "auto"
+        self._begun = False  # whether `begin` ended the warm-up: early, or with start_step="auto"
         self._rows: _Rows | None = None
 
     def __len__(self) -> int:
@@ -110,7 +112,7 @@ class CrossBatchMemory(nn.Module):
         return self.steps >= self.start_step
 
     def begin(self) -> None:
-        """End the warm-up: the next batch is stored, as with `start_step=steps`."""
+        """End the warm-up: the next batch will be stored."""
         self._begun = True
 
     def references(
@@ -121,16 +123,16 @@ class CrossBatchMemory(nn.Module):
         *,
         detach: bool = False,
     ) -> RankedBatch:
-        """The batch with its references: its own rows, followed by the stored images that are not in the batch.
+        """The batch with its references: the rows of the batch, followed by the stored images that are not in it.
 
         Args:
-            embeddings: of the batch.
-            labels: of the batch, as for the loss.
+            embeddings: embeddings of the batch.
+            labels: labels of the batch, as for the loss.
             ids: dataset index of each row; required.
-            detach: True for references without any gradient.
+            detach: if True, no reference has a gradient.
 
         Returns:
-            What a loss ranks: `loss.of_batch(batch)`.
+            The argument for `loss.of_batch(batch)`.
         """
         check_bool("CrossBatchMemory", "detach", detach)
         batch = self._validated(embeddings, labels, ids)
@@ -152,18 +154,18 @@ class CrossBatchMemory(nn.Module):
         labels: Int[Tensor, "batch ..."],
         ids: Int[Tensor, " batch"] | None,
     ) -> None:
-        """Store a batch in place of the oldest rows and of older rows of the same images.
+        """Store a batch. It replaces the stored rows of the same images and, if the memory is full, the oldest rows.
 
         Args:
-            embeddings: of the batch; stored without a gradient.
-            labels: of the batch.
+            embeddings: embeddings of the batch; stored without a gradient.
+            labels: labels of the batch.
             ids: dataset index of each row; required.
         """
         batch = self._validated(embeddings, labels, ids)
         batch = batch._replace(embeddings=batch.embeddings.detach())
         if self.started:
             new = batch.select(_first_of_each(batch.ids))
-            # Cut before they are joined: a checkpoint would store all rows that a slice is a view of.
+            # Cut before concatenating: a checkpoint of a slice would store the whole tensor that it is a view of.
             kept = self._stored_besides(batch).select(slice(self.size - len(new.ids)))
             self._rows = new.followed_by(kept)
         self.steps += 1
@@ -176,7 +178,7 @@ class CrossBatchMemory(nn.Module):
         return {"rows": rows, "steps": self.steps, "started": self.started}
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore the state of a checkpoint; from a larger memory, its newest rows."""
+        """Restore the state of a checkpoint; if it comes from a larger memory, only the newest rows."""
         _check_state(state)
         rows = None
         if state["rows"] is not None:
@@ -191,7 +193,7 @@ class CrossBatchMemory(nn.Module):
         return f"size={self.size}, start_step={self.start_step!r}"
 
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
-        """The batch in the dtypes of the memory."""
+        """Validate a batch and convert it to the dtypes of the memory."""
         check_matrix("CrossBatchMemory", "embeddings", embeddings, finite=True)
         rows, device = len(embeddings), embeddings.device
         check_integers("CrossBatchMemory", "labels", labels, rows, "embeddings", device=device, levels=True)
@@ -227,7 +229,7 @@ class CrossBatchMemory(nn.Module):
             )
 
     def _stored_besides(self, batch: _Rows) -> _Rows:
-        """The stored rows of images that are not in the batch, on its device and in its dtypes."""
+        """The stored rows of images that are not in the batch, on the device and in the dtypes of the batch."""
         if self._rows is None:
             return batch.select(slice(0))._replace(embeddings=batch.embeddings[:0].detach())
         stored = self._rows.like(batch)
@@ -235,7 +237,7 @@ class CrossBatchMemory(nn.Module):
 
 
 def _check_state(state: Any) -> None:
-    """Raise unless `state` is what `get_extra_state` returns, with finite embeddings."""
+    """Raise unless `state` has the form that `get_extra_state` returns, with finite embeddings."""
     is_state = isinstance(state, dict) and state.keys() == {"rows", "steps", "started"}
     if not is_state or not isinstance(state["rows"], (tuple, list, NoneType)):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The LightningModule that trains any embedding network with any loss of the ranked lists of a batch."""
+"""The LightningModule that trains any embedding network with any loss over the ranked lists of a batch."""
 
 import functools
 import inspect
@@ -32,47 +32,48 @@ from lightning_retrieval.training.trainer_checks import adapt_loss, check_memory
 
 
 class RetrievalModule(ManualTraining):
-    """Trains an embedder so that each image of a batch ranks the images of its own class first.
+    """Trains an embedder so that each image of a batch ranks the images of the same class first.
 
-    One batch is one optimizer step and, with several processes, one sum of gradients, whatever `chunk_size` is. Lists
-    are those of the global batch: each process embeds its shard, and the embeddings are gathered in rank order.
+    Each batch leads to one optimizer step and, with several processes, one sum of gradients, whatever `chunk_size` is.
+    Lists rank the global batch: each process embeds its shard, and the embeddings are gathered in rank order.
 
-    Subclass it freely: `forward`, `unpack_batch`, `embed` and `configure_optimizers` are meant to be overridden. The
-    constructor arguments of a subclass are stored in checkpoints as plain values (numbers, strings, lists, dicts); pass
-    any others to `load_from_checkpoint` again. A subclass that builds its own embedder or loss must name its arguments
-    instead of accepting `**kwargs`: a checkpoint holds all arguments, and loading passes on those that are accepted.
+    Subclass it freely: `forward`, `unpack_batch`, `embed` and `configure_optimizers` are meant to be overridden.
+    Checkpoints store the constructor arguments of a subclass as plain values (numbers, strings, lists, dicts); pass any
+    other arguments to `load_from_checkpoint` again. A subclass that builds its own embedder or loss must list its
+    arguments instead of accepting `**kwargs`: a checkpoint holds all arguments, and loading passes those that the
+    constructor accepts.
 
     Args:
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
         loss: a loss of this library or of pytorch-metric-learning, or any module called as `loss(embeddings, labels)`.
-        chunk_size: images embedded at a time, >= 1; None embeds the whole shard at once; `"auto"` finds the largest
-            size that fits the memory of the device, by trial before the first step.
-        keep_graphs: number of chunks that keep their graphs, >= 1, and so are embedded once instead of twice. More of
-            them take less time and more memory, and leave the gradients as they are.
+        chunk_size: images embedded at a time, >= 1; None embeds the whole shard at once; `"auto"` finds, by trial
+            before the first step, the largest size that fits the memory of the device.
+        keep_graphs: number of chunks, >= 1, that keep their graphs and are therefore embedded once instead of twice.
+            More such chunks take less time and more memory; gradients do not change.
         optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
         lr_scheduler: called with the optimizer, or None.
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
-        gradient_clip_val: largest gradient, > 0; None does not clip. In half precision gradients are unscaled first.
+        gradient_clip_val: limit for clipping, > 0; None does not clip. In half precision, gradients are unscaled first.
         gradient_clip_algorithm: clip the `"norm"` of all gradients together, or each `"value"`.
         head_lr_factor: ratio of the learning rate of `embedder.head` to that of the rest, > 0 (FastAP, CVPR 2019: 10).
-        layer_decay: ratio of the learning rate of each layer of `embedder.backbone` to that of the next one, from 0.01
-            to 1 (ELECTRA, BEiT: 0.65 to 0.9); its last layer has that of the head without `head_lr_factor`.
-        freeze_backbone_epochs: number of first epochs in which only the rest of the embedder is trained, >= 0.
+        layer_decay: ratio of the learning rate of each layer of `embedder.backbone` to that of the next layer, from
+            0.01 to 1 (ELECTRA, BEiT: 0.65 to 0.9); the last layer has the base learning rate.
+        freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0.
         seed: the random state of a step (dropout) is a function of (seed, step, rank); if None, the seed of
             `seed_everything`, else 0.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
-        memory_mode: `"one_list"` makes each query's list longer by the memory; `"one_list_detached"` does too, and no
-            reference has a gradient; `"two_terms"` adds to the loss of the batch that of its queries against the batch
-            and the memory, all without a gradient (the code of XBM and ROADMAP).
+        memory_mode: `"one_list"` appends the memory to each query's list; `"one_list_detached"` does the same, but no
+            reference has a gradient; `"two_terms"` is the sum of two losses, as in the code of XBM and ROADMAP: that of
+            the batch, and that of its queries against batch and memory as references without a gradient.
         memory_weight: weight of the second of the `"two_terms"`; None for 1, as in the code of XBM and ROADMAP.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
-        eval_scales: factors of the image size at which images are embedded in evaluation and prediction, and averaged
-            (`multi_scale`); a single 1 leaves embeddings as `forward` returns them.
+        eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
+            scales and the embeddings combined (`multi_scale`); a single 1 leaves embeddings as `forward` returns them.
         eval_scales_pooling: how the embeddings of the scales are combined: `"mean"`, or `"gem"` as in AP-GeM's code.
-        whitening: a `PCAWhitening` or `SupervisedWhitening`, applied in evaluation and prediction once it is fitted, by
-            its `fit` or by the callback `LearnWhitening`.
+        whitening: a `PCAWhitening` or `SupervisedWhitening`, applied in evaluation and prediction once it has been
+            fitted by its method `fit` or by the callback `LearnWhitening`.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -156,7 +157,7 @@ class RetrievalModule(ManualTraining):
         self._chunk_size_search = ChunkSizeSearch()
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
-        """Embed each image independently. Losses and metrics normalise what it returns.
+        """Embed each image independently. Losses and metrics normalise the returned embeddings.
 
         Override it if embedding is more than one call of `embedder`.
         """
@@ -167,8 +168,8 @@ class RetrievalModule(ManualTraining):
         """Embed images for evaluation and prediction: `forward` at each of `eval_scales`, then `whitening`.
 
         Args:
-            images: as for `forward`; or of uint8, which are first normalised as in the evaluation of the module, or as
-                its embedder's `preparation` says.
+            images: as for `forward`. Images of uint8 are first normalised as in the evaluation of the module or, if
+                that is not known, by the embedder's `preparation`.
             whiten: False skips the whitening, for embeddings from which it is learned.
         """
         check_tensor(type(self).__name__, "images", images)
@@ -187,19 +188,19 @@ class RetrievalModule(ManualTraining):
         return embeddings
 
     def unpack_batch(self, batch: Any) -> Unpacked:
-        """Images, labels, and the dataset indices of the images or None, of a batch of the DataLoader.
+        """Split a batch of the DataLoader into images, labels, and dataset indices of the images (or None).
 
-        Labels have shape (batch,), or (batch, levels), finest first. Here a batch is `(images, labels)`,
-        `(images, labels, ids)` or a dict with these keys; override it for any other form.
+        Labels have shape (batch,), or (batch, levels), finest first. A batch must be `(images, labels)`, `(images,
+        labels, ids)` or a dict with these keys; override this method for any other form.
         """
         return unpack(type(self).__name__, batch)
 
     def configure_optimizers(self) -> Any:
         """One optimizer over the parameters of embedder and loss, and its scheduler.
 
-        Override it to return anything that Lightning accepts. Schedulers are stepped as their `interval` and
-        `frequency` say; `ReduceLROnPlateau` looks at `lr_scheduler_monitor`, since Lightning drops the key `monitor`
-        in manual optimization.
+        Override it to return anything that Lightning accepts. Schedulers are stepped according to their `interval` and
+        `frequency`. `ReduceLROnPlateau` monitors `lr_scheduler_monitor`, since Lightning drops the key `monitor` in
+        manual optimization.
         """
         head = getattr(self.embedder, "head", None)
         return self._make_optimizer(head=head, head_lr_factor=self.head_lr_factor, layer_decay=self.layer_decay)
@@ -207,7 +208,7 @@ class RetrievalModule(ManualTraining):
     def configure_model(self) -> None:
         """Shard the network over the processes, with Lightning's `ModelParallelStrategy`.
 
-        Before, all processes copy the weights of the first one.
+        All processes first copy the weights of the first process.
         """
         mesh = self.device_mesh
         if mesh is None or sharded_modules(self):
@@ -218,8 +219,8 @@ class RetrievalModule(ManualTraining):
     def shard_network(self, mesh: Any) -> None:
         """Shard the embedder over the processes of a mesh: each element of its lists of layers, and the rest together.
 
-        Override it to shard other parts, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`; what it does not
-        shard is the same on all processes, as under DDP.
+        Override it to shard other modules, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`. Parameters that
+        it does not shard are replicated on all processes, as under DDP.
 
         Args:
             mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension.
@@ -227,21 +228,21 @@ class RetrievalModule(ManualTraining):
         shard_blocks(self.embedder, mesh)
 
     def on_train_start(self) -> None:
-        """Check that the memory can begin, and freeze the backbone in a run that begins in one of the first epochs."""
+        """Check that the memory's warm-up can end; freeze the backbone if `freeze_backbone_epochs` are not over."""
         super().on_train_start()
         check_memory_start(self)
         self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
-        """Freeze the backbone in the first epochs, and train it afterwards."""
+        """Freeze the backbone in the first `freeze_backbone_epochs`, and unfreeze it afterwards."""
         super().on_train_epoch_start()
         self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here.
 
-        Override it for work before or after the step. A further loss is a term of `loss`: the step has ended when this
-        returns, and a loss with a graph that an override returns raises an error.
+        Override it for work before or after the step. Add a further loss as a term of `loss`, not in an override: when
+        this method returns, the step has ended, so returning a loss with a graph raises an error.
 
         Returns:
             The loss of the global batch, without a graph, on the CPU.
@@ -293,7 +294,7 @@ class RetrievalModule(ManualTraining):
         self._is_first_step = False
 
     def _chunk_size_for(self, images: Tensor) -> int:
-        """Number of images of a batch that are embedded at a time."""
+        """The number of images of a batch to embed at a time."""
         if self.chunk_size is None:
             return len(images)
         if isinstance(self.chunk_size, str):
@@ -301,13 +302,13 @@ class RetrievalModule(ManualTraining):
         return min(self.chunk_size, len(images))
 
     def _least_chunks(self, images: Tensor, chunk_size: int, sharded: ShardedParts) -> int:
-        """Number of chunks of the process that has the most of them, if the network waits for all processes."""
+        """The largest number of chunks of any process if the network waits for all processes, else 1."""
         if self.chunk_size is None:
             return 1
         return sharded.least_chunks(math.ceil(len(images) / chunk_size), images.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """What `RetrievalEvaluation` needs: embeddings, labels and, if given, ids, roles, instances and cameras."""
+        """The input of `RetrievalEvaluation`: embeddings, labels and, if given, ids, roles, instances and cameras."""
         images, labels, ids = self.unpack_batch(batch)
         output = {"embeddings": self.embed(images), "labels": labels}
         if isinstance(batch, dict):
@@ -317,11 +318,11 @@ class RetrievalModule(ManualTraining):
         return output
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """As `validation_step`."""
+        """Same as `validation_step`."""
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """As `validation_step`; a batch of images alone returns embeddings alone."""
+        """Same as `validation_step`; for a batch of only images, only embeddings."""
         if isinstance(batch, Tensor):
             return {"embeddings": self.embed(batch)}
         return self.validation_step(batch, batch_idx, dataloader_idx)

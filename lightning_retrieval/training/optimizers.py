@@ -1,8 +1,8 @@
-"""The parameters that optimizers train: groups that learn at different rates, frozen ones, and those nothing trains.
+"""Parameter groups with different learning rates, frozen parameters, and checks that each parameter is trained.
 
-With `layer_decay`, the learning rate of a parameter depends on its depth in the backbone. Layer 0 is what comes before
-the first block, and layer i the i-th block. What comes after the last block belongs to it, as in timm (Clark et al.,
-"ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
+With `layer_decay`, the learning rate of a parameter depends on its depth in the backbone. Layer 0 is everything before
+the first block, layer i the i-th block. Modules after the last block belong to the last layer, as in timm (Clark et
+al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 """
 
 import warnings
@@ -17,17 +17,17 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
 
-FIRST_STEPS = 10  # layers that are dropped at random, and branches, have a gradient in one of them
-MOST_NAMES = 5  # in a message
-PRETRAINING_ONLY = ("mask_token",)  # last part of the names of parameters that DINOv2 has, and no embedding needs
+FIRST_STEPS = 10  # enough that randomly dropped layers and branches get a gradient in one of them
+MOST_NAMES = 5  # listed in a message
+PRETRAINING_ONLY = ("mask_token",)  # last part of the names of parameters of DINOv2 that embeddings do not depend on
 
 
 def check_backbone(owner: str, name: str, embedder: nn.Module) -> nn.Module:
-    """The backbone of an embedder; raise if it has none.
+    """Return the backbone of an embedder; raise if it has none.
 
     Args:
         owner: prefix of error messages.
-        name: the argument that needs it.
+        name: the argument that needs a backbone.
         embedder: any module.
     """
     backbone = getattr(embedder, "backbone", None)
@@ -41,23 +41,23 @@ def check_backbone(owner: str, name: str, embedder: nn.Module) -> nn.Module:
 class FrozenBackbone:
     """Freezes the trainable parameters of a backbone in the first epochs of a run, and trains them afterwards.
 
-    They are in the optimizer from the start: without a gradient they are not stepped. So a resumed run has the same
-    optimizer, whether it begins before or after the end of the freezing.
+    The frozen parameters are in the optimizer from the start; without a gradient, they are not updated. So a resumed
+    run has the same optimizer, whether it was interrupted before or after the unfreezing.
 
     Args:
-        epochs: number of first epochs, >= 0.
+        epochs: number of epochs with a frozen backbone, >= 0.
     """
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
-        self.names: list[str] = []  # of the parameters that are frozen at present
+        self.names: list[str] = []  # of the currently frozen parameters
 
     def set_epoch(self, embedder: Any, epoch: int) -> None:
-        """Freeze the backbone, or let it train again, as an epoch of this number needs.
+        """Freeze or unfreeze the backbone for this epoch.
 
         Args:
-            embedder: with a `backbone`, if there are such epochs.
-            epoch: from 0.
+            embedder: must have a `backbone` unless `epochs` is 0.
+            epoch: index of the epoch, from 0.
         """
         if self.epochs == 0:
             return
@@ -74,12 +74,12 @@ class FrozenBackbone:
 def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
     """The layer of each parameter of a backbone, by its name.
 
-    The blocks are those that timm names, and else the list of layers (`nn.Sequential`, `nn.ModuleList`) that holds the
-    most parameters.
+    The blocks are those defined by timm; for other backbones, the elements of the list of layers (`nn.Sequential`,
+    `nn.ModuleList`) with the most parameters.
 
     Args:
         owner: prefix of error messages.
-        backbone: any.
+        backbone: any network.
 
     Raises:
         ValueError: if the backbone has no list of layers.
@@ -105,12 +105,12 @@ def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
         elif depth > 0:
             depth = len(prefixes)
         depths[name] = depth
-    numbers = {depth: number for number, depth in enumerate(sorted(set(depths.values())))}  # without a gap
+    numbers = {depth: number for number, depth in enumerate(sorted(set(depths.values())))}  # consecutive
     return {name: numbers[depth] for name, depth in depths.items()}
 
 
 def _largest_list(backbone: nn.Module) -> tuple[str, nn.Module | None]:
-    """The list of at least two layers with the most parameters, the outermost of equal ones, and its prefix."""
+    """The list of at least two layers with the most parameters (the outermost if equal), and the prefix of its name."""
     largest, found, path = 0, None, ""
     for name, module in backbone.named_modules():
         if not isinstance(module, (nn.Sequential, nn.ModuleList)):
@@ -145,10 +145,11 @@ def make_optimizer(
         make: called with the parameter groups.
         head: the last layers of the network, or None.
         head_lr_factor: ratio of the head's learning rate to that of the other parameters.
-        layer_decay: ratio of the learning rate of each layer of the backbone to that of the next one.
+        layer_decay: ratio of the learning rate of each layer of the backbone to that of the next layer.
 
     Raises:
-        ValueError: if there is nothing to train, or a factor without a head or a backbone.
+        ValueError: if there is nothing to train, or a factor is given but the embedder lacks the head or backbone for
+            it.
     """
     in_head: list[nn.Parameter] = []
     if isinstance(head, nn.Module):
@@ -197,14 +198,14 @@ def _layers(module: nn.Module, layer_decay: float) -> list[tuple[list[nn.Paramet
 
 
 def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Raise if a parameter requires a gradient, and no optimizer has it: it would never learn.
+    """Raise if a parameter requires a gradient but is in no optimizer: it would never be trained.
 
     Args:
         module: owner of the parameters; its class name is the prefix of error messages.
-        optimizers: of the run.
+        optimizers: the optimizers of the run.
 
     Raises:
-        ValueError: the message names the parameters.
+        ValueError: if there are such parameters; the message names them.
     """
     sharded_modules(module)
     optimized: set[int] = set()
@@ -221,16 +222,16 @@ def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
 
 
 class GradientWatch:
-    """Parameters that have had no gradient in the first steps of a run, although they are trained."""
+    """Finds parameters that require a gradient but have none in the first steps of a run."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._names: set[str] | None = None  # of the parameters without a gradient so far
 
     def see(self, module: nn.Module) -> None:
-        """Look for gradients after a backward pass; after the last of the first steps, `report`.
+        """Look for gradients after a backward pass; at the end of the first steps, call `report`.
 
-        Nothing is read from the device.
+        The host does not wait for the device.
 
         Args:
             module: owner of the parameters.
@@ -246,7 +247,7 @@ class GradientWatch:
             self.report(module)
 
     def report(self, module: nn.Module) -> None:
-        """Warn of these parameters, once, in the first process.
+        """Warn of the parameters without a gradient, once, on the first process.
 
         Args:
             module: owner of the parameters; its class name is the prefix of the warning.
@@ -265,7 +266,7 @@ class GradientWatch:
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The names and parameters that require a gradient, without those of metrics, whose networks only measure."""
+    """Names and values of the parameters that require a gradient, except those of metrics, which are never trained."""
     of_metrics: set[int] = set()
     for part in module.modules():
         if isinstance(part, Metric):

@@ -1,4 +1,4 @@
-"""Random numbers of a training step: a function of (seed, step, rank), and replayed in the second pass over a chunk."""
+"""Random numbers of a training step: a function of (seed, step, rank), replayed in the second pass over a chunk."""
 
 import functools
 import os
@@ -13,17 +13,17 @@ from torch import Tensor
 
 
 def seed_or_default(seed: int | None) -> int:
-    """The seed; if None, that of Lightning's `seed_everything`, and 0 if that was not called."""
+    """The seed of a run: `seed`; if None, the seed of Lightning's `seed_everything`, else 0."""
     if seed is None:
         return int(os.environ.get("PL_GLOBAL_SEED", "0"))
     return seed
 
 
 class RandomState:
-    """The random states of the CPU and of all devices of the accelerator, of Python and of NumPy, at construction.
+    """A snapshot of the random states of the CPU, all accelerator devices, Python and NumPy, made at construction.
 
-    The inputs do not tell which states matter: they may be on the CPU and the network on any device, or on several; and
-    some networks draw from Python's or NumPy's generator which layers they skip.
+    All of them are needed: the network may be on other devices than the inputs, and some networks use Python's or
+    NumPy's generator to choose which layers to skip.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside this context, repeat the random numbers that followed construction; restore the state on exit."""
+        """Context that repeats the random numbers drawn after construction; restores the present state on exit."""
         before = RandomState()
         self._restore()
         try:
@@ -48,14 +48,14 @@ class RandomState:
 
 @contextmanager
 def step_random_state(seed: int, step: int, rank: int) -> Iterator[None]:
-    """Make random numbers a function of (seed, step, rank), so that a resumed run continues as it would have.
+    """Make random numbers a function of (seed, step, rank), so that a resumed run continues like an uninterrupted one.
 
     The random states of the CPU and of all devices are restored afterwards.
 
     Args:
-        seed: of the run.
+        seed: the seed of the run.
         step: the global step.
-        rank: of this process, or 0 for numbers that all processes share.
+        rank: rank of this process, or 0 for random numbers that are the same on all processes.
     """
     before = _read()
     _seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
@@ -82,7 +82,7 @@ def _write(states: dict[torch.device, Tensor]) -> None:
 
 
 def _seed(number: int) -> None:
-    """As `torch.manual_seed`, which takes milliseconds to find out that a machine has no accelerator."""
+    """Like `torch.manual_seed`, but without the milliseconds it needs to find out that there is no accelerator."""
     if has_accelerator():
         torch.manual_seed(number)
     else:
@@ -91,13 +91,13 @@ def _seed(number: int) -> None:
 
 @functools.cache
 def has_accelerator() -> bool:
-    """Whether this machine has an accelerator, which does not change while a process runs."""
+    """Whether this machine has an accelerator; cached, since it does not change while a process runs."""
     return torch.accelerator.is_available()
 
 
 def _accelerator_devices() -> list[torch.device]:
-    """The devices of the accelerator, none if it has not been used yet: asking it for its state would initialise it."""
-    if not has_accelerator():  # asked first: without one, torch 2.6 raises at the next line
+    """The devices of the accelerator. None before its first use, since reading its state would initialise it."""
+    if not has_accelerator():  # checked first: without an accelerator, torch 2.6 raises at the next line
         return []
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -109,7 +109,7 @@ def _accelerator_devices() -> list[torch.device]:
 
 
 def _argument(device: torch.device) -> tuple[torch.device, ...]:
-    """What the functions for the random state take besides the state; there is only one MPS device."""
+    """The device argument of the functions for the random state; none for MPS, which has only one device."""
     if device.type == "mps":
         return ()
     return (device,)

@@ -1,4 +1,4 @@
-"""The report on the first step of a run: the length of lists, what a step communicates, and what is logged."""
+"""The report on the first step of a run: the length of lists, the traffic of a step, and the logged settings."""
 
 import json
 import math
@@ -32,24 +32,25 @@ def step_traffic(
     bytes_: int = 4,
     weights: int = 0,
 ) -> dict[str, float]:
-    """Bytes that each process sends in a training step, with collectives that send nothing twice.
+    """Bytes that each process sends in a training step, if collectives are optimal (send nothing twice).
 
     Args:
         batch: B, rows of the global batch.
         dim: D, dimension of the embeddings.
         parameters: number of elements of the gradient.
         world: W, number of processes.
-        gather: whether lists are those of the global batch.
+        gather: whether lists rank the global batch.
         local_queries: whether each process computes the loss of its local queries, so that gradients of embeddings are
             exchanged.
         bytes_: bytes of one element.
         weights: number of elements that are gathered in a step, if the network is sharded over the processes.
 
     Returns:
-        The sum of (W - 1) / W x B (D x bytes + 16) for gathering, where label and id have 8 bytes each,
-        (W - 1) / W x B D x bytes for the exchange of gradients, and 2 (W - 1) / W x parameters x bytes for the
-        all-reduce. In a sharded network (W - 1) / W x weights x bytes for gathering them and (W - 1) / W x parameters x
-        bytes for the sum of gradients, of which each process gets its shard, take the place of the all-reduce.
+        The bytes of each kind of traffic: (W - 1) / W x B (D x bytes + 16) for gathering the batch, where label and id
+            have 8 bytes each; (W - 1) / W x B D x bytes for the exchange of gradients of embeddings; 2 (W - 1) / W x
+            parameters x bytes for the all-reduce of gradients. In a sharded network, the all-reduce is replaced by (W -
+            1) / W x weights x bytes for gathering weights and (W - 1) / W x parameters x bytes for the reduce-scatter
+            of gradients.
 
     Example:
         >>> from lightning_retrieval.training.run_report import step_traffic
@@ -82,7 +83,7 @@ def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
 
 
 def log_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
-    """Log settings, and those of the data module, as hyperparameters, or as text with TensorBoard.
+    """Log settings, and those of the data module, as hyperparameters; with TensorBoard, as text.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -95,7 +96,7 @@ def log_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
     if not settings:
         return
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):  # it shows and stores the first hyperparameters only
+        if isinstance(logger, TensorBoardLogger):  # it stores only the first hyperparameters that are logged
             for name, value in settings.items():
                 logger.experiment.add_text(name, f"```json\n{json.dumps(value, indent=2)}\n```")
         else:
@@ -104,7 +105,7 @@ def log_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
 
 @dataclass
 class _FirstStep:
-    """What the first step shows of a run."""
+    """The first step of a run, about which the report is written."""
 
     module: Any
     step: TrainingStep
@@ -130,7 +131,7 @@ class _FirstStep:
                 return
 
     def warn_of_early_memory(self) -> None:
-        """Warn if a memory begins with the first step of a network that starts from random weights."""
+        """Warn if a network starts from random weights and its memory has no warm-up."""
         memory, embedder = self.step.memory, self.module.embedder
         if memory is None or memory.start_step or memory.steps:
             return
@@ -187,7 +188,7 @@ class _FirstStep:
         return f", {lists_of} {world_size()} processes; each process sends {total:.3g} MB a step ({parts})"
 
     def _gathered_weights(self) -> int:
-        """Number of elements that a step gathers, if the network is sharded over the processes: all in each pass."""
+        """Number of elements that a step gathers if the network is sharded: all weights in each pass."""
         if not has_sharded_parameters(self.module):
             return 0
         chunks = 1
@@ -213,6 +214,6 @@ class _FirstStep:
         }
         sampler = getattr(self.module.trainer.train_dataloader, "batch_sampler", None)
         if sampler is not None:
-            # RetrievalDataLoader wraps the sampler of global batches in one of this process's shards.
+            # RetrievalDataLoader wraps the sampler of global batches in a sampler of this process's shards.
             settings["sampler"] = logged_settings(getattr(sampler, "batch_sampler", sampler))
         return settings

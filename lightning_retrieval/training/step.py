@@ -1,6 +1,7 @@
-"""One training step between the embeddings of a process and the gradients of all processes.
+"""One training step: from the embeddings of a process to the sum of the gradients of all processes.
 
-The loss ranks the batch of all processes together (`gather_batch`): three collectives, and one in the backward pass.
+The loss ranks the batch of all processes together. `gather_batch` needs three collectives, and one in the backward
+pass.
 """
 
 import math
@@ -31,12 +32,12 @@ Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
 
 
 class GlobalBatch(NamedTuple):
-    """A batch as the loss sees it: the rows of all processes in rank order, or those of one process."""
+    """The batch that the loss ranks: the rows of all processes in rank order, or of this process only."""
 
     embeddings: Float[Tensor, "batch dim"]
     labels: Int[Tensor, "batch ..."]
     ids: Int[Tensor, " batch"] | None
-    counts: list[int]  # rows of each process
+    counts: list[int]  # number of rows of each process
 
 
 def gather_batch(
@@ -53,16 +54,16 @@ def gather_batch(
     Args:
         owner: prefix of error messages.
         embeddings: this process's rows; processes may have unequal numbers of rows.
-        labels: of each row.
-        ids: of each row, or None on all processes.
+        labels: label of each row.
+        ids: id of each row, or None on all processes.
         gather: False returns the rows of this process only.
-        local_queries: True if each process computes the loss of its own shard of the queries: the gradient of a row
-            then comes from all processes, in one exchange in the backward pass. False if each computes an equal
-            fraction of the same loss: every process then has the gradient already, and nothing is communicated.
+        local_queries: True if each process computes the loss of its shard of the queries. The gradient of a row is then
+            summed over all processes, in one collective in the backward pass. False if each process computes an equal
+            fraction of the same loss. Every process then already has the gradient, and nothing is communicated.
 
     Raises:
-        ValueError: on all processes, if batches differ in anything but their number of rows or, with `gather=False`, in
-            their number of rows.
+        ValueError: on all processes, if their batches differ in dimension, label levels or presence of ids; with
+            `gather=False`, also if they differ in their number of rows.
         TypeError: on all processes, if labels or ids are not integers on one of them.
     """
     if world_size() == 1:
@@ -81,7 +82,7 @@ def gather_batch(
 
 
 class _Form(NamedTuple):
-    """What the processes exchange about their batches before they gather them."""
+    """The properties of a batch that processes compare before they gather."""
 
     rows: int
     dimension: int
@@ -101,7 +102,7 @@ def _form_of(embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Form:
 
 
 def _agreed_counts(owner: str, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> list[int]:
-    """Rows of each process, after a check that their batches differ in nothing else."""
+    """The number of rows of each process, after a check that their batches differ in nothing else."""
     local_form = torch.tensor([_form_of(embeddings, labels, ids)], device=embeddings.device)
     forms = [_Form(*form) for form in gather_rows(local_form, [1] * world_size()).tolist()]
     if not all(form.are_integers for form in forms):
@@ -161,7 +162,7 @@ def unpack(owner: str, batch: Any) -> Unpacked:
 
     Args:
         owner: prefix of error messages.
-        batch: what the DataLoader yields.
+        batch: a batch of the DataLoader.
 
     Raises:
         TypeError: if the batch has another form.
@@ -185,16 +186,16 @@ def unpack(owner: str, batch: Any) -> Unpacked:
 
 
 def check_first_batch(module: Any, batch: GlobalBatch) -> None:
-    """Compare labels and ids of a run's first batch with what the sampler drew, as far as that is known.
+    """Compare labels and ids of a run's first batch with what the sampler drew, if the sampler is known.
 
     Labels and ids of a wrong type are skipped here, since the loss raises for them.
 
     Args:
         module: a `RetrievalModule` in a run.
-        batch: of all processes or, if the module does not gather, of this one.
+        batch: the batch of all processes or, if the module does not gather, of this process.
 
     Raises:
-        ValueError: if they contradict the sampler of a `RetrievalDataLoader`; for other loaders there is a warning.
+        ValueError: if they contradict the sampler of a `RetrievalDataLoader`. For other loaders, a warning is issued.
     """
     if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
         return
@@ -213,7 +214,7 @@ def check_first_batch(module: Any, batch: GlobalBatch) -> None:
 
 
 def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
-    """Warn if one id has two labels, or ids repeat although the loader seems to draw different images."""
+    """Warn if an id has two labels, or if ids repeat although the loader seems to draw different images."""
     unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
     repeated = int((counts[inverse] > 1).sum())
     if not repeated:
@@ -237,15 +238,15 @@ def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
 
 
 def _repeats_are_unexpected(loader: Any, fraction_of_ids: float) -> bool:
-    """Whether ids that repeat in a batch are probably wrong, as far as the sampler of a loader is known.
+    """Whether repeated ids in a batch are probably an error, judging by the sampler of a loader.
 
     Args:
-        loader: of the training batches.
-        fraction_of_ids: number of different ids for each row.
+        loader: the loader of the training batches.
+        fraction_of_ids: number of different ids divided by the number of rows.
     """
     sampler = getattr(loader, "sampler", None)
     replacement = getattr(sampler, "replacement", None)
-    draws_images = getattr(loader, "batch_size", None) is not None  # else the sampler may draw whole batches
+    draws_images = getattr(loader, "batch_size", None) is not None  # otherwise the sampler may draw whole batches
     if draws_images and (replacement is False or isinstance(sampler, SequentialSampler)):
         return True
     return replacement is not True and fraction_of_ids <= 0.5
@@ -260,19 +261,19 @@ def _warn_of_one_label(owner: str, labels: Tensor) -> None:
 
 
 class ChunkSizeSearch:
-    """Finds the largest chunk size of a run, again for each batch that is longer than all before."""
+    """Finds the largest chunk size of a run. The search is repeated for each batch larger than all before."""
 
     def __init__(self) -> None:
         self.chunk_size = 0
-        self.rows = 0  # of the batch that the chunk size was found for
+        self.rows = 0  # number of rows of the batch that the chunk size was found for
 
     def find(self, module: nn.Module, images: Tensor, keep_graphs: int) -> int:
         """The largest chunk size for a batch.
 
         Args:
-            module: embeds images. Memory is reserved for Adam's two moments, which do not exist before the first step,
-                and for the flat copy in which several processes sum gradients.
-            images: of this process.
+            module: embeds images. Memory is reserved for Adam's two moments, which do not exist before the first
+                step, and for the flat copy in which several processes sum gradients.
+            images: images of this process.
             keep_graphs: number of chunks whose graphs are kept.
         """
         if len(images) > self.rows:
@@ -289,17 +290,17 @@ class ChunkSizeSearch:
 class TrainingStep:
     """Gathers the batch of all processes, adds the memory, computes the loss and sums the gradients.
 
-    `loss` is called with the embeddings of this process and returns its part of the loss; the parts of all processes
-    add up to the loss. `finish` sums them, and the gradients.
+    `loss` maps the embeddings of this process to its contribution to the loss; the contributions of all processes add
+    up to the loss. `finish` sums the contributions and the gradients.
 
     Args:
         owner: prefix of error messages.
         batch_loss: the loss.
         labels: labels of this process's images.
-        ids: their dataset indices, or None.
+        ids: dataset indices of these images, or None.
         number: the global step.
-        seed: of the run.
-        gather: whether lists are those of the global batch.
+        seed: the seed of the run.
+        gather: whether lists rank the global batch.
         memory: past batches that are ranked with this one, or None.
         memory_mode: how the memory is ranked.
         memory_weight: weight of the second term of the mode `"two_terms"`.
@@ -318,15 +319,15 @@ class TrainingStep:
     memory_weight: float = 1.0
     check_batch: Callable[[GlobalBatch], None] | None = None
     batch: GlobalBatch = field(init=False)
-    terms: dict[str, Tensor] = field(init=False)  # this process's parts of the terms that are logged
+    terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
 
     def loss(self, embeddings: Tensor) -> Tensor:
-        """Compute this process's part of the loss from its embeddings."""
+        """Compute this process's contribution to the loss from its embeddings."""
         self.batch = self._gather(embeddings)
         if self.check_batch is not None:
             self.check_batch(self.batch)
         device = embeddings.device
-        # A loss that draws random numbers draws the same on all processes.
+        # If a loss draws random numbers, they are the same on all processes.
         random_state = step_random_state(self.seed, self.number, 0)
         with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
             ranked, with_memory = self._ranked_batches()
@@ -338,7 +339,7 @@ class TrainingStep:
                 _check_scalar(self.owner, of_memory)
                 terms |= {"batch": value.detach(), "memory": of_memory.detach()}
                 value = value + self.memory_weight * of_memory
-        fraction = 1.0  # the processes' fractions add up to the loss
+        fraction = 1.0  # the fractions of all processes add up to the loss
         if not self._divides_queries:
             fraction = 1 / world_size()
         self.terms = {f"train/loss/{name}": fraction * term for name, term in terms.items()}
@@ -346,10 +347,10 @@ class TrainingStep:
         return part
 
     def finish(self, part: Tensor, gradients: GradientSum) -> dict[str, Tensor]:
-        """Sum the gradients, the loss and its terms over the processes; return the loss and its terms, on the CPU.
+        """Sum gradients, loss and terms over the processes; return the loss and its terms, on the CPU.
 
         Args:
-            part: what `loss` returned, without a graph.
+            part: the return value of `loss`, without a graph.
             gradients: sums the gradients of the step.
 
         Raises:
@@ -382,7 +383,7 @@ class TrainingStep:
 
     @property
     def _divides_queries(self) -> bool:
-        """Whether each process computes the loss of its local queries; else each computes the loss of all queries."""
+        """Whether each process computes the loss of its local queries only, instead of the loss of all queries."""
         return self.gather and world_size() > 1 and self.batch_loss.splits_by_query
 
     def _gather(self, embeddings: Tensor) -> GlobalBatch:
@@ -403,9 +404,9 @@ class TrainingStep:
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:
-        """Raise for embeddings that are not finite in place of the error of the loss, which has no step, rank and ids.
+        """If the loss raises because embeddings are not finite, raise an error with step, rank and ids instead.
 
-        If the loss raises nothing, `finish` checks them, since a check before the loss would wait for the device.
+        If the loss does not raise, `finish` checks the embeddings: a check before the loss would wait for the device.
         """
         try:
             yield
@@ -430,7 +431,7 @@ class TrainingStep:
         ) from None
 
     def _ranked_batches(self) -> tuple[RankedBatch, RankedBatch | None]:
-        """What the loss ranks, and what its second term ranks; None if there is no second term at this step."""
+        """The batch for the loss and the batch for its second term, None if there is no second term at this step."""
         embeddings, labels, ids, counts = self.batch
         queries = None
         if self._divides_queries:
@@ -439,7 +440,7 @@ class TrainingStep:
         ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
         if self.memory is None:
             return ranked, None
-        # Called during the warm-up too, so that an invalid batch raises before any state has changed.
+        # Also called during the warm-up, so that an invalid batch raises before any state has changed.
         references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
         with_memory = replace(references, queries=queries)
         if not self.memory.started:

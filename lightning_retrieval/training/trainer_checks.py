@@ -1,4 +1,4 @@
-"""Settings of a `RetrievalModule` and flags of a Trainer that do not work with ranked lists of the global batch."""
+"""Checks for settings of a `RetrievalModule` and flags of a Trainer that do not work with ranked lists of the batch."""
 
 from typing import Any, get_args
 
@@ -25,7 +25,7 @@ from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
 from lightning_retrieval.training.full_sharding import check_model_parallel, check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 
-# Callbacks that need automatic optimization: what they would do, and the cure. Methods of the Tuner use two of them.
+# Callbacks that need automatic optimization: what they would do, and what to use instead. The Tuner uses two of them.
 WRONG_CALLBACKS = {
     StochasticWeightAveraging: "trains on in the epoch that it adds; use EMAWeightAveraging or WeightAveraging",
     LearningRateFinder: "does not see the loss of manual optimization; compare a few short runs instead",
@@ -36,11 +36,11 @@ WRONG_CALLBACKS = {
 
 
 def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
-    """The loss with the interface of this library; raise if it does not rank embeddings.
+    """The loss, adapted to the interface of this library; raises if the loss does not rank embeddings.
 
     Args:
         owner: prefix of error messages.
-        loss: a loss of this or of another library.
+        loss: a loss of this library or another.
     """
     if isinstance(loss, BlackboxMAPLoss):
         raise TypeError(
@@ -53,14 +53,14 @@ def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
 def check_memory(
     owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, mode: MemoryMode, weight: float | None
 ) -> float:
-    """Return the weight of the term with the memory, 1 by default; raise if the settings do not fit each other.
+    """Return the weight of the term with the memory, 1 by default; raise if the settings contradict each other.
 
     Args:
         owner: prefix of error messages.
         loss: the loss.
         memory: past batches, or None.
         mode: how the memory is ranked.
-        weight: of a second term with the memory, or None.
+        weight: weight of the second term, that with the memory, or None.
     """
     check_choice(owner, "memory_mode", mode, get_args(MemoryMode))
     if mode != "one_list" and memory is None:
@@ -74,7 +74,7 @@ def check_memory(
             )
     if memory is not None and loss.terms_without_references:
         raise TypeError(
-            f"{owner}: with a `memory` the loss must rank references without the query's own copy, which "
+            f"{owner}: with a `memory` the loss must rank references and exclude the query's own copy, which "
             f"{', '.join(loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
         )
     if weight is None:
@@ -90,11 +90,11 @@ def check_trainer(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer`.
 
     Raises:
-        ValueError: the message names the flag, and what to use instead.
+        ValueError: if there is such a flag or callback; the message names it, and what to use instead.
     """
     for name in ("gradient_clip_val", "gradient_clip_algorithm"):
         value = getattr(trainer, name)
-        value = getattr(value, "value", value)  # the algorithm is a member of an enumeration
+        value = getattr(value, "value", value)  # the clipping algorithm is an enum member
         if value:
             raise ValueError(
                 f"{owner}: Trainer({name}={value!r}) has no effect with manual optimization; give it to the module: "
@@ -120,23 +120,23 @@ def check_trainer(owner: str, trainer: Any) -> None:
 
 
 def keeps_parameters(strategy: Any) -> bool:
-    """Whether a strategy gives the optimizers the parameters of the module, and not flat copies of them.
+    """Whether a strategy gives optimizers the parameters of the module, not flat copies of them.
 
     Args:
-        strategy: of a `pytorch_lightning.Trainer`.
+        strategy: the strategy of a `pytorch_lightning.Trainer`.
     """
     is_known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
     return is_known and not isinstance(strategy, DeepSpeedStrategy)
 
 
 def check_memory_start(module: Any) -> None:
-    """Raise if nothing decides when a memory with `start_step="auto"` begins.
+    """Raise if a memory has `start_step="auto"` but no callback decides when it begins.
 
     Args:
         module: a `RetrievalModule` in a run.
 
     Raises:
-        ValueError: the message names the callback that decides.
+        ValueError: if there is no such callback; the message names one.
     """
     memory = module.memory
     if memory is None or memory.start_step != "auto" or memory.started:
@@ -150,13 +150,13 @@ def check_memory_start(module: Any) -> None:
 
 
 def check_processes(module: Any) -> None:
-    """Raise if several processes cannot train with a module's settings.
+    """Raise if a module's settings do not work with several processes.
 
     Args:
         module: a `RetrievalModule`.
 
     Raises:
-        ValueError: the message names the setting, and what to use instead.
+        ValueError: if a setting does not work; the message names it, and what to use instead.
     """
     if world_size() == 1:
         return
@@ -195,7 +195,7 @@ def _check_callback(owner: str, callback: Any, module: Any) -> None:
 
 
 def _check_model_checkpoint(owner: str, callback: Any) -> None:
-    """Raise if a checkpoint would never be written, or would be compared by an old value."""
+    """Raise if a checkpoint would never be saved, or would be ranked by an outdated metric."""
     if callback._train_time_interval is not None:
         raise ValueError(
             f"{owner}: ModelCheckpoint(train_time_interval=...) of Lightning never saves with manual optimization; use "
