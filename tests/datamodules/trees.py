@@ -33,6 +33,13 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
+def replace(path: Path, old: str, new: str) -> None:
+    """Replace the first occurrence of `old` in a text file."""
+    text = path.read_text(encoding="utf-8")
+    assert old in text, f"{old!r} is not in {path}"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
 def mode_of(image: int) -> Literal["RGB", "L", "CMYK"]:
     """The first image of a tree is grey, the second one CMYK."""
     return "L" if image == 0 else "CMYK" if image == 1 else "RGB"

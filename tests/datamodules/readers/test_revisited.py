@@ -21,7 +21,7 @@ from tests.datamodules.small_revisited import (
     write_pickle,
     write_revisited,
 )
-from tests.datamodules.trees import truncate, write_text
+from tests.datamodules.trees import truncate
 from tests.lightning_retrieval.metrics.test_revisited import by_loops, official, with_ties
 from tests.quiet_trainer import quiet_trainer
 
@@ -29,13 +29,11 @@ refusal = pytest.mark.refusal
 CITIES = {"roxford5k": RevisitedOxford, "rparis6k": RevisitedParis}
 
 
-def evaluate(data, embedder=None, **settings):
-    """What `trainer.test` logs."""
+def evaluate(data):
+    """The embedder, and what `trainer.test` logs."""
     torch.manual_seed(2)
-    embedder = embedder or nn.Sequential(nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(27, 4))
-    trainer = quiet_trainer(
-        callbacks=[RetrievalEvaluation((1, 3))],
-    )
+    embedder = nn.Sequential(nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(27, 4))
+    trainer = quiet_trainer(callbacks=[RetrievalEvaluation((1, 3))])
     trainer.test(RetrievalModule(embedder, SmoothAPLoss(tau=0.1)), datamodule=data, verbose=False)
     return embedder, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -55,6 +53,7 @@ def test_images_are_read_as_they_were_written(tmp_path, city, images, above):
     assert index.labels.tolist() == [-1] * 8 + [0, 1, 2]
     assert {data.test_set.read(position).mode for position in range(11)} == {"RGB"}
     assert data.val_set is data.test_set
+    assert len(data.test_dataloader()) == 11  # one image a batch
     lists = {kind: {8 + i: entry[kind] for i, entry in enumerate(GND)} for kind in ("easy", "hard", "junk")}
     metrics = data.test_set.metrics((1, 5))
     assert {"easy": metrics.easy, "hard": metrics.hard, "junk": metrics.junk} == lists
@@ -99,7 +98,6 @@ def test_the_cache_has_the_list_but_not_the_ground_truth(tmp_path):
     again = RevisitedOxford(folder, **settings)
     assert list(first.splits["test"].paths) == list(again.splits["test"].paths)
     assert again.test_set.metrics((1,)).easy == first.test_set.metrics((1,)).easy == {11: [0, 3], 12: [], 13: [4, 6]}
-    assert len(list((tmp_path / "cache").iterdir())) == 1
     assert RevisitedOxford(folder, crop_queries=False, **settings).splits["test"].boxes is None
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
@@ -119,13 +117,6 @@ def test_the_report_has_the_published_counts(tmp_path):
     paris = RevisitedParis(write_revisited(tmp_path, "rparis6k", pickled="gnd_rparis6k.pkl")).check()
     assert paris.splits["database"] == ((8, 0), [(6322, 0)])
     assert "distractors" not in paris.splits
-
-
-def test_training_raises(tmp_path):
-    data = RevisitedOxford(write_revisited(tmp_path))
-    with pytest.raises(ValueError, match="RevisitedOxford: has no split 'train', only 'test'"):
-        data.train_dataloader()
-    assert len(data.val_dataloader()) == len(data.test_dataloader()) == 11  # one image a batch
 
 
 # Cropping and scaling.
@@ -220,27 +211,10 @@ def test_a_crop_of_one_pixel_stays_one(tmp_path):
 
 
 @refusal
-def test_an_empty_list_of_distractors_and_a_duplicate_image_raise(tmp_path):
-    folder, more = write_revisited(tmp_path), write_distractors(tmp_path / "revisitop1m")
-    for text, message in (
-        ("\n", "the split 'distractors' must have at least one image, got none in .*revisitop1m.txt"),
-        ("a.jpg\nb.jpg\na.jpg\n", "`image` must be different in each line of .*revisitop1m.txt, got 'a.jpg' twice"),
-    ):
-        write_text(more / "revisitop1m.txt", text)
-        with pytest.raises(ValueError, match=message):
-            RevisitedOxford(folder, distractors=more).prepare_data()
-
-
-@refusal
 def test_missing_files_raise_with_a_suggestion(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"RevisitedOxford: `root` must contain gnd_roxford5k.pkl, got"):
-        RevisitedOxford(tmp_path).prepare_data()
     folder = write_revisited(tmp_path)
     with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={folder}")):
         RevisitedOxford(folder / "jpg").prepare_data()
-    (tmp_path / "list").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"RevisitedOxford: `distractors` must contain revisitop1m.txt, got"):
-        RevisitedOxford(folder, distractors=tmp_path / "list").prepare_data()
     (folder / "jpg").rename(folder / "jpegs")
     with pytest.raises(FileNotFoundError, match="RevisitedOxford: `root` must contain jpg or images, got"):
         RevisitedOxford(folder).prepare_data()
@@ -250,9 +224,7 @@ def test_missing_files_raise_with_a_suggestion(tmp_path):
 def test_several_ground_truths_raise(tmp_path):
     folder = write_revisited(tmp_path, pickled="gnd_a.pkl")
     write_pickle(folder / "gnd_b.pkl", ground_truth())
-    with pytest.raises(
-        ValueError, match=r"must contain gnd_roxford5k.pkl or one other gnd_\*.pkl, got gnd_a.pkl, gnd_b"
-    ):
+    with pytest.raises(ValueError, match=r"^RevisitedOxford: .*must contain .* got gnd_a.pkl, gnd_b"):
         RevisitedOxford(folder).prepare_data()
 
 
@@ -268,11 +240,3 @@ def test_the_box_of_a_rotated_query_is_in_pixels_of_its_file(tmp_path):
         official_crop = image.crop(GND[0]["bbx"])
     found = RevisitedOxford(folder).test_set.read(8)
     assert np.array_equal(np.asarray(found), np.rot90(np.asarray(official_crop), -1))
-
-
-def test_truncated_images_are_decoded_as_in_the_official_code(tmp_path):
-    folder = write_revisited(tmp_path)
-    truncate(folder / "jpg" / f"{IMAGES[2]}.jpg", 0.9)
-    with pytest.raises(ValueError, match=f"cannot read the image .*{IMAGES[2]}"):
-        RevisitedOxford(folder).test_set[2]
-    assert RevisitedOxford(folder, load_truncated=True).test_set[2]["images"].shape == (3, 40, 52)
