@@ -11,7 +11,6 @@ from jsonargparse import ArgumentParser
 from lightning_retrieval import datamodules
 from lightning_retrieval.datamodules import (
     AllClassesSampler,
-    CategorySampler,
     Glyphs,
     GlyphScenes,
     ImageFolder,
@@ -23,28 +22,6 @@ from lightning_retrieval.datamodules.base import RetrievalSettings
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, DetectionDataModule, DetectionSettings
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from tests.datamodules.trees_more import QUICK, fit_and_validate, write_folders
-
-IGNORED = [
-    "ignore:CategorySampler. .* have fewer than the:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
-
-
-class GlyphsByCategory(Glyphs):
-    def train_sampler(self) -> CategorySampler:
-        names = np.array(self.train_set.categories)[self.train_set.labels]
-        categories = np.unique(names, return_inverse=True)[1]
-        return CategorySampler(self.train_set.labels, categories, classes_per_batch=8, samples_per_class=3, seed=1)
-
-
-def test_a_subclass_can_build_its_sampler_from_the_training_set():
-    data = GlyphsByCategory()
-    loader = iter(data.train_dataloader())
-    batches = [next(loader) for _ in range(2)]
-    sampler = iter(data.train_sampler())
-    assert [batch["ids"].tolist() for batch in batches] == [next(sampler) for _ in range(2)]
-    for batch in batches:
-        assert len({data.train_set.categories[label] for label in batch["labels"]}) == 2
 
 
 def test_the_default_sampler_is_a_pk_sampler():
@@ -83,14 +60,6 @@ def test_a_sampler_made_with_other_labels_raises(tmp_path):
     message = "ImageFolder: `sampler` must be made with the labels of the 6 training images, got one made with 4"
     with pytest.raises(ValueError, match=f"^{message}"):
         ImageFolder(tmp_path, sampler=sampler, **QUICK).train_dataloader()
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(("sampler", "kind"), [("pkk", ValueError), (PKSampler, TypeError), (None, TypeError)])
-def test_an_invalid_sampler_raises(tmp_path, sampler, kind):
-    message = "`sampler` must be one of 'pk', 'category', 'all_classes', or a GlobalBatchSampler, got "
-    with pytest.raises(kind, match=f"^ImageFolder: {message}"):
-        ImageFolder(tmp_path, sampler=sampler)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -136,24 +105,6 @@ def test_pin_memory_and_persistent_workers_can_be_set(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert Loaded().test_dataloader().pin_memory
     assert not Loaded(pin_memory=False).test_dataloader().pin_memory
-
-
-@pytest.mark.refusal
-def test_invalid_loader_settings_raise():
-    with pytest.raises(ValueError, match=r"^Loaded: `persistent_workers` needs workers, got num_workers=0; set it"):
-        Loaded(persistent_workers=True)
-    with pytest.raises(TypeError, match=r"^Loaded: `pin_memory` must be True, False or None, got 1\."):
-        Loaded(pin_memory=1)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [("classes_per_batch", 0, 1), ("samples_per_class", 1, 2), ("eval_batch_size", 0, 1), ("num_workers", -1, 0)],
-)
-def test_numbers_out_of_their_range_raise(name, value, least):
-    with pytest.raises(ValueError, match=rf"^Glyphs: `{name}` must be an integer >= {least}, got {value}\."):
-        Glyphs(**{name: value})
 
 
 class Loaded(RetrievalDataModule):
@@ -232,11 +183,9 @@ def test_type_checkers_see_the_arguments_of_the_constructor(settings, kind):
 @pytest.mark.parametrize(
     ("kind", "name", "nearest"),
     [
-        (ImageFolder, "val_share", "val_fraction"),
         (Photos, "val_share", "val_fraction"),
         (Photos, "tidied", "tidy"),
         (PascalVOC, "batchsize", "batch_size"),
-        (type("Scenes", (GlyphScenes,), {}), "batchsize", "batch_size"),
         (Glyphs, "clases_per_batch", "classes_per_batch"),
     ],
 )

@@ -236,15 +236,6 @@ def test_a_column_of_text_is_not_taken_for_images(tmp_path):
 
 
 @refusal
-def test_a_path_that_does_not_exist(tmp_path):
-    for path in (tmp_path / "nothing", "./nothing", "nothing.parquet"):
-        with pytest.raises(
-            FileNotFoundError, match=r"^HuggingFaceImages: `path` must be an existing folder or file, got"
-        ):
-            HuggingFaceImages(path).splits  # noqa: B018
-
-
-@refusal
 def test_a_hub_that_cannot_be_reached(monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach 'owner/birds' on the Hub (LocalEntryNotFoundError)\nmore")
@@ -255,13 +246,6 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     )
     with pytest.raises(FileNotFoundError, match=message):
         HuggingFaceImages("owner/birds").splits  # noqa: B018
-
-
-@refusal
-def test_a_folder_without_a_data_set(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises((FileNotFoundError, ValueError), match=r"^HuggingFaceImages: `path` "):
-        HuggingFaceImages(tmp_path / "empty").splits  # noqa: B018
 
 
 @refusal

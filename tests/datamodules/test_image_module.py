@@ -1,22 +1,18 @@
 """ImageDataModule: splits, training and validation, the cache, and the check of the files."""
 
-import os
 from types import MappingProxyType
 
-import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from lightning_retrieval import RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import (
     ImageDataModule,
     ImageIndex,
-    ImageSet,
 )
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, class_numbers
+from lightning_retrieval.datamodules.image_index import class_numbers
 from tests.datamodules.pictures import TINY, picture
 from tests.quiet_trainer import quiet_trainer
 
@@ -123,16 +119,6 @@ def test_classes_and_images_in_training_and_evaluation_raise(tree):
     Shared(tree).prepare_data()
 
 
-def test_the_index_is_stored_in_the_cache(tree, tmp_path):
-    first = Pictures(tree, cache_dir=tmp_path).splits
-    (file,) = tmp_path.iterdir()
-    os.utime(file, (1, 1))
-    again = Pictures(tree, cache_dir=tmp_path).splits
-    assert file.stat().st_mtime == 1
-    assert list(again["test"].paths) == list(first["test"].paths)
-    assert len(Pictures(tree, parts=("train", "test", "hard"), cache_dir=tmp_path).splits) == 3  # other settings
-
-
 def test_check_reports_the_published_counts_and_missing_files(tree):
     report = Pictures(tree, parts=("train", "test", "hard")).check()
     assert not report.ok  # 12 test images, not 13
@@ -156,41 +142,3 @@ def test_check_reports_the_published_counts_and_missing_files(tree):
     assert report.missing_files == ["gone/é.png"]
     assert report.problems == ["1 paths are listed twice in train"]
     assert "missing: gone/é.png" in str(report)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"val_fraction": 1.0}, "`val_fraction` must be at least 0 and below 1, got 1.0"),
-        ({"on_error": "ignore"}, "`on_error` must be one of 'raise', 'skip', got 'ignore'"),
-    ],
-)
-def test_invalid_settings_raise(tree, settings, sentence):
-    with pytest.raises(ValueError, match=f"^Pictures: {sentence}"):
-        Pictures(tree, **settings)
-
-
-def test_roles_determine_queries_and_gallery(tree):
-    """Compare queries, gallery and distractors in one set with the metrics that are given the same roles."""
-
-    class Roles(Pictures):
-        def read(self):
-            index = self.of(range(6, 9))
-            index.roles = np.array([ROLES[r] for r in ("query", "gallery", "both", "distractor")] * 3, dtype=np.uint8)
-            index.labels[3::4] = DISTRACTOR
-            return {"train": self.of(range(6)), "test": index}
-
-    data = Roles(tree, eval_batch_size=5)
-    found = fit(data)
-    torch.manual_seed(0)
-    module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(192, 8)), SmoothAPLoss())
-    pl.Trainer(
-        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0,
-    ).fit(module, datamodule=data)  # fmt: skip
-    batch = ImageSet.collate([data.test_set[i] for i in range(12)])
-    metrics = RetrievalMetrics(ks=(1,))
-    module.eval()
-    with torch.no_grad():
-        metrics.update(module(batch["images"]), batch["labels"], batch["ids"], torch.tensor([1, 2, 3, 2] * 3))
-    assert found["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item(), abs=1e-6)

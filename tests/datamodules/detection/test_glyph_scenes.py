@@ -52,21 +52,6 @@ def test_a_run_does_not_depend_on_the_workers():
     assert sorted(batches[0]) == list(range(12))
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (ValueError, r"`num_classes` must be an integer .* got 43", {"num_classes": 43}),
-        (ValueError, "`image_size` must be an integer >= 64.* got 20", {"image_size": 20}),
-        (ValueError, "`max_rotation` must be .* got -1", {"max_rotation": -1}),
-        (ValueError, "`train_size` must be an integer >= 2.* got 1", {"train_size": 1}),
-    ],
-)
-def test_invalid_settings(error, match, arguments):
-    with pytest.raises(error, match=f"^GlyphScenes: {match}"):
-        GlyphScenes(**arguments)
-
-
 def make_artist(**settings):
     defaults = {"image_size": 112, "num_classes": 15, "max_objects": 5, "frequency_exponent": 0.9}
     return SceneArtist(**{**defaults, "max_rotation": 0.0, "clutter": 0, **settings})

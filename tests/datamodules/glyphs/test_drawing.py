@@ -54,25 +54,6 @@ def test_no_image_is_blank_and_no_class_has_an_image_twice(drawn_glyphs: GlyphIm
     assert min(in_class) >= 2
 
 
-def test_ink_is_bright_on_dark(drawn_glyphs: GlyphImages) -> None:
-    assert np.median(drawn_glyphs.images) == 0
-    assert (drawn_glyphs.images.max(axis=(1, 2)) == 255).mean() > 0.8
-
-
-def test_position_and_size_are_kept(drawn_glyphs: GlyphImages) -> None:
-    font = drawn_glyphs.font_names.index("DejaVuSans")
-
-    def rows(character: str) -> np.ndarray:
-        (label,) = [index for index, characters in enumerate(drawn_glyphs.characters) if character in characters]
-        image = drawn_glyphs.images[(drawn_glyphs.labels == label) & (drawn_glyphs.fonts == font)][0]
-        return np.flatnonzero(image.any(axis=1))
-
-    assert rows(",").min() > rows("'").max()  # below, not the same shape at another position
-    assert len(rows("o")) < len(rows("O"))
-    assert abs(rows("O").max() - rows("H").max()) <= 1  # both are on the baseline
-    assert rows("g").max() > rows("o").max()
-
-
 def test_an_image_is_that_character_in_that_font(drawn_glyphs: GlyphImages) -> None:
     from matplotlib import get_data_path
     from PIL import Image, ImageDraw, ImageFont

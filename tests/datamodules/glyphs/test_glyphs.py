@@ -120,11 +120,3 @@ def test_a_check_names_missing_fonts(tmp_path, monkeypatch):
     assert "DejaVuSansMono.ttf" in report.missing_files
     assert not report.ok
     assert "problem: drawn with matplotlib " in str(report)
-
-
-@pytest.mark.refusal
-def test_unknown_choices_raise(glyphs):
-    with pytest.raises(ValueError, match=r"^Glyphs: `channels` must be one of 1, 3, got 2\."):
-        Glyphs(channels=2)
-    with pytest.raises(ValueError, match=r"`split` must be one of 'train', 'val', 'test', got 'dev'\."):
-        GlyphDataset(glyphs, "dev")

@@ -159,17 +159,3 @@ def test_random_batches_depend_on_seed_and_epoch():
     assert list(RandomBatchSampler(50, batch_size=5, seed=4)) != first
     sampler.set_epoch(1)
     assert list(sampler) != first
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("images", "size", "message"),
-    [
-        (1, 1, "`num_images`"),
-        (3, 0, "`batch_size`"),
-        (3, 4, "`batch_size` must be at most the number of images, got 4 for 3 images"),
-    ],
-)
-def test_random_batches_are_not_larger_than_the_data_set(images, size, message):
-    with pytest.raises(ValueError, match=f"RandomBatchSampler: {message}"):
-        RandomBatchSampler(images, batch_size=size)

@@ -212,18 +212,6 @@ def test_categories_may_be_any_integers(as_given):
     assert list(make(LABELS, as_given(CATEGORIES))) == list(make())
 
 
-@pytest.mark.filterwarnings(IGNORED[1])
-def test_single_image_classes_are_skipped_with_one_warning():
-    labels, categories = [1, 2, 2, 3, 3, 3, 4, 8, 8], [0, 0, 0, 1, 1, 1, 2, 1, 1]
-    with pytest.warns(UserWarning, match=r"CategorySampler: skipped 2 of 5 classes .* a single image\.") as caught:
-        sampler = make(labels, categories, P=2, K=2)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert {index for epoch in range(9) for batch in sampler for index in batch} <= {1, 2, 3, 4, 5, 7, 8}
-    assert len(sampler) == 2  # ceil(7 / 4)
-    assert len(sampler.combinations) == 1  # category 2 has no class left
-
-
 def test_categories_with_few_classes_give_one_warning():
     sentence = (
         r"CategorySampler: 2 of 3 categories have fewer than the 3 classes that a batch takes from a category; batches"
