@@ -7,12 +7,7 @@ from matplotlib.ft2font import FT2Font
 
 from lightning_retrieval.datamodules import GlyphScenes
 from lightning_retrieval.datamodules.detection import glyph_scenes
-from lightning_retrieval.datamodules.detection.glyph_scenes import (
-    CHARACTERS,
-    DISTRACTORS,
-    FONTS,
-    SceneArtist,
-)
+from lightning_retrieval.datamodules.detection.glyph_scenes import CHARACTERS, DISTRACTORS, FONTS, SceneArtist
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
 
 
@@ -101,3 +96,10 @@ def test_clutter_and_noise_are_drawn():
     crowded = make_artist(clutter=30, max_objects=1).draw(np.random.default_rng(0))
     assert plain.pixels.std() != crowded.pixels.std()
     assert len(np.unique(plain.pixels[:8, :8])) > 5
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("name", "value"), [("num_classes", 43), ("image_size", 63), ("train_size", 1)])
+def test_numbers_beyond_their_limits_raise(name, value):
+    with pytest.raises(ValueError, match=f"^GlyphScenes: `{name}` must be .* got {value}"):
+        GlyphScenes(**{name: value})

@@ -95,9 +95,5 @@ def test_missing_files_and_invalid_arguments(devkit):
         PascalVOC(devkit).prepare_data()
     with pytest.raises(FileNotFoundError, match=f"pass root={devkit}[.]"):
         PascalVOC(devkit / "VOCdevkit" / "VOC2007").prepare_data()
-    with pytest.raises(TypeError, match="`train_sets` must be a sequence of strings, got one str"):
-        PascalVOC(devkit, train_sets="VOC2007")
     with pytest.raises(ValueError, match=r"`train_sets` must be one of .*, got 'VOC2010'"):
         PascalVOC(devkit, train_sets=["VOC2010"])
-    with pytest.raises(ValueError, match=r"`train_sets` must name different years, got \[\]"):
-        PascalVOC(devkit, train_sets=[])

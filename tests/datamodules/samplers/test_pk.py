@@ -56,7 +56,7 @@ def assert_contract(batches: list[list[int]], labels: list[int], P: int, K: int)
 
 
 @pytest.mark.filterwarnings("ignore:PKSampler. skipped .* classes in training:UserWarning")
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_class_and_image_is_drawn_once_before_any_is_drawn_twice(data):
     sizes = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=9).filter(lambda s: max(s) > 1))
