@@ -1,6 +1,7 @@
 """The base class of data modules: its arguments, the sampler of the training batches, the loaders, and `check`."""
 
 import inspect
+import re
 import typing
 
 import numpy as np
@@ -199,3 +200,43 @@ def test_an_unknown_argument_names_the_class_and_the_nearest_argument(kind, name
 def test_an_unknown_argument_without_a_near_one_lists_all():
     with pytest.raises(TypeError, match=r"^Glyphs: has no argument `xyz`; it has classes_per_batch, .*, cache_dir\.$"):
         Glyphs(xyz=1)
+
+
+# --- the constructors of the readers
+
+
+READERS = {
+    name: getattr(datamodules, name)
+    for name in datamodules.__all__
+    if ".readers." in getattr(datamodules, name).__module__
+}
+
+
+def named_parameters(kind):
+    """The parameters of a constructor, without `self` and `**settings`."""
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
+
+
+def settings_in_the_docstring(kind):
+    """{class: names} of the sentence about `settings`."""
+    entry = re.search(r"^ +settings: (.*?)\n\n", kind.__doc__, re.DOTALL | re.MULTILINE).group(1)
+    groups = re.findall(r"`(\w+)` \((.*?)\)", entry, re.DOTALL)
+    return {owner: re.findall(r"`(\w+)`", names) for owner, names in groups}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_docstring_names_all_settings(name):
+    own = named_parameters(READERS[name])
+    expected = {
+        base.__name__: [parameter for parameter in named_parameters(base) if parameter not in own]
+        for base in (ImageDataModule, RetrievalDataModule)
+    }
+    assert settings_in_the_docstring(READERS[name]) == expected
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_only_the_root_is_positional(name):
+    parameters = inspect.signature(READERS[name]).parameters.values()
+    positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert positional == ["root"]

@@ -24,9 +24,7 @@ from lightning_retrieval.datamodules import (
 )
 from lightning_retrieval.datamodules.image_check import check_contents
 from tests.datamodules.pictures import as_it_is
-from tests.datamodules.trees import (
-    write_image,
-)
+from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_landmarks
 from tests.processes import start_processes
 

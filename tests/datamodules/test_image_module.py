@@ -8,10 +8,7 @@ from torch import nn
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import (
-    ImageDataModule,
-    ImageIndex,
-)
+from lightning_retrieval.datamodules import ImageDataModule, ImageIndex
 from lightning_retrieval.datamodules.image_index import class_numbers
 from tests.datamodules.pictures import TINY, picture
 from tests.quiet_trainer import quiet_trainer
@@ -34,16 +31,12 @@ class Pictures(ImageDataModule):
     def of(self, classes):
         paths = [f"{label}/{number}.png" for label in classes for number in range(4)]
         labels, names = class_numbers([int(path.split("/")[0]) for path in paths])
-        return ImageIndex(paths, labels, categories=labels // 2, names=names)
-
-    def sources(self):
-        return [self.root / "list.txt"]
+        return ImageIndex(paths, labels, names=names)
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     root = tmp_path_factory.mktemp("pictures")
-    (root / "list.txt").write_text("")
     for label in [*range(12), 20, 21]:
         for number in range(4):
             picture(root / f"{label}/{number}.png", size=(10 + label, 12))
@@ -53,23 +46,11 @@ def tree(tmp_path_factory):
 def fit(data, steps=2):
     torch.manual_seed(0)
     module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(192, 8)), SmoothAPLoss())
-    trainer = quiet_trainer(
-        max_steps=steps,
-        callbacks=[RetrievalEvaluation(ks=(1,))],
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(max_steps=steps, callbacks=[RetrievalEvaluation(ks=(1,))], num_sanity_val_steps=0)
     trainer.fit(module, datamodule=data)
     trained = dict(trainer.callback_metrics)
     trainer.validate(module, datamodule=data, verbose=False)
     return {**trained, **trainer.callback_metrics}
-
-
-@pytest.mark.parametrize("sampler", ["pk", "category", "all_classes"])
-def test_a_module_trains_and_validates(tree, sampler):
-    settings = {"classes_per_batch": 6, "samples_per_class": 2} if sampler == "all_classes" else {}
-    found = fit(Pictures(tree, sampler=sampler, **settings))
-    assert 0 < found["val/mAP"] <= 1
-    assert found["val/skipped_queries"] == 0
 
 
 def test_several_sets_are_logged_by_name(tree):
@@ -89,10 +70,7 @@ def test_the_set_on_which_checkpoints_are_chosen(tree):
     assert not set(held.train_set.index.paths) & set(held.val_set.index.paths)
     assert held.val_set.transform is held.eval_transform
     assert list(Pictures(tree, val_fraction=0.34, seed=1).val_set.index.paths) == list(held.val_set.index.paths)
-    with pytest.raises(
-        ValueError,
-        match=r"`val_fraction` must leave at least one class on each side .*, got 0.05 of 6 classes",
-    ):
+    with pytest.raises(ValueError, match=r"`val_fraction` must leave .*, got 0.05 of 6 classes"):
         _ = Pictures(tree, val_fraction=0.05).train_set
     with pytest.raises(ValueError, match="Pictures: has no split 'train', only 'test'"):
         _ = Pictures(tree, parts=("test",)).train_set
@@ -103,9 +81,7 @@ def test_classes_and_images_in_training_and_evaluation_raise(tree):
         def read(self):
             return {"train": self.of(range(4)), "test": self.of(range(3, 6))}
 
-    with pytest.raises(
-        ValueError, match=r"^Mixed: classes must be in training or .* got 1 in train and test, such as '3'"
-    ):
+    with pytest.raises(ValueError, match=r"^Mixed: classes must be .* got 1 in train and test, such as '3'"):
         Mixed(tree).prepare_data()
     Mixed.shared_classes = True
     with pytest.raises(ValueError, match=r"^Mixed: images must be in .* got 4 in train and test, such as 3/0\.png"):

@@ -208,7 +208,7 @@ def test_state_dict_continues_after_the_last_batch_returned():
 # --- one process with a Trainer
 
 
-@pytest.mark.parametrize(("hook", "kwargs"), [(True, {}), (False, {"num_workers": 2, "persistent_workers": True})])
+@pytest.mark.parametrize(("hook", "kwargs"), [(True, {}), (False, WORKERS[1])])
 def test_a_run_resumed_after_any_step_continues_with_the_next_batch(tmp_path, kwargs, hook):
     """The loader is created in the hook, or it is passed to `fit` and restored by Lightning from its state."""
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -389,16 +389,15 @@ def test_labels_that_are_not_those_of_the_sampler_raise_before_the_first_step(ki
     assert (label(one) == label(other)) != (of_one == of_other)
 
 
-@pytest.mark.parametrize("form", ["ids of another list", "rows in another order"])
-def test_the_images_of_a_batch_may_have_other_ids_or_another_order(form):
+@pytest.mark.parametrize(
+    ("id_of", "collate"),
+    [(lambda index: (index + 9) % 26, None), (int, lambda items: default_collate(items[::-1]))],
+    ids=["ids of another list", "rows in another order"],
+)
+def test_the_images_of_a_batch_may_have_other_ids_or_another_order(id_of, collate):
     """One batch holds the whole data set, so that any order of its indices is one of the batch, too."""
-    sampler = AllClassesSampler(LABELS, batch_size=26)
-    id_of, collate = int, None
-    if form == "ids of another list":
-        id_of = lambda index: (index + 9) % 26  # noqa: E731
-    else:
-        collate = lambda items: default_collate(items[::-1])  # noqa: E731
     module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+    sampler = AllClassesSampler(LABELS, batch_size=26)
     loader = RetrievalDataLoader(Items(label, id_of), sampler, collate_fn=collate)
     assert fit(module, loader, max_steps=1).global_step == 1
 
@@ -415,16 +414,14 @@ def test_a_sampler_of_the_user_warns_of_other_labels():
 
 
 def test_images_that_could_not_be_read_are_neither_missing_ids_nor_missing_labels():
-    for id_of, raises in ((int, False), (lambda index: index // 2, True)):
-        loader = RetrievalDataLoader(
-            Items(label, id_of), SAMPLERS["pk"](LABELS), collate_fn=lambda items: default_collate(items[1:])
-        )
-        module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
-        if raises:
-            with pytest.raises(ValueError, match=r"got \d different `ids` for 9 images .* first batch; let"):
-                fit(module, loader, max_steps=1)
-        else:
-            assert fit(module, loader, max_steps=1).global_step == 1
+    def fit_without_the_first_image(id_of):
+        sampler = SAMPLERS["pk"](LABELS)
+        loader = RetrievalDataLoader(Items(label, id_of), sampler, collate_fn=lambda items: default_collate(items[1:]))
+        return fit(RetrievalModule(nn.Linear(6, 4), SmoothAPLoss()), loader, max_steps=1)
+
+    assert fit_without_the_first_image(int).global_step == 1
+    with pytest.raises(ValueError, match=r"got \d different `ids` for 9 images"):
+        fit_without_the_first_image(lambda index: index // 2)
 
 
 def message_of_a_rank(rank: int, world_size: int) -> str:

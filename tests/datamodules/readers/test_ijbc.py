@@ -97,10 +97,7 @@ def test_crops_without_a_subject_are_counted_in_one_warning(tmp_path):
 def trainer_and_module():
     torch.manual_seed(2)
     module = RetrievalModule(nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8)), SmoothAPLoss())
-    trainer = quiet_trainer(
-        max_epochs=1,
-        callbacks=[RetrievalEvaluation((1, 3), before_fit=True)],
-    )
+    trainer = quiet_trainer(max_epochs=1, callbacks=[RetrievalEvaluation((1, 3), before_fit=True)])
     return trainer, module
 
 

@@ -7,11 +7,7 @@ import pytest
 
 from lightning_retrieval.datamodules.readers.inaturalist import LEVELS, INaturalist
 from tests.datamodules.trees import write_text
-from tests.datamodules.trees_more import (
-    GROUPS,
-    begin_with_byte_order_mark,
-    write_inaturalist,
-)
+from tests.datamodules.trees_more import GROUPS, begin_with_byte_order_mark, write_inaturalist
 
 refusal = pytest.mark.refusal
 

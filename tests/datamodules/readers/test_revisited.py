@@ -11,6 +11,7 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import RevisitedOxford, RevisitedParis
+from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
 from tests.datamodules.small_revisited import (
     DISTRACTORS,
     GND,
@@ -165,16 +166,21 @@ def test_the_tensor_is_normalised_and_a_transform_of_ones_own_follows(tmp_path):
 # Evaluating.
 
 
+def scores_of_queries(data, embedder, positions, queries):
+    """The similarities of the last of these images to the others."""
+    with torch.no_grad():
+        rows = torch.cat([embedder(data.test_set[position]["images"][None]) for position in positions])
+    rows = nn.functional.normalize(rows.double())
+    return (rows[-queries:] @ rows[:-queries].T).tolist()
+
+
 @pytest.mark.parametrize("more", [False, True])
 def test_the_trainer_tests_by_the_protocol(tmp_path, more):
     folder = write_revisited(tmp_path)
     distractors = write_distractors(tmp_path / "revisitop1m") if more else None
     data = RevisitedOxford(folder, distractors=distractors, image_size=32)
     embedder, logged = evaluate(data)
-    with torch.no_grad():
-        rows = torch.cat([embedder(data.test_set[position]["images"][None]) for position in range(len(data.test_set))])
-    rows = nn.functional.normalize(rows.double())
-    scores = (rows[-3:] @ rows[:-3].T).tolist()
+    scores = scores_of_queries(data, embedder, range(len(data.test_set)), 3)
     lists = [[entry[kind] for entry in GND] for kind in ("easy", "hard", "junk")]
     expected = {f"test/{name}": value for name, value in by_loops(official, scores, *lists, ks=(1, 3)).items()}
     assert logged == pytest.approx(expected, abs=1e-6)
@@ -192,10 +198,7 @@ def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     with pytest.warns(UserWarning, match="ImageSet: skipped .*; skipped so far: [12]"):
         embedder, logged = evaluate(data)
     assert data.test_set.skipped == [f"jpg/{IMAGES[0]}.jpg", f"jpg/{QUERIES[2]}.jpg"]
-    with torch.no_grad():
-        rows = torch.cat([embedder(data.test_set[position]["images"][None]) for position in range(1, 10)])
-    rows = nn.functional.normalize(rows.double())
-    scores = (rows[-2:] @ rows[:-2].T).tolist()
+    scores = scores_of_queries(data, embedder, range(1, 10), 2)
     lists = [
         [[image - 1 if image else 99 for image in entry[k]] for entry in GND[:2]] for k in ("easy", "hard", "junk")
     ]
@@ -240,3 +243,75 @@ def test_the_box_of_a_rotated_query_is_in_pixels_of_its_file(tmp_path):
         official_crop = image.crop(GND[0]["bbx"])
     found = RevisitedOxford(folder).test_set.read(8)
     assert np.array_equal(np.asarray(found), np.rot90(np.asarray(official_crop), -1))
+
+
+# --- the ground truth, of plain values and arrays
+
+
+KINDS = {
+    "arrays": lambda values, dtype: np.array(values, dtype),
+    "numbers": lambda values, dtype: [np.dtype(dtype).type(value) for value in values],
+    "tuples": lambda values, dtype: tuple(values),
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numpy_and_plain_values_are_read(tmp_path, protocol, kind):
+    as_kind = KINDS[kind]
+    gnd = [
+        {"bbx": as_kind(entry["bbx"], "f8"), **{k: as_kind(entry[k], "i8") for k in ("easy", "hard", "junk")}}
+        for entry in GND
+    ]
+    gnd[1]["easy"] = np.array([])  # of floats, as np.concatenate leaves it
+    value = ground_truth(gnd=gnd, imlist=as_kind(IMAGES, "U40"), extra=[{1, 2}, frozenset([b"x"]), None, True, 1.5])
+    path = write_pickle(tmp_path / "gnd_roxford5k.pkl", value, protocol)
+    truth = RevisitedOxford(tmp_path).ground_truth
+    assert (truth.images, truth.queries) == (IMAGES, QUERIES)
+    assert truth.boxes == [list(entry["bbx"]) for entry in GND]
+    assert truth.lists == {k: [entry[k] for entry in GND] for k in ("easy", "hard", "junk")}
+    assert {type(position) for of_query in truth.lists["easy"] for position in of_query} == {int}
+    assert load_plain_pickle("X", path)["extra"] == [{1, 2}, frozenset([b"x"]), None, True, 1.5]
+
+
+GONE = object()
+
+
+def entry(query, **changes):
+    """The ground truth with another entry of one query."""
+    gnd = [dict(each) for each in GND]
+    gnd[query] |= changes
+    return ground_truth(gnd=[{key: value for key, value in each.items() if value is not GONE} for each in gnd])
+
+
+OF = rf"query 1 \({QUERIES[1]}\) in .*gnd_roxford5k.pkl"
+INVALID_VALUES = {
+    "no dict": ([1], "must be a dict with imlist, qimlist and gnd, got list"),
+    "no gnd": ({"imlist": [], "qimlist": []}, r"imlist, qimlist and gnd, got one with \['imlist', 'qimlist'\]"),
+    "no names": (ground_truth(imlist=[]), r"`imlist` must be a list of names in .*, got \[\]"),
+    "names that are none": (ground_truth(qimlist=[1, 2, 3]), r"`qimlist` must be a list of names .*, got \[1, 2, 3\]"),
+    "one name": (ground_truth(qimlist="abc"), "`qimlist` must be a list of names .*, got abc"),
+    "fewer entries": (ground_truth(gnd=GND[:2]), "`gnd` must have one entry for each of 3 queries in .*, got 2"),
+    "no entries": (ground_truth(gnd=None), "`gnd` must have one entry for each of 3 queries in .*, got NoneType"),
+    "old protocol": (entry(1, ok=[1], easy=GONE, hard=GONE), "must be of the revisited protocol, .* with `ok`"),
+    "no junk": (entry(1, junk=GONE), rf"must have bbx, easy, hard and junk of {OF}, got \['bbx', 'easy', 'hard'\]"),
+    "entry that is none": (ground_truth(gnd=[GND[0], 5, GND[2]]), rf"bbx, easy, hard and junk of {OF}, got \[\]"),
+    "three corners": (entry(1, bbx=[1, 2, 3]), rf"`bbx` must be 4 finite numbers of pixels for {OF}, got \[1, 2, 3\]"),
+    "far away": (entry(1, bbx=[1, 2, 3, 1e300]), r"`bbx` must be 4 finite numbers .*, got \[1, 2, 3, 1e\+300\]"),
+    "index too large": (entry(1, hard=[8]), f"`hard` of {OF} must be positions in imlist, from 0 to 7, got 8"),
+    "index below 0": (entry(1, junk=[-1]), f"`junk` of {OF} must be positions in imlist, from 0 to 7, got -1"),
+    "fraction": (entry(1, easy=[1.5]), rf"`easy` of {OF} must be a list of integers, got \[1.5\]"),
+    "bools": (entry(1, easy=np.zeros(8, bool)), f"`easy` of {OF} must be a list of integers, got"),
+    "number": (entry(1, easy=3), f"`easy` of {OF} must be a list of integers, got 3"),
+    "image in two lists": (entry(1, easy=[2]), rf"must list an image only once for {OF}, got 2 \({IMAGES[2]}\) twice"),
+}
+
+
+@refusal
+@pytest.mark.parametrize("case", INVALID_VALUES)
+def test_invalid_values_raise(tmp_path, case):
+    value, message = INVALID_VALUES[case]
+    folder = write_revisited(tmp_path)
+    write_pickle(folder / "gnd_roxford5k.pkl", value)
+    with pytest.raises(ValueError, match=message):
+        RevisitedOxford(folder).prepare_data()

@@ -22,8 +22,6 @@ def test_images_are_read_as_they_were_written(tmp_path, images):
     assert list(splits) == ["train", "small", "medium", "large"]
     for split, index in splits.items():
         assert list(index.paths) == [f"{images}/{name}.jpg" for name, _ in written[split]]
-        assert index.paths[0].startswith(f"{images}/000")
-        assert all((tmp_path / path).is_file() for path in index.paths)
         assert index.labels.tolist() == [NUMBERS[split].index(vehicle) for _, vehicle in written[split]]
         assert list(index.names) == [str(vehicle) for vehicle in NUMBERS[split]]
         assert index.categories.tolist() == [MODELS.get(vehicle, 2) for _, vehicle in written[split]]
