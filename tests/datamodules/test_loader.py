@@ -178,6 +178,8 @@ def test_start_applies_to_its_epoch_only():
     assert batches_of(loader) == rows[6:]
     loader.set_epoch(0)
     assert batches_of(loader) == rows[:3]
+    with pytest.raises(ValueError, match=r"`start` must be at most the number of batches .*, got 4 for 3 batches"):
+        make(start=4)
 
 
 def test_set_epoch_takes_effect_after_iter_but_before_the_first_batch():

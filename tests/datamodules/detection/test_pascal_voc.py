@@ -97,3 +97,5 @@ def test_missing_files_and_invalid_arguments(devkit):
         PascalVOC(devkit / "VOCdevkit" / "VOC2007").prepare_data()
     with pytest.raises(ValueError, match=r"`train_sets` must be one of .*, got 'VOC2010'"):
         PascalVOC(devkit, train_sets=["VOC2010"])
+    with pytest.raises(ValueError, match=r"`train_sets` must name different years, got \[\]"):
+        PascalVOC(devkit, train_sets=[])

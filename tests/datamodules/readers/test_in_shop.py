@@ -8,7 +8,7 @@ from tests.datamodules.trees import replace, write_in_shop
 from tests.datamodules.trees_more import QUICK, fit_and_validate
 
 STRUCTURES = {"as unpacked": ("Eval/", "Img/"), "flat": ("", ""), "Anno": ("Anno/", "Img/"), "Eval": ("Eval/", "")}
-PARTITION, BOXES = "Eval/list_eval_partition.txt", "Eval/list_bbox_inshop.txt"
+PARTITION = "Eval/list_eval_partition.txt"
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -6,7 +6,6 @@ from lightning_retrieval.datamodules.readers.online_products import StanfordOnli
 from tests.datamodules.trees import write_online_products
 
 STRUCTURES = {"as unpacked": ("", ""), "online_products": ("Info_Files/", "images/"), "mixed": ("Info_Files/", "")}
-HEADER = "image_id class_id super_class_id path"
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -11,7 +11,6 @@ from tests.datamodules.trees_more import QUICK, SMALL, fit_and_validate
 
 NUMBERS = {"train": [9, 10, 11, 20], "small": [30, 31], "medium": [30, 31, 32], "large": [5, 30, 31, 32]}
 MODELS = {20: 0, 9: 1, 31: 1}  # models 7 and 101; the others have none, which is a category of its own
-TRAIN, SMALL_LIST = "train_test_split/train_list.txt", "train_test_split/test_list_800.txt"
 ALL, ATTRIBUTE = "attribute/img2vid.txt", "attribute/model_attr.txt"
 
 
