@@ -58,8 +58,7 @@ def test_a_data_module_trains_with_a_sampler_object(tmp_path):
 def test_a_sampler_made_with_other_labels_raises(tmp_path):
     write_folders(tmp_path, ["a", "b", "c", "d"])
     sampler = PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2)
-    message = "ImageFolder: `sampler` must be made with the labels of the 6 training images, got one made with 4"
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=r"^ImageFolder: `sampler` must .* the 6 training images, got one made with 4"):
         ImageFolder(tmp_path, sampler=sampler, **QUICK).train_dataloader()
 
 

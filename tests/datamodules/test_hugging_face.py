@@ -204,6 +204,7 @@ def test_check_reports_missing_images_and_images_with_two_labels(tmp_path):
         (r"`image_column` must hold images, encoded or as paths, got 'label' of type ", {"image_column": "label"}),
         (r"`label_column` must be a column with an integer or text in each row, got \{", {"label_column": "image"}),
         (r"`split_names` must be from 'train', 'validation', got 'tset'\.", {"split_names": {"train": "tset"}}),
+        (r"`split_names` must name at least one split, got none\.", {"split_names": {}}),
     ],
 )
 def test_bad_settings(match, settings, tmp_path):

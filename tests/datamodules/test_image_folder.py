@@ -126,6 +126,9 @@ def test_a_root_without_classes_raises_with_a_suggestion(tmp_path, names, catego
 
 
 def test_a_fraction_that_leaves_no_class_raises(tmp_path):
+    for fraction in (0, 1):
+        with pytest.raises(ValueError, match=rf"ImageFolder: `test_fraction` must be between 0 and 1, got {fraction}"):
+            ImageFolder(tmp_path, test_fraction=fraction)
     write_folders(tmp_path, ["a", "b", "c"])
     with pytest.raises(ValueError, match=r"`test_fraction` must leave at least one class .*, got 0.1 of 3 classes"):
         ImageFolder(tmp_path, test_fraction=0.1).prepare_data()

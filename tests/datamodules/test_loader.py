@@ -362,8 +362,7 @@ def test_the_first_batch_is_what_the_sampler_drew(kind, label_of, id_of):
 @pytest.mark.refusal
 @pytest.mark.parametrize(("kind", "id_of"), [("pk", label), *((kind, lambda index: index // 2) for kind in SAMPLERS)])
 def test_ids_that_repeat_raise_before_the_first_step(kind, id_of):
-    message = r"^RetrievalDataLoader: each image must have an id of its own, got \d+ different `ids` for \d+ images"
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: each image must have an id of its own") as raised:
         train_one_step(SAMPLERS[kind](LABELS), label, id_of, start=1)
     shared, one, other = map(int, re.findall(r"id (\d+) for the images (\d+) and (\d+)", str(raised.value))[0])
     assert id_of(one) == id_of(other) == shared
@@ -381,8 +380,7 @@ def test_ids_that_repeat_raise_before_the_first_step(kind, id_of):
     ],
 )
 def test_labels_that_are_not_those_of_the_sampler_raise_before_the_first_step(kind, label_of, id_of):
-    message = r"^RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch"
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: `batch_sampler` must .* got a first batch") as raised:
         train_one_step(SAMPLERS[kind](LABELS), label_of, id_of)
     found = re.findall(r"the images (\d+) and (\d+) have the labels (\d+) and (\d+),", str(raised.value))
     one, other, of_one, of_other = map(int, found[0])

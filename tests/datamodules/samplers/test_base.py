@@ -175,9 +175,6 @@ def test_random_batches_depend_on_seed_and_epoch():
     assert list(sampler) != first
 
 
-# --- a million images
-
-
 IMAGES = 1_000_000
 PK = {"classes_per_batch": 32, "samples_per_class": 4}
 CASES = {  # number of classes, number of categories, and the sampler
