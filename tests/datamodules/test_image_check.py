@@ -23,11 +23,8 @@ from lightning_retrieval.datamodules import (
     image_check,
 )
 from lightning_retrieval.datamodules.image_check import check_contents
-from lightning_retrieval.datamodules.image_index import record_warnings
 from tests.datamodules.pictures import as_it_is
-from tests.datamodules.trees import (
-    write_image,
-)
+from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_landmarks
 from tests.processes import start_processes
 
@@ -236,20 +233,6 @@ def test_the_documentation_has_the_published_counts(name):
 
 
 # --- warnings of reading
-
-
-def test_warnings_are_recorded_and_issued(tmp_path):
-    def read():
-        warnings.warn("a message", stacklevel=1)
-        return 7
-
-    with pytest.warns(UserWarning, match="a message"):
-        assert record_warnings(read) == (7, ["a message"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert record_warnings(lambda: 7) == (7, [])
-        with pytest.raises(UserWarning, match="a message"):
-            record_warnings(read)
 
 
 def test_warnings_of_reading_are_repeated_from_the_cache_and_in_the_report(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from lightning_retrieval.datamodules.image_folder import ImageFolder
 from lightning_retrieval.datamodules.image_index import split_by_class
 from tests.datamodules.trees import write_image, write_text
-from tests.datamodules.trees_more import QUICK, fit_and_validate, write_folders
+from tests.datamodules.trees_more import QUICK, write_folders
 
 NAMES = ["a 1", "b", "c", "łódź", "日本"]
 
@@ -125,17 +125,12 @@ def test_a_root_without_classes_raises_with_a_suggestion(tmp_path, names, catego
         ImageFolder(tmp_path, categories=categories).prepare_data()
 
 
-def test_invalid_arguments_raise(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"`root` must be a folder of .*, got .*nowhere, which does not exist"):
-        ImageFolder(tmp_path / "nowhere", cache_dir=tmp_path / "cache").prepare_data()
+def test_a_fraction_that_leaves_no_class_raises(tmp_path):
     for fraction in (0, 1):
         with pytest.raises(ValueError, match=rf"ImageFolder: `test_fraction` must be between 0 and 1, got {fraction}"):
             ImageFolder(tmp_path, test_fraction=fraction)
     write_folders(tmp_path, ["a", "b", "c"])
-    with pytest.raises(
-        ValueError,
-        match=r"`test_fraction` must leave at least one class .*, got 0.1 of 3 classes; change it, or add classes",
-    ):
+    with pytest.raises(ValueError, match=r"`test_fraction` must leave at least one class .*, got 0.1 of 3 classes"):
         ImageFolder(tmp_path, test_fraction=0.1).prepare_data()
 
 
@@ -150,24 +145,14 @@ def test_a_new_image_invalidates_the_cache(tmp_path):
     assert "train/b/new.jpg" in list(ImageFolder(root, cache_dir=tmp_path / "cache").splits["train"].paths)
 
 
-def test_trains_and_validates(tmp_path):
-    write_folders(tmp_path, NAMES, suffix=".JPG")
-    write_image(tmp_path / "b" / "0.JPG", "CMYK")
-    logged = fit_and_validate(ImageFolder(tmp_path, num_workers=2, **QUICK))
-    assert 0 < logged["val/mAP"] <= 1
-
-
 @pytest.mark.refusal
-def test_a_root_that_is_one_folder_too_high_or_a_file_raises(tmp_path):
+def test_a_root_that_is_one_folder_too_high_raises(tmp_path):
     write_folders(tmp_path / "pets", ["cat", "dog"])
     with pytest.raises(ValueError, match=rf"categories=True if .*, or pass root={tmp_path}/pets\.$"):
         ImageFolder(tmp_path).prepare_data()
     write_folders(tmp_path / "split" / "pets", ["train/cat", "test/dog"])
     with pytest.raises(ValueError, match=rf"; pass root={tmp_path}/split/pets\.$"):
         ImageFolder(tmp_path / "split").prepare_data()
-    write_text(tmp_path / "file", "x")
-    with pytest.raises(FileNotFoundError, match=r"must be a folder of class folders, got .*/file, which is a file\.$"):
-        ImageFolder(tmp_path / "file").prepare_data()
 
 
 def test_only_suffixes_that_pillow_decodes_are_images(tmp_path):

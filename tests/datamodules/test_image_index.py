@@ -2,17 +2,15 @@
 
 import itertools
 import pickle
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_retrieval.datamodules import (
-    ImageIndex,
-    ImageSet,
-)
-from lightning_retrieval.datamodules.image_index import class_numbers, digest_of_arrays
+from lightning_retrieval.datamodules import ImageIndex, ImageSet
+from lightning_retrieval.datamodules.image_index import read_cached
 from tests.datamodules.pictures import as_it_is
 
 
@@ -40,50 +38,6 @@ def test_an_index_can_be_sliced_and_converted_to_arrays():
         index[index.labels == 5]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (([], []), "`paths` must hold at least one image"),
-        ((["a"], [1, 2]), "`labels` must have one entry for each of 1 paths, got 2"),
-        ((["../a"], [1]), r"`paths` must lie inside the root, got '\.\./a'"),
-        ((["a//b"], [1]), "must be without './' and '//'"),
-    ],
-)
-def test_an_invalid_index_raises(arguments, sentence):
-    with pytest.raises(ValueError, match=f"^ImageIndex: .*{sentence}"):
-        ImageIndex(*arguments)
-
-
-def test_boxes_without_pixels_raise():
-    with pytest.raises(
-        ValueError,
-        match=r"^ImageIndex: `boxes` must contain at least one pixel, got \[3, 0, 3, 5\] for b \(1 such boxes",
-    ):
-        ImageIndex(["a", "b"], [0, 0], boxes=[[0, 0, 1, 1], [3, 0, 3, 5]])
-
-
-@pytest.mark.refusal
-def test_boxes_beyond_32_bits_raise():
-    with pytest.raises(
-        ValueError, match=r"^ImageIndex: `boxes` must hold numbers of pixels below 2\*\*31, got \[0, 0, 1, 10995"
-    ):
-        ImageIndex(["a", "b"], [0, 0], boxes=[[0, 0, 1, 1], [0, 0, 1, 2**40]])
-
-
-@pytest.mark.refusal
-def test_instances_with_several_classes_raise():
-    with pytest.raises(
-        ValueError, match=r"^ImageIndex: `instances` must have one label each, got \[2, 3\] for instance 7 \(b and d\)"
-    ):
-        ImageIndex(list("abcd"), [1, 2, 2, 3], instances=[4, 7, 7, 7])
-    with pytest.raises(ValueError, match=r"^ImageIndex: `instances` must have one entry for each of 2 paths, got 3"):
-        ImageIndex(list("ab"), [1, 1], instances=[1, 2, 3])
-    with pytest.raises(
-        ValueError, match=r"^ImageIndex: `instances` must have one camera each, got \[5, 6\] for instance 4 \(a and c\)"
-    ):
-        ImageIndex(list("abc"), [1, 1, 1], instances=[4, 7, 4], cameras=[5, 5, 6])
-
-
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("arguments", "error", "sentence"),
@@ -92,6 +46,17 @@ def test_instances_with_several_classes_raise():
         ({"paths": ["a", None]}, TypeError, r"`paths` must hold strings only, got None \(NoneType\)\."),
         ({"labels": [0.5, 1.0]}, TypeError, r"`labels` must be integers of 64 bits, got float64\."),
         ({"labels": [1, 10**30]}, TypeError, "`labels` must be integers of 64 bits, got object"),
+        ({"paths": [], "labels": []}, ValueError, "`paths` must hold at least one image"),
+        ({"paths": ["../a", "b"]}, ValueError, r"`paths` must lie inside the root, got '\.\./a'"),
+        ({"paths": ["a", "a//b"]}, ValueError, "`paths` must be without './' and '//'"),
+        ({"boxes": [[0, 0, 1, 1], [3, 0, 3, 5]]}, ValueError, r"`boxes` must .*, got \[3, 0, 3, 5\] for b \(1 such"),
+        ({"boxes": [[0, 0, 1, 1], [0, 0, 1, 2**40]]}, ValueError, r"`boxes` must .*, got \[0, 0, 1, 10995"),
+        ({"instances": [7, 7]}, ValueError, r"`instances` must .*, got \[0, 1\] for instance 7 \(a and b\)"),
+        (
+            {"labels": [1, 1], "instances": [4, 4], "cameras": [5, 6]},
+            ValueError,
+            r"`instances` must have one camera each, got \[5, 6\] for instance 4 \(a and b\)",
+        ),
         ({"cameras": [1]}, ValueError, "`cameras` must have one entry for each of 2 paths, got 1"),
         ({"roles": [-1, 1]}, ValueError, "`roles` must be from 0 to 3, got -1"),
         ({"roles": [257, 1]}, ValueError, "`roles` must be from 0 to 3, got 257"),
@@ -179,25 +144,96 @@ def test_all_short_paths_raise_or_not_as_the_rule_says():
                     assert list(ImageIndex(paths, range(len(paths))).paths) == paths
 
 
-def test_the_digest_depends_on_names_types_shapes_and_values():
-    digests = {
-        digest_of_arrays(arrays)
-        for arrays in (
-            {"a": np.arange(4)},
-            {"b": np.arange(4)},
-            {"a": np.arange(4).reshape(2, 2)},
-            {"a": np.arange(4, dtype=np.int32)},
-            {"a": np.arange(1, 5)},
-            {"a": np.arange(4), "b": np.zeros(0, np.int64)},
-        )
-    }
-    assert len(digests) == 6
-    columns = np.arange(8).reshape(4, 2)[:, 0]  # not contiguous
-    assert digest_of_arrays({"a": columns}) == digest_of_arrays({"a": columns.copy()})
+# --- the cache of indexes
 
 
-def test_classes_are_numbered_in_the_order_of_their_ids():
-    labels, names = class_numbers([30, 7, 30, -2])
-    assert labels.tolist() == [2, 1, 2, 0]
-    assert names == ["-2", "7", "30"]
-    assert class_numbers(["b", "a", "b"])[0].tolist() == [1, 0, 1]
+OTHER = ImageIndex(["z"], [3], roles=[1], instances=[5])
+STRINGS = ["a/b.jpg", "é/ü ñ.PNG", "", "x" * 300, "日本/語.jpg"]
+
+
+def test_a_cached_index_is_read_again_only_if_a_source_or_a_setting_changes(tmp_path):
+    source, calls = tmp_path / "list.txt", []
+    source.write_text("one")
+
+    def read():
+        calls.append(1)
+        return {"train": ImageIndex(STRINGS, range(5), names=["é"] * 5), "test/other": OTHER}
+
+    for _ in range(2):
+        splits = read_cached(read, [source], {"a": 1}, tmp_path / "cache")
+        assert list(splits) == ["train", "test/other"]
+        assert list(splits["train"].paths) == STRINGS
+        assert list(splits["train"].names) == ["é"] * 5
+        assert (splits["test/other"].roles.tolist(), splits["test/other"].instances.tolist()) == ([1], [5])
+        assert splits["train"].instances is None
+    assert len(calls) == 1
+    read_cached(read, [source], {"a": 2}, tmp_path / "cache")
+    assert len(calls) == 2
+    source.write_text("two, longer")
+    read_cached(read, [source], {"a": 1}, tmp_path / "cache")
+    assert len(calls) == 3
+    assert not [file for file in (tmp_path / "cache").iterdir() if not file.name.startswith("index-")]
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-9], None])
+def test_a_damaged_cache_is_replaced(tmp_path, damage):
+    source, folder = tmp_path / "list.txt", tmp_path / "cache"
+    source.write_text("one")
+
+    def read():
+        return {"train": ImageIndex(["a.png"], [7])}
+
+    read_cached(read, [source], {}, folder)
+    (file,) = folder.iterdir()
+    if damage is None:
+        np.savez(file, labels=np.zeros(3))  # arrays of something else
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    sentence = rf"^ImageDataModule: the lists are read again because the cache file {file} is damaged \("
+    with pytest.warns(UserWarning, match=sentence):
+        assert list(read_cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(read_cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
+
+
+@pytest.mark.refusal
+def test_a_cache_folder_that_is_a_file_raises(tmp_path):
+    (tmp_path / "cache").write_text("")
+    for folder in (tmp_path / "cache", tmp_path / "cache" / "deeper"):
+        with pytest.raises(ValueError, match=rf"^ImageDataModule: `cache_dir` must be a folder .*, got {folder} \("):
+            read_cached(lambda: {"test": OTHER}, [tmp_path / "cache"], {}, folder)
+
+
+@pytest.mark.parametrize("function", ["pathlib.Path.mkdir", "os.replace", "numpy.savez"])
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, function):
+    source, folder = tmp_path / "list.txt", tmp_path / "cache"
+    source.write_text("one")
+
+    def fails(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(function, fails)
+    sentence = rf"^ImageDataModule: the index .* is not stored, .* got {folder} \(Permission denied\)\."
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=sentence):
+            assert list(read_cached(lambda: {"test": OTHER}, [source], {}, folder)["test"].paths) == ["z"]
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_images_that_were_moved_are_read_again(tmp_path):
+    """One of three images that are looked for is enough, because images may be missing."""
+    source, calls = tmp_path / "list.txt", []
+    source.write_text("one")
+
+    def read():
+        calls.append(1)
+        return {"train": ImageIndex(["a.png", "b.png", "c.png"], [1, 1, 1])}
+
+    (tmp_path / "b.png").write_text("")
+    for _ in range(2):
+        read_cached(read, [source], {}, tmp_path / "cache", root=tmp_path)
+    assert len(calls) == 1
+    (tmp_path / "b.png").unlink()
+    read_cached(read, [source], {}, tmp_path / "cache", root=tmp_path)
+    assert len(calls) == 2

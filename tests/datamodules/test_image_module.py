@@ -1,22 +1,15 @@
 """ImageDataModule: splits, training and validation, the cache, and the check of the files."""
 
-import os
 from types import MappingProxyType
 
-import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from lightning_retrieval import RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import (
-    ImageDataModule,
-    ImageIndex,
-    ImageSet,
-)
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, class_numbers
+from lightning_retrieval.datamodules import ImageDataModule, ImageIndex
+from lightning_retrieval.datamodules.image_index import class_numbers
 from tests.datamodules.pictures import TINY, picture
 from tests.quiet_trainer import quiet_trainer
 
@@ -38,16 +31,12 @@ class Pictures(ImageDataModule):
     def of(self, classes):
         paths = [f"{label}/{number}.png" for label in classes for number in range(4)]
         labels, names = class_numbers([int(path.split("/")[0]) for path in paths])
-        return ImageIndex(paths, labels, categories=labels // 2, names=names)
-
-    def sources(self):
-        return [self.root / "list.txt"]
+        return ImageIndex(paths, labels, names=names)
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     root = tmp_path_factory.mktemp("pictures")
-    (root / "list.txt").write_text("")
     for label in [*range(12), 20, 21]:
         for number in range(4):
             picture(root / f"{label}/{number}.png", size=(10 + label, 12))
@@ -57,23 +46,11 @@ def tree(tmp_path_factory):
 def fit(data, steps=2):
     torch.manual_seed(0)
     module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(192, 8)), SmoothAPLoss())
-    trainer = quiet_trainer(
-        max_steps=steps,
-        callbacks=[RetrievalEvaluation(ks=(1,))],
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(max_steps=steps, callbacks=[RetrievalEvaluation(ks=(1,))], num_sanity_val_steps=0)
     trainer.fit(module, datamodule=data)
     trained = dict(trainer.callback_metrics)
     trainer.validate(module, datamodule=data, verbose=False)
     return {**trained, **trainer.callback_metrics}
-
-
-@pytest.mark.parametrize("sampler", ["pk", "category", "all_classes"])
-def test_a_module_trains_and_validates(tree, sampler):
-    settings = {"classes_per_batch": 6, "samples_per_class": 2} if sampler == "all_classes" else {}
-    found = fit(Pictures(tree, sampler=sampler, **settings))
-    assert 0 < found["val/mAP"] <= 1
-    assert found["val/skipped_queries"] == 0
 
 
 def test_several_sets_are_logged_by_name(tree):
@@ -93,10 +70,7 @@ def test_the_set_on_which_checkpoints_are_chosen(tree):
     assert not set(held.train_set.index.paths) & set(held.val_set.index.paths)
     assert held.val_set.transform is held.eval_transform
     assert list(Pictures(tree, val_fraction=0.34, seed=1).val_set.index.paths) == list(held.val_set.index.paths)
-    with pytest.raises(
-        ValueError,
-        match=r"`val_fraction` must leave at least one class on each side .*, got 0.05 of 6 classes",
-    ):
+    with pytest.raises(ValueError, match=r"`val_fraction` must leave .*, got 0.05 of 6 classes"):
         _ = Pictures(tree, val_fraction=0.05).train_set
     with pytest.raises(ValueError, match="Pictures: has no split 'train', only 'test'"):
         _ = Pictures(tree, parts=("test",)).train_set
@@ -107,9 +81,7 @@ def test_classes_and_images_in_training_and_evaluation_raise(tree):
         def read(self):
             return {"train": self.of(range(4)), "test": self.of(range(3, 6))}
 
-    with pytest.raises(
-        ValueError, match=r"^Mixed: classes must be in training or .* got 1 in train and test, such as '3'"
-    ):
+    with pytest.raises(ValueError, match=r"^Mixed: classes must be .* got 1 in train and test, such as '3'"):
         Mixed(tree).prepare_data()
     Mixed.shared_classes = True
     with pytest.raises(ValueError, match=r"^Mixed: images must be in .* got 4 in train and test, such as 3/0\.png"):
@@ -121,16 +93,6 @@ def test_classes_and_images_in_training_and_evaluation_raise(tree):
             return {"train": index[::2], "test": index[1::2]}
 
     Shared(tree).prepare_data()
-
-
-def test_the_index_is_stored_in_the_cache(tree, tmp_path):
-    first = Pictures(tree, cache_dir=tmp_path).splits
-    (file,) = tmp_path.iterdir()
-    os.utime(file, (1, 1))
-    again = Pictures(tree, cache_dir=tmp_path).splits
-    assert file.stat().st_mtime == 1
-    assert list(again["test"].paths) == list(first["test"].paths)
-    assert len(Pictures(tree, parts=("train", "test", "hard"), cache_dir=tmp_path).splits) == 3  # other settings
 
 
 def test_check_reports_the_published_counts_and_missing_files(tree):
@@ -156,41 +118,3 @@ def test_check_reports_the_published_counts_and_missing_files(tree):
     assert report.missing_files == ["gone/é.png"]
     assert report.problems == ["1 paths are listed twice in train"]
     assert "missing: gone/é.png" in str(report)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"val_fraction": 1.0}, "`val_fraction` must be at least 0 and below 1, got 1.0"),
-        ({"on_error": "ignore"}, "`on_error` must be one of 'raise', 'skip', got 'ignore'"),
-    ],
-)
-def test_invalid_settings_raise(tree, settings, sentence):
-    with pytest.raises(ValueError, match=f"^Pictures: {sentence}"):
-        Pictures(tree, **settings)
-
-
-def test_roles_determine_queries_and_gallery(tree):
-    """Compare queries, gallery and distractors in one set with the metrics that are given the same roles."""
-
-    class Roles(Pictures):
-        def read(self):
-            index = self.of(range(6, 9))
-            index.roles = np.array([ROLES[r] for r in ("query", "gallery", "both", "distractor")] * 3, dtype=np.uint8)
-            index.labels[3::4] = DISTRACTOR
-            return {"train": self.of(range(6)), "test": index}
-
-    data = Roles(tree, eval_batch_size=5)
-    found = fit(data)
-    torch.manual_seed(0)
-    module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(192, 8)), SmoothAPLoss())
-    pl.Trainer(
-        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0,
-    ).fit(module, datamodule=data)  # fmt: skip
-    batch = ImageSet.collate([data.test_set[i] for i in range(12)])
-    metrics = RetrievalMetrics(ks=(1,))
-    module.eval()
-    with torch.no_grad():
-        metrics.update(module(batch["images"]), batch["labels"], batch["ids"], torch.tensor([1, 2, 3, 2] * 3))
-    assert found["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item(), abs=1e-6)

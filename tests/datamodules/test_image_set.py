@@ -9,11 +9,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalMetrics
-from lightning_retrieval.datamodules import (
-    ImageIndex,
-    ImageSet,
-    training_transform,
-)
+from lightning_retrieval.datamodules import ImageIndex, ImageSet, training_transform
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.models import Preparation
@@ -43,17 +39,6 @@ def test_items_hold_the_annotations_of_the_index(tmp_path):
     people = ImageSet(ImageIndex(["a.png"] * 2, [7, 7], cameras=[2, 1]), tmp_path, as_it_is)
     batch = ImageSet.collate([people[1], people[0]])
     assert (batch["cameras"].tolist(), batch["cameras"].dtype) == ([1, 2], torch.int64)
-
-
-def test_augmentation_is_determined_by_the_seed_of_the_index(tmp_path):
-    picture(tmp_path / "a.png", size=(60, 50))
-    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, training_transform("smooth_ap"))
-    before = torch.get_rng_state()
-    one, same, other = (images[SeededIndex(0, seed=seed)]["images"] for seed in (3, 3, 4))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-    assert not torch.equal(images[0]["images"], images[0]["images"])  # without a seed, from the global state
 
 
 def test_a_transform_gets_pixels_only_if_it_takes_them(tmp_path):
@@ -87,7 +72,7 @@ def test_a_transform_gets_pixels_only_if_it_takes_them(tmp_path):
 @pytest.mark.parametrize("roles", [None, [1, 1, 1, 2, 2, 3, 2, 2]])
 @pytest.mark.parametrize(
     ("instances", "cameras"),
-    [(None, None), ([0, 1, 1, 1, 5, 5, 5, 7], None), ([0, 1, 1, 1, 5, 5, 5, 7], [0, 0, 0, 0, 1, 1, 0, 0])],
+    [(None, None), ([0, 1, 1, 1, 5, 5, 5, 7], None), ([0, 1, 1, 1, 5, 5, 5, 7], [0, 1, 1, 1, 1, 1, 1, 1])],
 )
 def test_unreadable_images_do_not_count_in_the_evaluation(tmp_path, batch, roles, instances, cameras):
     """Whatever the size of batches; also the frames of a video of which others can be read."""
@@ -97,8 +82,6 @@ def test_unreadable_images_do_not_count_in_the_evaluation(tmp_path, batch, roles
         picture(tmp_path / name, size=(4 + position, 9 - position))
     for position in (2, 3, 6):
         (tmp_path / names[position]).write_text("not an image")
-    if instances and cameras:
-        cameras = [camera % 2 for camera in instances]
     index = ImageIndex(names, labels, roles=roles, instances=instances, cameras=cameras)
     images = ImageSet(index, tmp_path, TINY, on_error="skip")
     found, wanted = RetrievalMetrics((1, 2)), RetrievalMetrics((1, 2))
@@ -124,9 +107,7 @@ def test_unreadable_images_raise_or_are_skipped_and_counted(tmp_path):
     names = ["good.png", "cut.png", "text.jpg", "missing.png"]
     images = ImageSet(ImageIndex(names, range(4)), tmp_path, as_it_is)
     for position, kind in ((1, ValueError), (2, ValueError), (3, FileNotFoundError)):
-        with pytest.raises(
-            kind, match=rf"^ImageSet: cannot read the image {tmp_path / names[position]} .*on_error='skip'"
-        ):
+        with pytest.raises(kind, match=rf"^ImageSet: cannot read the image {tmp_path / names[position]} "):
             images[position]
     images = ImageSet(ImageIndex(names, range(4)), tmp_path, as_it_is, on_error="skip")
     with pytest.warns(UserWarning, match=r"^ImageSet: skipped .*cut\.png, .*; skipped so far: 1"):
@@ -138,10 +119,7 @@ def test_unreadable_images_raise_or_are_skipped_and_counted(tmp_path):
         batch = ImageSet.collate([images[0], images[1], images[3]])
     assert batch["ids"].tolist() == [0]
     assert images.skipped == ["cut.png", "missing.png"]
-    with pytest.raises(
-        ValueError,
-        match=rf"none of the 2 images of a batch could be read \({tmp_path}/cut\.png, {tmp_path}/missing\.png\)",
-    ):
+    with pytest.raises(ValueError, match=rf"none of the 2 images .* \({tmp_path}/cut\.png, {tmp_path}/missing\.png\)"):
         ImageSet.collate([images[SeededIndex(1, seed=0)], images[SeededIndex(3, seed=0)]])
     placeholder = ImageSet.collate([images[1], images[3]])  # in evaluation
     assert {name: part.shape[0] for name, part in placeholder.items()} == dict.fromkeys(
@@ -167,10 +145,7 @@ def test_a_batch_of_images_of_several_sizes_raises(tmp_path):
     picture(tmp_path / "a.png")
     picture(tmp_path / "b.png", size=(5, 5))
     images = ImageSet(ImageIndex(["a.png", "b.png"], [0, 0]), tmp_path, as_it_is)
-    with pytest.raises(
-        ValueError,
-        match=r"must have the same size, got \(4, 6, 3\) of id \d+, \(5, 5, 3\) of id \d+; .* eval_batch_size",
-    ):
+    with pytest.raises(ValueError, match=r"same size, got \(4, 6, 3\) of id \d+, \(5, 5, 3\) of id \d+"):
         ImageSet.collate([images[0], images[1]])
 
 
@@ -193,12 +168,6 @@ def test_jpegs_are_decoded_at_a_reduced_scale_if_the_transform_lets_them_be(tmp_
         images[position]
     assert sizes == [(40, 30), (160, 120), (40, 40), (3, 30, 40), (3, 120, 160), (3, 40, 40)]
     assert images.read(0).size == (160, 120)  # in full, for `check` and for subclasses
-
-    class Halved(ImageSet):
-        def read(self, position):
-            return super().read(position).reduce(2)
-
-    assert Halved(index, tmp_path, sizes_of).input_of_transform(0).size == (80, 60)
 
 
 @pytest.mark.parametrize("settings", [{}, {"interpolation": "bicubic"}])

@@ -13,34 +13,18 @@ from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 
 
-def timm_transform():
-    data = pytest.importorskip("timm.data")
-    return data.create_transform(16, is_training=True, auto_augment="rand-m9-n2", re_prob=0.5, re_mode="pixel")
-
-
 def albumentations_transform():
     albumentations = pytest.importorskip("albumentations")
     to_tensor = pytest.importorskip("albumentations.pytorch").ToTensorV2()
     return albumentations.Compose([albumentations.RandomCrop(16, 16), albumentations.GaussNoise(p=0.5), to_tensor])
 
 
-def torchvision_transform():
-    from torchvision.transforms import v2
-
-    steps = [v2.RandomResizedCrop(16), v2.RandAugment(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-    return v2.Compose(steps)
-
-
 def draws_from_each(image):
+    """Draw from the generators of Python, NumPy and torch, as the transforms of timm and torchvision do."""
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]).reshape(3, 1, 1)
 
 
-TRANSFORMS = {
-    "timm": timm_transform,
-    "albumentations": albumentations_transform,
-    "torchvision": torchvision_transform,
-    "own": lambda: draws_from_each,
-}
+TRANSFORMS = {"albumentations": albumentations_transform, "own": lambda: draws_from_each}
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
-from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 from lightning_retrieval import HAPLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds, item_generator
@@ -119,9 +118,8 @@ def test_a_seeded_index_is_an_int_that_keeps_its_seed():
 
 
 def test_item_generator_depends_on_the_seed_and_is_none_for_a_plain_int():
-    draw = [
-        torch.rand(3, generator=item_generator(SeededIndex(i, seed=s))).tolist() for i, s in [(1, 4), (2, 4), (1, 5)]
-    ]
+    indices = (SeededIndex(1, seed=4), SeededIndex(2, seed=4), SeededIndex(1, seed=5))
+    draw = [torch.rand(3, generator=item_generator(index)).tolist() for index in indices]
     assert draw[0] == draw[1] != draw[2]
     assert item_generator(3) is None
     assert item_generator(SeededIndex(0, seed=2**63 - 1)).initial_seed() == 2**63 - 1
@@ -149,25 +147,6 @@ def test_workers_change_neither_batches_nor_seeds(kwargs):
     assert rows == expected()
 
 
-def test_getitems_of_a_dataset_is_called_with_seeded_indices():
-    class Many(Indices):
-        def __getitems__(self, indices):
-            assert all(type(index) is SeededIndex for index in indices)
-            return [self[index] for index in indices]
-
-    loader = RetrievalDataLoader(Many(), make()._rank_sampler.batch_sampler)
-    assert batches_of(loader) == [row[2] for row in expected(1)]
-
-
-def test_lightning_finds_a_distributed_sampler_and_one_set_epoch():
-    loader = make()
-    assert isinstance(loader, DataLoader)
-    assert isinstance(loader.sampler, TorchDistributedSampler)
-    assert loader.sampler is loader.batch_sampler is loader.batch_sampler.sampler
-    loader.sampler.set_epoch(2)
-    assert batches_of(loader) == [row[2] for row in expected()][2 * BATCHES :]
-
-
 @pytest.mark.parametrize("world", [1, 2, 4, 9])
 def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
     loader, shards = make(), []
@@ -191,15 +170,16 @@ def test_more_processes_than_images_raise(monkeypatch):
         next(iter(make()))
 
 
-@pytest.mark.parametrize("kwargs", WORKERS, ids=str)
-def test_start_applies_to_its_epoch_only(kwargs):
-    loader, rows = make(epoch=1, start=2, **kwargs), [row[2] for row in expected()]
+def test_start_applies_to_its_epoch_only():
+    loader, rows = make(epoch=1, start=2, num_workers=1), [row[2] for row in expected()]
     assert len(loader) == BATCHES
     assert batches_of(loader) == batches_of(loader) == rows[5:6]
     loader.set_epoch(2)
     assert batches_of(loader) == rows[6:]
     loader.set_epoch(0)
     assert batches_of(loader) == rows[:3]
+    with pytest.raises(ValueError, match=r"`start` must be at most the number of batches .*, got 4 for 3 batches"):
+        make(start=4)
 
 
 def test_set_epoch_takes_effect_after_iter_but_before_the_first_batch():
@@ -227,24 +207,10 @@ def test_state_dict_continues_after_the_last_batch_returned():
     assert batches_of(with_start) == rows[:3]
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"start": 4}, ValueError, r"`start` must be at most the number of batches of an epoch, got 4 for 3 batches"),
-        ({"epoch": 1.0}, TypeError, r"`epoch` must be an integer >= 0, got 1\.0"),
-    ],
-)
-def test_positions_out_of_range_raise(kwargs, error, message):
-    with pytest.raises(error, match=message):
-        make(**kwargs)
-
-
 # --- one process with a Trainer
 
 
-@pytest.mark.parametrize("kwargs", WORKERS, ids=str)
-@pytest.mark.parametrize("hook", [True, False], ids=["hook", "passed"])
+@pytest.mark.parametrize(("hook", "kwargs"), [(True, {}), (False, WORKERS[1])])
 def test_a_run_resumed_after_any_step_continues_with_the_next_batch(tmp_path, kwargs, hook):
     """The loader is created in the hook, or it is passed to `fit` and restored by Lightning from its state."""
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -252,22 +218,22 @@ def test_a_run_resumed_after_any_step_continues_with_the_next_batch(tmp_path, kw
     fit(whole, None if hook else make(**kwargs), callbacks=[save])
     assert whole.arrived == expected()
     assert torch.load(tmp_path / "step=1.ckpt", weights_only=True)["global_step"] == 1  # loads without running code
-    for step in (1, 2, 3, 8) if not kwargs else (2, 3):
+    for step in (2, 3):
         part = Recorder(**kwargs)
         fit(part, None if hook else make(**kwargs), ckpt_path=tmp_path / f"step={step}.ckpt")
         assert part.arrived == expected()[step:]
 
 
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", "passed"])
-@pytest.mark.parametrize("trainer", [{"limit_train_batches": 2}, {"reload_dataloaders_every_n_epochs": 1}])
-def test_resuming_with_the_limits_of_the_trainer(tmp_path, trainer, hook):
+def test_resuming_with_the_limits_of_the_trainer(tmp_path, hook):
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    limits = {"limit_train_batches": 2, "reload_dataloaders_every_n_epochs": 1}
     whole = Recorder()
-    fit(whole, None if hook else make(), callbacks=[save], **trainer)
-    assert len(whole.arrived) == {"limit_train_batches": 6}.get(next(iter(trainer)), 9)
+    fit(whole, None if hook else make(), callbacks=[save], **limits)
+    assert len(whole.arrived) == 6
     for step in (2, 3):
         part = Recorder()
-        fit(part, None if hook else make(), ckpt_path=tmp_path / f"step={step}.ckpt", **trainer)
+        fit(part, None if hook else make(), ckpt_path=tmp_path / f"step={step}.ckpt", **limits)
         assert part.arrived == whole.arrived[step:]
 
 
@@ -293,17 +259,16 @@ def test_the_batch_of_a_failed_step_is_repeated(tmp_path, fail_at):
 
 
 def run_rank(rank: int, world_size: int, folder: Path) -> dict:
-    """Run three fits with the Trainer's default flags on one rank, the last two resumed; the batches of each."""
+    """Run two fits with the Trainer's default flags on one rank, the second one resumed; the batches of each."""
     arrived = {}
     ddp = {"strategy": "ddp", "devices": world_size}
     save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     early = make()  # before there is a process group
-    for name, kwargs, loader, trainer in [
-        ("passed", {}, early, {"callbacks": [save]}),
-        ("resumed", {}, None, {"ckpt_path": folder / "step=4.ckpt"}),
-        ("resumed, passed", {}, make(num_workers=1), {"ckpt_path": folder / "step=4.ckpt"}),
+    for name, loader, trainer in [
+        ("whole", early, {"callbacks": [save]}),
+        ("resumed", make(num_workers=2), {"ckpt_path": folder / "step=4.ckpt"}),
     ]:
-        model = Recorder(**kwargs)
+        model = Recorder()
         fit(model, loader, **trainer, **ddp)
         arrived[name] = model.arrived
     assert isinstance(early.sampler, DistributedSampler)
@@ -316,22 +281,12 @@ def run_rank(rank: int, world_size: int, folder: Path) -> dict:
 def test_two_processes(tmp_path, run_processes):
     """The shards have 5 and 4 of 9 images; joined, they are the batches of one process, also in a resumed run."""
     first, second = run_processes(run_rank, 2, tmp_path, backend=None)
-    for name, begin in {"passed": 0, "resumed": 4, "resumed, passed": 4}.items():
+    for name, begin in {"whole": 0, "resumed": 4}.items():
         joined = []
         for a, b in zip(first[name], second[name], strict=True):
             assert (a[:2], len(a[2]), len(b[2])) == (b[:2], 5, 4)
             joined.append([*a[:2], a[2] + b[2], a[3] + b[3]])
         assert joined == expected()[begin:], name
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(("dataset", "came"), [(range(5), "got 5"), (None, "got None")])
-def test_a_dataset_of_another_size_raises(dataset, came):
-    sampler = PKSampler([0, 0, 1, 1, 2, 2], classes_per_batch=2, samples_per_class=2)
-    with pytest.raises(
-        ValueError, match=rf"^RetrievalDataLoader: `dataset` must have one item for each of the 6 .*{came}"
-    ):
-        RetrievalDataLoader(dataset, sampler)
 
 
 # --- the first batch of a run
@@ -405,19 +360,9 @@ def test_the_first_batch_is_what_the_sampler_drew(kind, label_of, id_of):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("kind", "id_of"),
-    [
-        ("pk", label),
-        *((kind, lambda index: index // 2) for kind in SAMPLERS),
-    ],
-)
+@pytest.mark.parametrize(("kind", "id_of"), [("pk", label), *((kind, lambda index: index // 2) for kind in SAMPLERS)])
 def test_ids_that_repeat_raise_before_the_first_step(kind, id_of):
-    message = (
-        r"^RetrievalDataLoader: each image must have an id of its own, got \d+ different `ids` for \d+ images that "
-    )
-    message += r"\w+Sampler drew for the first batch \(id \d+ for the images \d+ and \d+ of"
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: each image must have an id of its own") as raised:
         train_one_step(SAMPLERS[kind](LABELS), label, id_of, start=1)
     shared, one, other = map(int, re.findall(r"id (\d+) for the images (\d+) and (\d+)", str(raised.value))[0])
     assert id_of(one) == id_of(other) == shared
@@ -435,9 +380,7 @@ def test_ids_that_repeat_raise_before_the_first_step(kind, id_of):
     ],
 )
 def test_labels_that_are_not_those_of_the_sampler_raise_before_the_first_step(kind, label_of, id_of):
-    message = r"^RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch "
-    message += r"with P = \d+ classes of K = .* where \w+Sampler drew P = \d+ classes of K"
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: `batch_sampler` must .* got a first batch") as raised:
         train_one_step(SAMPLERS[kind](LABELS), label_of, id_of)
     found = re.findall(r"the images (\d+) and (\d+) have the labels (\d+) and (\d+),", str(raised.value))
     one, other, of_one, of_other = map(int, found[0])
@@ -446,16 +389,15 @@ def test_labels_that_are_not_those_of_the_sampler_raise_before_the_first_step(ki
     assert (label(one) == label(other)) != (of_one == of_other)
 
 
-@pytest.mark.parametrize("form", ["ids of another list", "rows in another order"])
-def test_the_images_of_a_batch_may_have_other_ids_or_another_order(form):
+@pytest.mark.parametrize(
+    ("id_of", "collate"),
+    [(lambda index: (index + 9) % 26, None), (int, lambda items: default_collate(items[::-1]))],
+    ids=["ids of another list", "rows in another order"],
+)
+def test_the_images_of_a_batch_may_have_other_ids_or_another_order(id_of, collate):
     """One batch holds the whole data set, so that any order of its indices is one of the batch, too."""
-    sampler = AllClassesSampler(LABELS, batch_size=26)
-    id_of, collate = int, None
-    if form == "ids of another list":
-        id_of = lambda index: (index + 9) % 26  # noqa: E731
-    else:
-        collate = lambda items: default_collate(items[::-1])  # noqa: E731
     module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+    sampler = AllClassesSampler(LABELS, batch_size=26)
     loader = RetrievalDataLoader(Items(label, id_of), sampler, collate_fn=collate)
     assert fit(module, loader, max_steps=1).global_step == 1
 
@@ -463,9 +405,7 @@ def test_the_images_of_a_batch_may_have_other_ids_or_another_order(form):
 def test_a_sampler_of_the_user_warns_of_other_labels():
     """Its groups may differ from the classes on purpose."""
     groups = [index // 6 for index in range(26)]
-    with pytest.warns(
-        UserWarning, match="with P = 3 classes of K = 4 images where OwnSampler drew P = 2 classes of K = 6"
-    ):
+    with pytest.warns(UserWarning, match="K = 4 images where OwnSampler drew P = 2 classes of K = 6"):
         module = train_one_step(OwnSampler(groups), label, int)
     assert module.trainer.global_step == 1
     train_one_step(OwnSampler(LABELS), label, int)
@@ -474,16 +414,14 @@ def test_a_sampler_of_the_user_warns_of_other_labels():
 
 
 def test_images_that_could_not_be_read_are_neither_missing_ids_nor_missing_labels():
-    for id_of, raises in ((int, False), (lambda index: index // 2, True)):
-        loader = RetrievalDataLoader(
-            Items(label, id_of), SAMPLERS["pk"](LABELS), collate_fn=lambda items: default_collate(items[1:])
-        )
-        module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
-        if raises:
-            with pytest.raises(ValueError, match=r"got \d different `ids` for 9 images .* first batch; let"):
-                fit(module, loader, max_steps=1)
-        else:
-            assert fit(module, loader, max_steps=1).global_step == 1
+    def fit_without_the_first_image(id_of):
+        sampler = SAMPLERS["pk"](LABELS)
+        loader = RetrievalDataLoader(Items(label, id_of), sampler, collate_fn=lambda items: default_collate(items[1:]))
+        return fit(RetrievalModule(nn.Linear(6, 4), SmoothAPLoss()), loader, max_steps=1)
+
+    assert fit_without_the_first_image(int).global_step == 1
+    with pytest.raises(ValueError, match=r"got \d different `ids` for 9 images"):
+        fit_without_the_first_image(lambda index: index // 2)
 
 
 def message_of_a_rank(rank: int, world_size: int) -> str:
@@ -502,9 +440,7 @@ def message_of_a_rank(rank: int, world_size: int) -> str:
 @pytest.mark.slow
 def test_ids_that_repeat_in_the_batch_of_all_processes_raise_on_each(run_processes):
     for message in run_processes(message_of_a_rank, 2, backend=None):
-        assert message.startswith(
-            "RetrievalDataLoader: each image must have an id of its own, got 5 different `ids` for 9"
-        )
+        assert "each image must have an id of its own, got 5 different `ids` for 9" in message
 
 
 # --- images of different sizes

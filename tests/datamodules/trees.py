@@ -1,5 +1,7 @@
 """Writes small trees of images in the official directory structures of the data sets."""
 
+import functools
+import io
 from pathlib import Path
 from typing import Literal
 
@@ -11,12 +13,21 @@ def write_image(
     path: Path, mode: Literal["RGB", "L", "CMYK"] = "RGB", size: tuple[int, int] = (48, 40), seed: int = 0
 ) -> Path:
     """An image of smooth noise as JPEG (.jpg, .JPG) or PNG, by suffix, with the folders that it needs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded_image(mode, size, seed, path.suffix.lower()))
+    return path
+
+
+@functools.cache
+def encoded_image(mode: Literal["RGB", "L", "CMYK"], size: tuple[int, int], seed: int, suffix: str) -> bytes:
+    """The content of such a file; most tests write the same ones."""
     bands = {"RGB": 3, "L": 1, "CMYK": 4}[mode]
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, bands), dtype=np.uint8)
     layers = [Image.fromarray(coarse[:, :, band]).resize(size) for band in range(bands)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (layers[0] if bands == 1 else Image.merge(mode, layers)).save(path)
-    return path
+    image = layers[0] if bands == 1 else Image.merge(mode, layers)
+    stream = io.BytesIO()
+    image.save(stream, Image.registered_extensions()[suffix])
+    return stream.getvalue()
 
 
 def truncate(path: Path, keep: float = 0.5) -> Path:
@@ -33,23 +44,22 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
+def replace(path: Path, old: str, new: str) -> None:
+    """Replace the first occurrence of `old` in a text file."""
+    text = path.read_text(encoding="utf-8")
+    assert old in text, f"{old!r} is not in {path}"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
 def mode_of(image: int) -> Literal["RGB", "L", "CMYK"]:
     """The first image of a tree is grey, the second one CMYK."""
     return "L" if image == 0 else "CMYK" if image == 1 else "RGB"
 
 
-def write_online_products(
-    root: Path, lists: str = "", images: str = ""
-) -> dict[str, list[tuple[str, int, int, tuple[int, int]]]]:
+def write_online_products(root: Path, lists: str = "", images: str = ""):
     """Stanford Online Products: four classes for training and three for the test, three images of each.
 
-    Args:
-        root: where it is written.
-        lists: the folder of the two lists, ending in a slash.
-        images: the folder of the categories' folders, ending in a slash.
-
-    Returns:
-        Path below the root, class, category and size of each image of each split.
+    Returns {split: (path below the root, class, category, size) of each image}.
     """
     found: dict[str, list[tuple[str, int, int, tuple[int, int]]]] = {"train": [], "test": []}
     lines = {split: ["image_id class_id super_class_id path"] for split in found}
@@ -68,18 +78,10 @@ def write_online_products(
     return found
 
 
-def write_in_shop(
-    root: Path, lists: str = "Eval/", images: str = ""
-) -> list[tuple[str, str, str, tuple[int, int, int, int]]]:
+def write_in_shop(root: Path, lists: str = "Eval/", images: str = ""):
     """In-Shop Clothes Retrieval: four items for training; three for the test, one query and two of the gallery each.
 
-    Args:
-        root: where it is written.
-        lists: the folder of the lists, ending in a slash.
-        images: the folder of `img` and `img_highres`, ending in a slash.
-
-    Returns:
-        Name as in the list, item, status and box of each image.
+    Returns (name as in the list, item, status, box) of each image.
     """
     found: list[tuple[str, str, str, tuple[int, int, int, int]]] = []
     items = {2: "train", 7: "train", 9: "train", 10: "train", 1: "test", 3: "test", 5: "test"}
@@ -105,8 +107,7 @@ def write_in_shop(
 def write_cub(root: Path) -> list[tuple[int, str, int, tuple[float, float, float, float]]]:
     """CUB-200-2011: seven species, three images of each, and a hidden file as macOS creates it.
 
-    Returns:
-        Id, path below `images`, species and box (x, y, width, height) of each image.
+    Returns (id, path below `images`, species, box as x, y, width, height) of each image.
     """
     found: list[tuple[int, str, int, tuple[float, float, float, float]]] = []
     species = {1: "Black_footed_Albatross", 2: "Laysan_Albatross", 20: "Yellow_breasted_Chat", 100: "Brown_Pelican"}
@@ -133,13 +134,7 @@ def write_vehicle_id(root: Path, images: str = "image") -> dict[str, list[tuple[
     """PKU VehicleID: four vehicles for training; two, three and four for the test sets, each within the next.
 
     Of each vehicle three images are listed; a fourth stands in `img2vid.txt` only. Vehicles 9, 20 and 31 have a model.
-
-    Args:
-        root: where it is written.
-        images: the folder of the images.
-
-    Returns:
-        Number and vehicle of each listed image of each list.
+    Returns {list: (number, vehicle) of each listed image}.
     """
     vehicles = (9, 10, 11, 20, 30, 31, 32, 5)
     of_lists = {"train": vehicles[:4], "small": vehicles[4:6], "medium": vehicles[4:7], "large": vehicles[4:]}

@@ -108,5 +108,3 @@ def test_images_that_cannot_be_used(folder):
     (folder[0] / "c.png").write_text("no image")
     with pytest.raises(ValueError, match=r"BoxSet: cannot read the image .*c.png .*; repair or remove it"):
         box_set(folder[0], path="c.png")[0]
-    with pytest.raises(TypeError, match="BoxSet: `train` must be True or False, got 'no'"):
-        box_set(folder[0], train="no")

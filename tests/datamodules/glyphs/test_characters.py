@@ -3,17 +3,16 @@
 import hashlib
 import re
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_retrieval.datamodules.glyphs import characters as class_table
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts, make_class_table, split_of
-from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
+from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 
 
-def test_fonts_that_draw_other_symbols_are_excluded(drawn_glyphs: GlyphImages) -> None:
+def test_fonts_that_draw_other_symbols_are_excluded(drawn_glyphs):
     assert list(drawn_glyphs.font_names) == sorted(set(drawn_glyphs.font_names))
     assert {"DejaVuSans", "STIXGeneral", "cmr10"} <= set(drawn_glyphs.font_names)
     assert not [
@@ -22,20 +21,20 @@ def test_fonts_that_draw_other_symbols_are_excluded(drawn_glyphs: GlyphImages) -
 
 
 @pytest.mark.refusal
-def test_matplotlib_without_fonts_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matplotlib_without_fonts_raises(tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.get_data_path", lambda: str(tmp_path))
     with pytest.raises(FileNotFoundError, match=re.escape(f"its fonts in {str(tmp_path / 'fonts' / 'ttf')!r}, got no")):
         load_glyph_images(tmp_path)
 
 
-def test_letters_that_look_the_same_are_one_class_and_others_are_not(drawn_glyphs: GlyphImages) -> None:
+def test_letters_that_look_the_same_are_one_class_and_others_are_not(drawn_glyphs):
     label = {character: index for index, characters in enumerate(drawn_glyphs.characters) for character in characters}
     assert len(label) == sum(map(len, drawn_glyphs.characters))  # no character is in two classes
     assert drawn_glyphs.characters[label["O"]] == "O\u039f\u041e"  # Latin, Greek and Cyrillic
     assert len({label[character] for character in "lI1|oO0,'`"}) == 10
 
 
-def test_characters_are_letters_numbers_symbols_and_punctuation(drawn_glyphs: GlyphImages) -> None:
+def test_characters_are_letters_numbers_symbols_and_punctuation(drawn_glyphs):
     assert {
         unicodedata.category(character)[0] for characters in drawn_glyphs.characters for character in characters
     } == set("LNSP")
@@ -44,7 +43,7 @@ def test_characters_are_letters_numbers_symbols_and_punctuation(drawn_glyphs: Gl
     assert {"LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "BRAILLE"} <= set(drawn_glyphs.categories)
 
 
-def test_splits_have_whole_classes_in_the_promised_fractions(drawn_glyphs: GlyphImages) -> None:
+def test_splits_have_whole_classes_in_the_promised_fractions(drawn_glyphs):
     classes = {
         split: set(drawn_glyphs.labels[drawn_glyphs.splits == split].tolist()) for split in ("train", "val", "test")
     }
@@ -55,7 +54,7 @@ def test_splits_have_whole_classes_in_the_promised_fractions(drawn_glyphs: Glyph
     assert len(classes["val"]) == pytest.approx(0.05 * 3435, abs=39)
 
 
-def test_split_is_a_function_of_the_code_point_alone(drawn_glyphs: GlyphImages) -> None:
+def test_split_is_a_function_of_the_code_point_alone(drawn_glyphs):
     # Written out again, so that a change of `split_of` is seen: the splits must never change.
     for label, split in set(zip(drawn_glyphs.labels.tolist(), drawn_glyphs.splits.tolist(), strict=True)):
         code_point = min(map(ord, drawn_glyphs.characters[label]))
@@ -65,16 +64,17 @@ def test_split_is_a_function_of_the_code_point_alone(drawn_glyphs: GlyphImages) 
         assert split == split_of(code_point) == expected
 
 
-def test_the_shipped_table_is_what_the_fonts_give() -> None:
+def test_the_shipped_table_is_what_the_fonts_give(drawn_glyphs):
     shipped = class_table.TABLE.read_text(encoding="ascii")
     made_with = shipped.splitlines()[0].removeprefix("# ")
     installed = GlyphFonts().versions()
     if made_with != installed:
         pytest.skip(f"the table was made with {made_with}; installed are {installed}")
     assert make_class_table() == shipped
+    assert [int(line.split(",")[3]) for line in shipped.splitlines()[2:]] == np.bincount(drawn_glyphs.labels).tolist()
 
 
-def test_merging_counts_the_fonts_that_contain_both() -> None:
+def test_merging_counts_the_fonts_that_contain_both():
     a, b, c = b"a", b"b", b"c"
     drawings = {
         1: dict.fromkeys(range(10), a),
@@ -84,12 +84,3 @@ def test_merging_counts_the_fonts_that_contain_both() -> None:
         5: {},
     }
     assert class_table._merge_lookalikes(drawings) == [[1, 2, 4], [3], [5]]
-
-
-def test_the_table_has_the_number_of_images(drawn_glyphs: GlyphImages) -> None:
-    lines = class_table.TABLE.read_text(encoding="ascii").splitlines()
-    made_with = lines[0].removeprefix("# ")
-    installed = GlyphFonts().versions()
-    if made_with != installed:
-        pytest.skip(f"the table was made with {made_with}; installed are {installed}")
-    assert [int(line.split(",")[3]) for line in lines[2:]] == np.bincount(drawn_glyphs.labels).tolist()

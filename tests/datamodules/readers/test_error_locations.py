@@ -1,7 +1,8 @@
-"""Errors about paths, clashes and empty boxes name the data set, the list and the line, for every reader of lists."""
+"""Invalid, empty and missing lists of every reader: errors name the data set, the list and the line."""
 
 import json
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +21,14 @@ from lightning_retrieval.datamodules import (
 )
 from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
 from tests.datamodules.small_revisited import GND, ground_truth, write_distractors, write_pickle, write_revisited
-from tests.datamodules.trees import write_cub, write_in_shop, write_online_products, write_text, write_vehicle_id
+from tests.datamodules.trees import (
+    replace,
+    write_cub,
+    write_in_shop,
+    write_online_products,
+    write_text,
+    write_vehicle_id,
+)
 from tests.datamodules.trees_more import write_inaturalist, write_landmarks, write_vgg_face2
 
 
@@ -64,6 +72,7 @@ TREES = {
     "ImageTable": Tree(write_table, lambda root: ImageTable(root, "table.csv")),
 }
 TRAIN, TEST = "Ebay_train.txt", "Ebay_test.txt"
+CLOTHES = "img/MEN/Denim/id_00000001/01_1_front.jpg"
 PARTITION, INSHOP_BOXES = "Eval/list_eval_partition.txt", "Eval/list_bbox_inshop.txt"
 VEHICLES, SMALL, ALL = (
     "train_test_split/train_list.txt",
@@ -89,14 +98,8 @@ CASES = {
         *("InShop", PARTITION, 6, "img/WOMEN/Dresses/id_00000002/01_1_front.jpg id_00000001 train"),
         {PARTITION: [3, 6]},
     ),
-    "clothes twice": (
-        *("InShop", PARTITION, 4, "img/MEN/Denim/id_00000001/01_1_front.jpg id_00000001 gallery"),
-        {PARTITION: [3, 4]},
-    ),
-    "clothes empty box": (
-        *("InShop", INSHOP_BOXES, 23, "img/MEN/Denim/id_00000001/01_1_front.jpg 1 2 001 002 001 030"),
-        {INSHOP_BOXES: [23]},
-    ),
+    "clothes twice": ("InShop", PARTITION, 4, f"{CLOTHES} id_00000001 gallery", {PARTITION: [3, 4]}),
+    "clothes empty box": ("InShop", INSHOP_BOXES, 23, f"{CLOTHES} 1 2 001 002 001 030", {INSHOP_BOXES: [23]}),
     "birds ..": ("CUB200", "images.txt", 2, "2 ../a.jpg", {"images.txt": [2]}),
     "birds id twice": ("CUB200", "images.txt", 3, "2 001.a/a.jpg", {"images.txt": [2, 3]}),
     "birds empty box": ("CUB200", "bounding_boxes.txt", 4, "19 3.0 2.0 0.0 30.0", {"bounding_boxes.txt": [4]}),
@@ -113,14 +116,8 @@ CASES = {
     "faces empty box": ("VGGFace2, boxes", LOOSE, 3, '"n000002/0002_01",1,2,0,30', {LOOSE: [3]}),
     "faces two boxes": ("VGGFace2, boxes", LOOSE, 3, '"n000002/0001_01",1,2,3,30', {LOOSE: [2, 3]}),
     "plants ..": ("INaturalist", PLANTS, 2, "train_val2018/../10/a.jpg", {PLANTS: [2]}),
-    "plants class in both": (
-        *("INaturalist", ANIMALS, 2, "train_val2018/Plantae/10/a.jpg"),
-        {PLANTS: [1], ANIMALS: [2]},
-    ),
-    "plants supercategories": (
-        *("INaturalist, levels", ANIMALS, 2, "train_val2018/Aves/10/a.jpg"),
-        {PLANTS: [1], ANIMALS: [2]},
-    ),
+    "plants class in both": ("INaturalist", ANIMALS, 2, "train_val2018/Plantae/10/a.jpg", {PLANTS: [1], ANIMALS: [2]}),
+    "plants groups": ("INaturalist, levels", ANIMALS, 2, "train_val2018/Aves/10/a.jpg", {PLANTS: [1], ANIMALS: [2]}),
     "landmarks ..": ("LandmarksClean", LANDMARKS, 2, "../a.jpg 3 17 0.5", {LANDMARKS: [2]}),
     "people ..": ("IJBC", GALLERY, 3, "1,5,../a.jpg,101,2,3,20,25", {GALLERY: [3]}),
     "people empty box": ("IJBC", GALLERY, 3, "1,5,img/10.jpg,101,2,3,20,0", {GALLERY: [3]}),
@@ -131,7 +128,6 @@ CASES = {
     "distractors absolute": ("RevisitedOxford", DISTRACTORS, 2, "/a.jpg", {DISTRACTORS: [2]}),
     "distractors twice": ("RevisitedOxford", DISTRACTORS, 2, "0/03bc.jpg", {DISTRACTORS: [1, 2]}),
     "table ..": ("ImageTable", "table.csv", 3, "../1.jpg,0,train,1 2 3 4", {"table.csv": [3]}),
-    "table absolute": ("ImageTable", "table.csv", 3, "/1.jpg,0,train,1 2 3 4", {"table.csv": [3]}),
     "table twice": ("ImageTable", "table.csv", 3, "0.jpg,0,train,1 2 20 30", {"table.csv": [2, 3]}),
     "table class in both": ("ImageTable", "table.csv", 7, "5.jpg,0,test,1 2 3 4", {"table.csv": [2, 7]}),
     "table empty box": ("ImageTable", "table.csv", 3, "1.jpg,0,train,1 2 1 4", {"table.csv": [3]}),
@@ -164,6 +160,124 @@ def test_an_error_names_the_data_set_the_list_and_the_line(tmp_path, case):
         assert str(tmp_path / list_name) in message
         for expected_number in numbers:
             assert re.search(rf"(lines?|and) {expected_number}\b", message), message
+
+
+# For each case: the tree, the list that is changed, the text that is replaced, its replacement, and the error.
+G1, G2, MIXED = (f"protocols/ijbc_1N_{name}.csv" for name in ("gallery_G1", "gallery_G2", "probe_mixed"))
+BIRD_CLASSES, BIRD_BOXES = "image_class_labels.txt", "bounding_boxes.txt"
+MODELS = "attribute/model_attr.txt"
+INVALID = {
+    "products header": ("StanfordOnlineProducts", TRAIN, "image_id class_id", "image_id", "line 1 of .*train.txt must"),
+    "products two categories": ("StanfordOnlineProducts", TRAIN, "2 8 12 ", "2 8 7 ", "got 8 with 12 and with 7 in"),
+    "clothes count": ("InShop", PARTITION, "21\n", "22\n", "as its first line says, 22, got 21"),
+    "clothes header": ("InShop", PARTITION, "item_id", "item", "line 2 of .* must be the header"),
+    "clothes status": ("InShop", PARTITION, "query", "probe", "got 'probe' in line 3 of .*partition.txt"),
+    "clothes folder": ("InShop", PARTITION, CLOTHES, CLOTHES[4:], "got 'MEN/Denim/.*' in line 3"),
+    "clothes no folders": ("InShop", PARTITION, CLOTHES, "img/1.jpg", "got 'img/1.jpg' in line 3"),
+    "clothes box twice": ("InShop", INSHOP_BOXES, "01_4_full", "01_2_side", "`image_name` must be different .*bbox"),
+    "clothes corner": ("InShop", INSHOP_BOXES, " 030\n", " 4294967296\n", "`y_2` .*, got '4294967296' in line 3"),
+    "clothes no box": ("InShop", INSHOP_BOXES, CLOTHES, "img/other.jpg", f"none for 1 images, such as {CLOTHES}"),
+    "birds class without image": ("CUB200", BIRD_CLASSES, "20 200", "99 1\n20 200", "got 1 in .*such as 99"),
+    "birds class zero": ("CUB200", BIRD_CLASSES, "20 200", "20 0", "got '0' for image 20"),
+    "birds class beyond": ("CUB200", BIRD_CLASSES, "20 200", "20 201", "got '201' for image 20 in line 3 of .*labels"),
+    "birds class of another digit": ("CUB200", BIRD_CLASSES, "20 200", "20 ²", "got '²' for image 20"),
+    "birds image without class": ("CUB200", BIRD_CLASSES, "20 200\n", "", "not in .*labels.txt, such as 20"),
+    "birds image without box": ("CUB200", BIRD_BOXES, "20 4.5 2.0 20.25 30.0\n", "", "got 1 in .*such as 20"),
+    "birds infinite box": ("CUB200", BIRD_BOXES, "20 4.5 2.0", "20 4.5 inf", "got '4.5 inf 20.25 30.0' in line 3 of"),
+    "birds box of text": ("CUB200", BIRD_BOXES, "20 4.5", "20 left", "got 'left 2.0 20.25 30.0' in line 3 of"),
+    "vehicles number": ("VehicleID", VEHICLES, "0000008 10", "0000008 x", "`vehicle id` .*, got 'x'"),
+    "vehicles without images": (
+        "VehicleID, all images",
+        VEHICLES,
+        "0000008 10",
+        "0000008 77",
+        "1 vehicles, such as 77",
+    ),
+    "vehicles model": ("VehicleID", MODELS, "9 101", "9 Audi", "`model id` must be integers .*, got 'Audi'"),
+    "faces without a person": ("VGGFace2", FACES, "n000002/0002_01", "0002_01", r"got '0002_01\.jpg' \(line 2\)"),
+    "faces of another split": ("VGGFace2", FACES, "n000002/0002", "test/n000002/0002", r"got 'test/n.*' \(line 2\)"),
+    "faces header": ("VGGFace2, boxes", LOOSE, "NAME_ID", "NAME", "line 1 of .*train.csv .*, got 'NAME,X,Y,W,H'"),
+    "faces box of three": ("VGGFace2, boxes", LOOSE, "-3,0,20,30", "-3,0,20", r"got .*,-3,0,20' \(line 2\)"),
+    "faces box of many digits": ("VGGFace2, boxes", LOOSE, ",1,21,30", ",1,21,2147483647", r"got .*3647' \(line 3\)"),
+    "faces no box": (
+        "VGGFace2, boxes",
+        LOOSE,
+        "n000002/0002_01",
+        "n000002/9",
+        "1 images, such as train/n000002/0002_01",
+    ),
+    "plants no number": ("INaturalist", PLANTS, "Plantae/10/", "Plantae/oak/", r"got 'train_.*/oak/.*' \(line 1\)"),
+    "plants no folder": ("INaturalist", PLANTS, "train_val2018/Plantae/10", "Plantae", r"got 'Plantae/.*' \(line 1\)"),
+    "plants many digits": ("INaturalist", PLANTS, "/10/", f"/{'9' * 5000}/", r"Plantae/9{178}' \(line 1\)"),
+    "people fields": ("IJBC", G2, ",20.25", "\n20.25", r"G2.csv must have 8 fields, got 1 with .* \(line 2\)"),
+    "people header": ("IJBC", G1, "SUBJECT_ID", "SUBJECT", "G1.csv must .*, which lacks SUBJECT_ID"),
+    "people subject": ("IJBC", G1, "1,5,", "1,S5,", "got 'S5' in line 2 of"),
+    "people file": ("IJBC", MIXED, "img/14.jpg", "", "`FILENAME` must not be empty in line 12 of .*probe_mixed.csv"),
+    "people sighting": ("IJBC", MIXED, ",106,", ",,", "`SIGHTING_ID` must not be empty in line 12 of .*probe_mixed"),
+    "people box of text": ("IJBC", G1, "2.5,3.0", "2.5,x", "got '2.5,x,20.25,25.0' in line 2"),
+    "people box beyond any image": ("IJBC", G1, "2.5,3.0", "2.5,3e12", "got '2.5,3e12,20.25,25.0' in line 2 of .*G1"),
+    "people no CSV": ("IJBC", G1, "img/10.jpg", "img/\r10.jpg", "G1.csv must be a CSV file, got .* in line 2"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_an_invalid_list_raises(tmp_path, case):
+    tree, name, old, new, expected = INVALID[case]
+    TREES[tree].write(tmp_path)
+    replace(tmp_path / name, old, new)
+    assert re.search(expected, error_of(tree, tmp_path))
+
+
+# For each case: the tree, the lists that are emptied, and the number of lines of their headers.
+EMPTY = {
+    "products": ("StanfordOnlineProducts", [TEST], 1),
+    "birds": ("CUB200", [BIRD_CLASSES, BIRD_BOXES, "images.txt"], 0),
+    "vehicles": ("VehicleID", [VEHICLES], 0),
+    "vehicles of a test set": ("VehicleID", [SMALL], 0),
+    "faces": ("VGGFace2", [TEST_FACES], 0),
+    "plants": ("INaturalist", [PLANTS], 0),
+    "people": ("IJBC", [G1, G2, MIXED], 1),
+    "distractors": ("RevisitedOxford", [DISTRACTORS], 0),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_an_empty_split_raises(tmp_path, case):
+    tree, names, header = EMPTY[case]
+    TREES[tree].write(tmp_path)
+    for name in names:
+        lines = (tmp_path / name).read_text(encoding="utf-8").splitlines()
+        write_text(tmp_path / name, "\n".join([*lines[:header], ""]))
+    message = error_of(tree, tmp_path)
+    assert "at least one image, got none" in message
+    assert any(name in message for name in names)
+
+
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    [
+        ("StanfordOnlineProducts", "toaster_final"),
+        ("CUB200", "images"),
+        ("CUB200", BIRD_BOXES),
+        ("VehicleID", "image"),
+        ("VehicleID, all images", ALL),
+        ("VGGFace2", TEST_FACES),
+        ("VGGFace2, boxes", "bb_landmark/loose_bb_test.csv"),
+        ("INaturalist", PLANTS),
+        ("INaturalist, levels", "train2018.json"),
+        ("LandmarksClean", LANDMARKS),
+        ("LandmarksClean", "images"),
+        ("IJBC", "images"),
+        ("IJBC, re-pack", "loose_crop"),
+        ("RevisitedOxford", "revisitop1m/revisitop1m.txt"),
+    ],
+)
+def test_a_missing_list_or_folder_raises(tmp_path, tree, name):
+    root = tmp_path / "data"
+    TREES[tree].write(root)
+    (root / name).rename(root / "away")
+    with pytest.raises(FileNotFoundError, match=f"must contain .*{Path(name).name}.*got {root}"):
+        TREES[tree].read(root).splits  # noqa: B018
 
 
 def test_blank_lines_are_counted(tmp_path):

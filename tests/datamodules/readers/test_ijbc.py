@@ -2,7 +2,6 @@
 
 import logging
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -13,14 +12,14 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import IJBC
-from tests.datamodules.short_run import SETTINGS, replace
 from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
-from tests.datamodules.trees import write_image
+from tests.datamodules.trees import replace, write_image
+from tests.datamodules.trees_more import QUICK
 from tests.quiet_trainer import quiet_trainer
 
 refusal = pytest.mark.refusal
 G1, G2, MIXED = (f"ijbc_1N_{name}.csv" for name in ("gallery_G1", "gallery_G2", "probe_mixed"))
-STRUCTURES = {"release": (write_ijbc, "protocols"), "re-pack": (write_ijbc_repack, "meta")}
+STRUCTURES = {"release": write_ijbc, "re-pack": write_ijbc_repack}
 
 
 def groups(keys):
@@ -63,23 +62,13 @@ def test_the_repack_is_read_with_all_crops(tmp_path):
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(("settings", "names"), [({}, ["5", "12"]), ({"least_instances": 6}, ["12"])])
 def test_people_with_few_instances_are_skipped_and_counted(tmp_path, caplog, structure, settings, names):
-    STRUCTURES[structure][0](tmp_path)
+    STRUCTURES[structure](tmp_path)
     with caplog.at_level(logging.INFO, logger="pytorch_lightning"):
         index = IJBC(tmp_path, **settings).splits["test"]
     assert list(index.names) == names
     assert len(set(index.instances.tolist())) == {1: 6, 2: 11}[len(names)]
     least = settings.get("least_instances", 5)
     assert f"skipped {3 - len(names)} of 3 subjects, which have fewer than {least} instances" in caplog.text
-
-
-def test_the_release_and_the_repack_have_the_same_instances(tmp_path):
-    write_ijbc(tmp_path / "release")
-    write_ijbc_repack(tmp_path / "re-pack")
-    one, other = (IJBC(tmp_path / structure).splits["test"] for structure in STRUCTURES)
-    assert len(one) < len(other)
-    assert [dict(zip(index.instances.tolist(), index.labels.tolist())) for index in (one, other)] == [
-        dict(enumerate([0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0]))
-    ] * 2
 
 
 @pytest.mark.parametrize("value", ["", "NaN"])
@@ -108,10 +97,7 @@ def test_crops_without_a_subject_are_counted_in_one_warning(tmp_path):
 def trainer_and_module():
     torch.manual_seed(2)
     module = RetrievalModule(nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8)), SmoothAPLoss())
-    trainer = quiet_trainer(
-        max_epochs=1,
-        callbacks=[RetrievalEvaluation((1, 3), before_fit=True)],
-    )
+    trainer = quiet_trainer(max_epochs=1, callbacks=[RetrievalEvaluation((1, 3), before_fit=True)])
     return trainer, module
 
 
@@ -132,10 +118,9 @@ def by_plain_loop(embeddings, labels, instances):
     return np.mean(precisions), np.mean(hits)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_evaluation_averages_the_images_of_an_instance(tmp_path, structure):
-    STRUCTURES[structure][0](tmp_path)
-    data = IJBC(tmp_path, **SETTINGS)
+def test_evaluation_averages_the_images_of_an_instance(tmp_path):
+    write_ijbc(tmp_path)
+    data = IJBC(tmp_path, **QUICK)
     trainer, module = trainer_and_module()
     (validated,) = trainer.validate(module, datamodule=data, verbose=False)
     (tested,) = trainer.test(module, datamodule=data, verbose=False)
@@ -158,88 +143,16 @@ def test_training_raises_before_anything_is_evaluated(tmp_path):
     trainer, module = trainer_and_module()
     embedded = []
     module.register_forward_hook(lambda *_: embedded.append(True))
-    sentence = "^IJBC: has no split 'train', only 'test'; train on another data module, and evaluate on this one"
-    with pytest.raises(ValueError, match=sentence):
-        trainer.fit(module, datamodule=IJBC(tmp_path, **SETTINGS))
+    with pytest.raises(ValueError, match=r"^IJBC: has no split 'train', only 'test'; train on another data module"):
+        trainer.fit(module, datamodule=IJBC(tmp_path, **QUICK))
     assert not embedded
-    with pytest.raises(ValueError, match=r"^IJBC: has no split 'train'"):
-        _ = IJBC(tmp_path, val_fraction=0.5).val_set
-
-
-INVALID = {
-    "missing fields": ("release", G2, ",20.25", "\n20.25", r"G2.csv must have 8 fields, got 1 with .* \(line 2\)"),
-    "another header": (
-        "release",
-        G1,
-        "SUBJECT_ID",
-        "SUBJECT",
-        r"G1.csv must name the columns .*, got .*, which lacks SUBJECT_ID",
-    ),
-    "subject that is not a number": (
-        "release",
-        G1,
-        "1,5,",
-        "1,S5,",
-        r"must be an integer, or empty, got 'S5' in line 2 of",
-    ),
-    "no file": ("release", MIXED, "img/14.jpg", "", r"`FILENAME` must not be empty in line 12 of .*probe_mixed.csv"),
-    "no sighting": ("release", MIXED, ",106,", ",,", r"`SIGHTING_ID` must not be empty in line 12 of .*probe_mixed"),
-    "box that is not a number": (
-        "release",
-        G1,
-        "2.5,3.0",
-        "2.5,x",
-        r"must be numbers.* got '2.5,x,20.25,25.0' in line 2",
-    ),
-    "box beyond any image": ("release", G1, "2.5,3.0", "2.5,3e12", r"got '2.5,3e12,20.25,25.0' in line 2 of .*G1.csv"),
-    "no CSV": ("release", G1, "img/10.jpg", "img/\r10.jpg", r"G1.csv must be a CSV file, got .* in line 2"),
-}
 
 
 @refusal
-@pytest.mark.parametrize("case", INVALID)
-def test_invalid_lists_raise(tmp_path, case):
-    structure, name, old, new, message = INVALID[case]
-    write, folder = STRUCTURES[structure]
-    write(tmp_path)
-    replace(tmp_path / folder / name, old, new)
-    with pytest.raises(ValueError, match=message):
-        IJBC(tmp_path).prepare_data()
-
-
-@refusal
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_an_empty_split_raises(tmp_path, structure):
-    write, folder = STRUCTURES[structure]
-    write(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"^IJBC: `least_instances` must leave .* got 7, but no subject has more than 6 instances\."
-    ):
+def test_too_many_instances_raise(tmp_path):
+    write_ijbc(tmp_path)
+    with pytest.raises(ValueError, match=r"^IJBC: `least_instances` must leave .* got 7, but .* more than 6 instances"):
         IJBC(tmp_path, least_instances=7).prepare_data()
-    for name in (G1, G2, MIXED):
-        path = tmp_path / folder / name
-        path.write_text(path.read_text().splitlines()[0] + "\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match=r"^IJBC: the split 'test' must have at least one image, got none in"):
-            IJBC(tmp_path).prepare_data()
-
-
-@refusal
-@pytest.mark.parametrize(
-    ("structure", "name"),
-    [
-        ("release", "images"),
-        ("re-pack", "loose_crop"),
-    ],
-)
-def test_missing_files_raise(tmp_path, structure, name):
-    write, folder = STRUCTURES[structure]
-    write(tmp_path / "faces")
-    path = tmp_path / "faces" / (f"{folder}/{name}" if name.endswith("csv") else name)
-    path.rename(tmp_path / "faces/away")
-    with pytest.raises(FileNotFoundError, match=f"^IJBC: `root` must contain .*{name}.*, got .*faces, which does not"):
-        IJBC(tmp_path / "faces").prepare_data()
 
 
 def test_a_face_with_a_box_in_one_list_only_is_kept(tmp_path):
@@ -257,10 +170,7 @@ def test_a_face_with_two_boxes_warns(tmp_path):
     fields = dict(zip(header.split(","), first.split(","), strict=True))
     again = ",".join({**fields, "FACE_WIDTH": "77"}.values())
     path.write_text("\n".join([header, first, *more, again, first]))
-    with pytest.warns(
-        UserWarning,
-        match=r"^IJBC: 1 rows have a different box than an earlier row of the same face; the first box is used",
-    ):
+    with pytest.warns(UserWarning, match=r"^IJBC: 1 rows have a different box than an earlier row"):
         index = IJBC(tmp_path, least_instances=1).splits["test"]
     left, _, right, _ = index.boxes[list(index.paths).index(f"images/{fields['FILENAME']}")].tolist()
     assert right - left < 77

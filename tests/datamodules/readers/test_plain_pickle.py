@@ -61,9 +61,7 @@ class Call:
 def test_functions_that_may_be_called_cannot_be_changed(tmp_path, function):
     state = pickle.dumps((None, {"__defaults__": None, "__kwdefaults__": None}), 0)[:-1]
     (tmp_path / "x.pkl").write_bytes(f"c{function}\n".encode() + state + b"b.")
-    with pytest.raises(
-        ValueError, match=r"x.pkl must contain only plain values .*, got the state of a function, which could"
-    ):
+    with pytest.raises(ValueError, match=r"x.pkl must contain only plain values .*, got the state of a function"):
         load_plain_pickle("X", tmp_path / "x.pkl")
 
 
@@ -133,9 +131,7 @@ def test_what_could_run_code_raises_with_its_name(tmp_path, name, protocol):
     target = tmp_path / "run"
     path = write_pickle(tmp_path / "gnd_roxford5k.pkl", ground_truth(extra=ATTACKS[name](target)), protocol)
     got = name if " " in name else rf"[\w.]+\.{name.split('.')[1]}"  # modules have several names, as posix and nt
-    message = (
-        rf"RevisitedOxford: {re.escape(str(path))} must contain only plain values and .*, got {got}, which could run"
-    )
+    message = rf"RevisitedOxford: {re.escape(str(path))} must contain only plain values and .*, got {got}, which"
     with pytest.raises(ValueError, match=message):
         RevisitedOxford(tmp_path).prepare_data()
     assert not target.exists()
@@ -154,9 +150,7 @@ def test_a_pickle_that_is_nested_too_deeply_is_damaged(tmp_path, data):
     inside = pickle.dumps(truth, 2).replace(box, data)
     for content in (data + b".", inside):
         path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"^RevisitedOxford: .*gnd_roxford5k.pkl is damaged: its lists must be nested"
-        ):
+        with pytest.raises(ValueError, match=r"^RevisitedOxford: .*gnd_roxford5k.pkl is damaged: its lists"):
             RevisitedOxford(tmp_path).prepare_data()
 
 

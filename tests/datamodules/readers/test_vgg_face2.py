@@ -64,73 +64,16 @@ def test_boxes_of_other_images_are_ignored(tmp_path):
 
 
 @refusal
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("0001_01.jpg", r"must be <person>/<image> or train/<person>/<image>, got '0001_01\.jpg' \(line 2\)"),
-        ("test/n000001/0001_01.jpg", r"got 'test/n000001/0001_01\.jpg' \(line 2\)"),
-    ],
-)
-def test_invalid_lines_raise(tmp_path, line, message):
-    write_vgg_face2(tmp_path)
-    write_text(tmp_path / "meta" / "train_list.txt", f"n000002/0001_01.jpg\n{line}\n")
-    with pytest.raises(ValueError, match=message):
-        VGGFace2(tmp_path).prepare_data()
-
-
-@refusal
-def test_missing_or_empty_files_raise(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"VGGFace2: `root` must contain meta/train_list.txt or train_list.txt"):
-        VGGFace2(tmp_path).prepare_data()
-    write_vgg_face2(tmp_path / "vgg")
-    with pytest.raises(FileNotFoundError, match=r"must contain meta/train_list.txt .*; pass root=.*/vgg\."):
-        VGGFace2(tmp_path).prepare_data()
-    (tmp_path / "vgg" / "meta" / "test_list.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"must contain meta/test_list.txt or test_list.txt"):
-        VGGFace2(tmp_path / "vgg").prepare_data()
-    write_text(tmp_path / "vgg" / "meta" / "test_list.txt", "\n")
-    with pytest.raises(ValueError, match=r"test_list.txt must name at least one image, got none"):
-        VGGFace2(tmp_path / "vgg").prepare_data()
+def test_folders_without_images_raise(tmp_path):
     for split in ("train", "test"):
-        (tmp_path / "empty" / split).mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"must contain lists, or images as train/<person>/<image>, got none in"):
-        VGGFace2(tmp_path / "empty").prepare_data()
-
-
-@refusal
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("NAME,X,Y,W,H\n", r"line 1 of .*loose_bb_train.csv must be the header 'NAME_ID,X,Y,W,H', got 'NAME,X,Y,W,H'"),
-        ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3\n', r"must be a name and four integers, got .*,1,2,3' \(line 2\)"),
-        ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,2147483647\n', r"four integers, got .*,2147483647' \(line 2\)"),
-        (
-            'NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,4\n',
-            r"a box for each image of train, got none for 8 images, such as train/n000002/0002_01",
-        ),
-    ],
-)
-def test_invalid_boxes_raise(tmp_path, text, message):
-    write_vgg_face2(tmp_path)
-    write_text(tmp_path / "bb_landmark" / "loose_bb_train.csv", text)
-    with pytest.raises(ValueError, match=message):
-        VGGFace2(tmp_path, boxes=True).prepare_data()
-    VGGFace2(tmp_path).prepare_data()
-
-
-@refusal
-def test_missing_boxes_raise(tmp_path):
-    write_vgg_face2(tmp_path)
-    (tmp_path / "bb_landmark" / "loose_bb_test.csv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"must contain bb_landmark/loose_bb_test.csv"):
-        VGGFace2(tmp_path, boxes=True).prepare_data()
+        (tmp_path / split).mkdir()
+    with pytest.raises(ValueError, match="must contain lists, or images as train/<person>/<image>, got none in"):
+        VGGFace2(tmp_path).prepare_data()
 
 
 @refusal
 def test_the_list_of_another_data_set_is_not_suggested(tmp_path):
     write_text(tmp_path / "VehicleID_V1.0" / "train_test_split" / "train_list.txt", "0000001 7\n")
     (tmp_path / "faces").mkdir()
-    with pytest.raises(
-        FileNotFoundError, match=r"train_list.txt, got .*faces, which does not; no folder near it contains one\.$"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"train_list.txt, got .*faces, .* no folder near it contains one\.$"):
         VGGFace2(tmp_path / "faces").prepare_data()

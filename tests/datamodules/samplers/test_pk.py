@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules.samplers import pk
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
@@ -57,7 +56,7 @@ def assert_contract(batches: list[list[int]], labels: list[int], P: int, K: int)
 
 
 @pytest.mark.filterwarnings("ignore:PKSampler. skipped .* classes in training:UserWarning")
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_class_and_image_is_drawn_once_before_any_is_drawn_twice(data):
     sizes = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=9).filter(lambda s: max(s) > 1))
@@ -90,13 +89,6 @@ def test_batches_of_many_images_equal_those_of_earlier_versions():
     assert found == "bd0ca5dee51c57ec0b755f4d231644f16198d0cca239d98479212e5f6dcf2e5c"
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 20])
-def test_how_many_are_shuffled_at_a_time_changes_nothing(chunk, monkeypatch):
-    whole = list(make(LABELS * 3, 3, 4))
-    monkeypatch.setattr(pk, "_BLOCK", chunk)
-    assert list(make(LABELS * 3, 3, 4)) == whole
-
-
 def test_each_class_and_each_image_is_drawn_equally_often():
     """There are 5 classes, 2 in a batch, 12 in an epoch: a refill within a batch must not favour any class."""
     classes, images = Counter(), Counter()
@@ -106,20 +98,6 @@ def test_each_class_and_each_image_is_drawn_equally_often():
         images.update(index for batch in batches for index in batch)
     assert max(classes.values()) < 1.25 * min(classes.values())  # 640 each, standard deviation about 40
     assert max(images.values()) < 1.25 * min(images.values())
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"P": 5}, ValueError, r"PKSampler: `classes_per_batch` must be at most .* got 5 for 4 such classes \(0 more"),
-        ({"P": 0}, ValueError, r"`classes_per_batch` must be an integer >= 1, got 0\."),
-        ({"K": 1}, ValueError, r"`samples_per_class` must be an integer >= 2, got 1\."),
-    ],
-)
-def test_invalid_arguments_raise_an_error(changed, error, message):
-    with pytest.raises(error, match=message):
-        make(**changed)
 
 
 @pytest.mark.refusal
