@@ -18,6 +18,7 @@ from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import RetrievalDataModule
 from tests.point_set import Points
+from tests.quiet_trainer import quiet_trainer
 
 BATCHES, EPOCHS = 3, 3
 STEPS = EPOCHS * BATCHES
@@ -93,10 +94,9 @@ def make_module(dropout=0.2, **settings):
 
 def make_run(callbacks=(), module=None, **flags):
     """A run that has not begun; `flags` are those of the Trainer."""
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "logger": False, **quiet}
     record = Record()
-    trainer = pl.Trainer(**{**defaults, **flags}, callbacks=[RetrievalEvaluation((1,)), record, *callbacks])
+    flags = {"max_epochs": EPOCHS, **flags}
+    trainer = quiet_trainer(**flags, callbacks=[RetrievalEvaluation((1,)), record, *callbacks])
     return Run(trainer, module or make_module(), record)
 
 
