@@ -1,7 +1,7 @@
 """Every public name answers awkward values with a right result, or with an error that names owner and argument.
 
-The valid calls stand in tables, one file for each package in `tests/awkward_values`. Each argument of each call is
-replaced by each of `awkward_values`. An error must be a ValueError, a TypeError or a FileNotFoundError.
+The valid calls stand in tables, in `tests/awkward_values`. Each argument of each call is replaced by each of
+`awkward_values`. An error must be a ValueError, a TypeError or a FileNotFoundError.
 """
 
 import itertools
@@ -9,14 +9,19 @@ import itertools
 import pytest
 import torch
 
-from tests.awkward_values import calls
+from tests.awkward_values import callbacks, calls, datamodules, detection, losses, metrics, models, search, training
 from tests.awkward_values.calls import Call, complaints, missing_arguments, numpy_integers_that_raise, problem_of_error
-from tests.awkward_values.tables import TABLES
 from tests.test_surface import public_objects
 
 pytestmark = pytest.mark.refusal
 
+PACKAGES = (callbacks, datamodules, detection, losses, metrics, models, search, training)
+TABLES = [package.CALLS for package in PACKAGES]
 CALLS = {name: of_name for table in TABLES for name, of_name in table.items()}
+CASES = {}  # without the calls that stand for an abstract base class, too
+for name, of_name in CALLS.items():
+    if of_name not in CASES.values():
+        CASES[name] = of_name
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +36,15 @@ def test_every_public_name_is_in_a_table():
     assert not missing, f"write valid calls in tests/awkward_values for {sorted(missing)}"
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CASES)
 def test_awkward_values_give_a_right_result_or_an_error_that_names_the_argument(name):
-    found = [line for call in CALLS[name] for line in complaints(call)]
+    found = [line for call in CASES[name] for line in complaints(call)]
     assert not found, f"{len(found)} answers to awkward values:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CASES)
 def test_integers_of_numpy_are_integers(name):
-    found = [line for call in CALLS[name] for line in numpy_integers_that_raise(call)]
+    found = [line for call in CASES[name] for line in numpy_integers_that_raise(call)]
     assert not found, f"{len(found)} integers of NumPy:\n" + "\n".join(found)
 
 
@@ -77,7 +82,8 @@ def test_faults_are_seen(monkeypatch):
     assert "0 was accepted, though its type is wrong" in faults(with_a_truthy_flag, True)
     assert faults(with_nan, 1.0) == ["nan gave nan", "inf gave inf"]
     monkeypatch.setattr(calls, "SECONDS", 0.05)
-    assert faults(without_end, 1) == ["10**30 took more than 0.05 seconds"]
+    too_large = ["10**30 took more than 0.05 seconds", "2**63 took more than 0.05 seconds"]
+    assert faults(without_end, 1) == too_large
     unnamed = ValueError("of_another_name: `max` must be below 0.")
     assert problem_of_error(unnamed, "of_another_name", "x").startswith("raised ValueError")
     assert problem_of_error(unnamed, "of_another_name", "max") is None

@@ -20,7 +20,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
@@ -41,9 +41,12 @@ from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
 from lightning_retrieval.metrics import EmbeddingMetric
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.whitening import PCAWhitening, Whitening
+from tests.point_set import Points
+from tests.quiet_trainer import quiet_trainer
 from tests.test_surface import public_objects
 
 TRANSFORM = Preparation()
+OBJECTS = [([[1.0, 2.0, 3.0, 4.0]], [1], [False])]
 
 
 @dataclass
@@ -130,14 +133,8 @@ TABLE = {
     # lightning_retrieval.metrics
     "EmbeddingMetric": Entry(without=NEVER_MADE),
     "RetrievalMetrics": Entry(
-        {
-            "ks": (1, 7),
-            "map_ks": (5,),
-            "map_divisor": "hits",
-            "extra_metrics": ("mINP", "NDCG@3"),
-            "alpha": 2.0,
-            "dims": (1, 3),
-        },
+        {"ks": (1, 7), "map_ks": (5,), "map_divisor": "hits", "extra_metrics": ("mINP", "NDCG@3")}
+        | {"alpha": 2.0, "dims": (1, 3)},
         not_moved=LAST_TABLE,
     ),
     "RandomGalleryMetrics": Entry({"ks": (1, 7), "draws": 3, "seed": 4}, not_moved=LAST_TABLE),
@@ -229,21 +226,13 @@ TABLE = {
     ),
     "AllClassesSampler": Entry({"labels": [0, 0, 1, 1, 1], "batch_size": 4, "seed": 5}, not_attributes=LABELS),
     "CategorySampler": Entry(
-        {
-            "labels": [0, 0, 1, 1, 1],
-            "categories": [4, 4, 7, 7, 7],
-            "classes_per_batch": 2,
-            "samples_per_class": 2,
-            "seed": 5,
-        },
+        {"labels": [0, 0, 1, 1, 2, 2], "categories": [4, 4, 4, 4, 7, 7], "classes_per_batch": 2, "seed": 5}
+        | {"samples_per_class": 2, "categories_per_batch": 2},
         not_attributes={**LABELS, "categories": "kept as the indices of each category's classes"},
     ),
     "RetrievalDataLoader": Entry(
-        {
-            "dataset": range(4),
-            "batch_sampler": PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2),
-            "epoch": 2,
-        },
+        {"dataset": range(4), "epoch": 2, "start": 0}
+        | {"batch_sampler": PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2)},
         not_attributes={"epoch": "`state_dict` holds where to start", "start": "`state_dict` holds where to start"},
     ),
     "ImageDataModule": Entry(without=NEVER_MADE),
@@ -251,7 +240,10 @@ TABLE = {
     "ImageSet": Entry(
         {"index": ImageIndex(["a.jpg"], [0]), "root": ".", "transform": TRANSFORM, "on_error": "skip"},
     ),
-    "DataReport": Entry({"splits": {"train": ((2, 1), ())}, "missing_files": ["a.jpg"], "problems": ["a sentence"]}),
+    "DataReport": Entry(
+        {"splits": {"train": ((2, 1), ())}, "missing_files": ["a.jpg"], "problems": ["a sentence"]}
+        | {"unreadable_files": ["b.jpg (truncated)"], "notes": ["a sentence"]}
+    ),
     "training_transform": Entry(without=ONLY_CALLED),
     "CUB200": Entry({"root": "CUB_200_2011", "boxes": True, "val_fraction": 0.1}),
     "IJBC": Entry({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
@@ -259,13 +251,8 @@ TABLE = {
     "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "categories": True, "split_seed": 2}),
     "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"}),
     "HuggingFaceImages": Entry(
-        {
-            "path": "pets",
-            "label_column": "kind",
-            "split_names": {"train": "train"},
-            "test_fraction": 0.3,
-            "split_seed": 2,
-        }
+        {"path": "pets", "label_column": "kind", "split_names": {"train": "train"}, "test_fraction": 0.3}
+        | {"split_seed": 2}
     ),
     "InShop": Entry({"root": "In-shop", "high_res": True, "samples_per_class": 3}),
     "LandmarksClean": Entry({"root": "landmarks"}),
@@ -278,16 +265,8 @@ TABLE = {
     "VGGFace2": Entry({"root": "vggface2", "cache_dir": "cache"}),
     "VehicleID": Entry({"root": "VehicleID_V1.0", "protocol": "reid", "select_by_vid": True}),
     "BoxDataModule": Entry(without=NEVER_MADE),
-    "BoxIndex": Entry(
-        {"paths": ["a.jpg"], "objects": [([[1, 2, 3, 4]], [1], [False])], "class_names": ["cat"]},
-    ),
-    "BoxSet": Entry(
-        {
-            "index": BoxIndex(["a.jpg"], [([[1, 2, 3, 4]], [1], [False])], class_names=["cat"]),
-            "root": ".",
-            "train": True,
-        }
-    ),
+    "BoxIndex": Entry({"paths": ["a.jpg"], "objects": OBJECTS, "class_names": ["cat"]}),
+    "BoxSet": Entry({"index": BoxIndex(["a.jpg"], OBJECTS, class_names=["cat"]), "root": ".", "train": True}),
     "CocoDetection": Entry(
         {"root": "images", "train": "train.json", "test": "test.json", "batch_size": 4},
         not_attributes={"train": "in `files`", "test": "in `files`", "val": "in `files`"},
@@ -316,11 +295,16 @@ TABLE = {
 PUBLIC = public_objects()
 
 
-def make(name):
+def settings_of(name):
+    """The settings of a table entry, made anew."""
     settings = {}
     for key, value in TABLE[name].settings.items():
         settings[key] = value() if value is load_glyph_images else copy.deepcopy(value)
-    return PUBLIC[name](**settings)
+    return settings
+
+
+def make(name):
+    return PUBLIC[name](**settings_of(name))
 
 
 def of_kind(thing, kind):
@@ -644,22 +628,11 @@ def test_a_loss_of_a_batch_with_nothing_to_learn_is_a_zero_with_a_gradient(name)
 # --- callbacks
 
 
-class Noise(Dataset):
+class NoiseData(pl.LightningDataModule):
     """Images of noise in classes of four."""
 
-    def __init__(self):
-        self.images = torch.rand(24, 1, 4, 4)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        return {"images": self.images[index], "labels": index // 4, "ids": index}
-
-
-class NoiseData(pl.LightningDataModule):
     def train_dataloader(self):
-        return DataLoader(Noise(), batch_size=12)
+        return DataLoader(Points(0, 24, shape=(1, 4, 4)), batch_size=12)
 
     val_dataloader = test_dataloader = train_dataloader
 
@@ -673,18 +646,8 @@ def run_training(callback, folder):
         memory=CrossBatchMemory(64),
     )
     evaluation = [] if isinstance(callback, RetrievalEvaluation) else [RetrievalEvaluation(ks=(1,))]
-    trainer = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        devices=1,
-        callbacks=[*evaluation, callback],
-        logger=False,
-        default_root_dir=folder,
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [*evaluation, callback]
+    trainer = quiet_trainer(max_epochs=2, callbacks=callbacks, default_root_dir=folder, log_every_n_steps=1)
     trainer.fit(module, datamodule=NoiseData())
     trainer.test(module, datamodule=NoiseData(), verbose=False)
 

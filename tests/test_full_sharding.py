@@ -20,6 +20,7 @@ from lightning_retrieval.callbacks import MemoryMonitor, RetrievalEvaluation
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
 from tests.processes import start_processes
+from tests.quiet_trainer import quiet_trainer
 from tests.test_resume import assert_same
 from tests.test_same_run import CLASSES, FewGlyphs, Watch, all_glyphs, flat, retrieval_module
 
@@ -116,8 +117,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
             data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=CUT, save_top_k=-1, save_last=True)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world,
         strategy=strategy,
         plugins=[DoublePrecision()],  # Lightning refuses precision="64-true" with this strategy
@@ -127,9 +127,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         check_val_every_n_epoch=None,
         callbacks=[*monitors, watch, evaluation, keep, *callbacks],
         log_every_n_steps=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     module = untrained_module(scenario)
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # these weights are replaced by those of the first process

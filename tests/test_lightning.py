@@ -1,10 +1,13 @@
-"""Each callback of Lightning, each method of its Tuner and each flag of its Trainer: right, or an error says why not.
+"""Each callback, strategy, method of the Tuner and flag of the Trainer of Lightning: right, or an error says why not.
 
 The tables below say which, docs/lightning.md says the same to users, and every entry is shown by a run. Another version
 of Lightning with a new callback or flag fails the last tests here, until somebody has tried it.
 """
 
+import functools
 import inspect
+import os
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning import callbacks
 from pytorch_lightning.plugins import BitsandbytesPrecision, TransformerEnginePrecision
 from pytorch_lightning.strategies import (
@@ -22,6 +26,7 @@ from pytorch_lightning.strategies import (
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceXLAStrategy,
+    StrategyRegistry,
     XLAStrategy,
 )
 from pytorch_lightning.tuner import Tuner
@@ -30,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from lightning_retrieval.training.trainer_checks import check_trainer
 from tests.lightning_tools import callbacks as of_callbacks
 from tests.lightning_tools import flags as of_flags
-from tests.lightning_tools.runs import make_run, trainer_with
+from tests.lightning_tools.runs import fit, flat, make_module, make_run, plain, trainer_with
 
 
 @dataclass
@@ -173,14 +178,14 @@ TRAINER = {
     "min_epochs": Tool(of_flags.stops_late(6, min_epochs=2)),
     "min_steps": Tool(of_flags.stops_late(5, min_steps=5)),
     "model_registry": Tool(of_flags.unchanged({"model_registry": "name"})),
-    "num_nodes": Tool(of_flags.unchanged({"num_nodes": 1})),  # and test_lightning_strategies.py
+    "num_nodes": Tool(of_flags.unchanged({"num_nodes": 1})),
     "num_sanity_val_steps": Tool(of_flags.num_sanity_val_steps),
     "overfit_batches": Tool(wrong={"limit_train_batches": {"overfit_batches": 2}}),
     "plugins": Tool(of_flags.plugins, {"BitsandbytesPrecision replaces layers": BitsandbytesPrecision}),
     "precision": Tool(of_flags.precision, {"TransformerEnginePrecision replaces layers": TransformerEnginePrecision}),
     "profiler": Tool(of_flags.profiler),
     "reload_dataloaders_every_n_epochs": Tool(of_flags.reload_dataloaders_every_n_epochs),
-    "strategy": Tool(  # and test_lightning_strategies.py
+    "strategy": Tool(
         of_flags.strategy,
         {
             r"DDPStrategy\(static_graph=True\)": {"strategy": DDPStrategy(static_graph=True)},
@@ -251,3 +256,80 @@ def test_the_documentation_says_the_same(title):
     rows = re.findall(r"^\| `(\w+)` \| ([a-z ]+?) \|", section, re.MULTILINE)
     table, _ = TABLES[title]
     assert rows == sorted([(name, tool.verdict) for name, tool in table.items()], key=lambda row: row[0].lower())
+
+
+# The names of strategies that train; all others raise.
+STRATEGIES = {"single_device"}
+for ddp in ("ddp", "ddp_fork", "ddp_notebook", "ddp_spawn"):
+    STRATEGIES |= {ddp, f"{ddp}_find_unused_parameters_false", f"{ddp}_find_unused_parameters_true"}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", StrategyRegistry.available_strategies())
+def test_names_of_strategies(name):
+    trainer = trainer_with(StrategyRegistry[name]["strategy"])
+    if name in STRATEGIES:
+        check_trainer("RetrievalModule", trainer)
+        return
+    with pytest.raises(ValueError, match=r"^RetrievalModule: "):
+        check_trainer("RetrievalModule", trainer)
+
+
+def without_dropout(**flags):
+    """A run of the weights that any number of processes should train: it draws no random numbers."""
+    module = make_module(dropout=0.0, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    run = fit(module=module, **flags)
+    return flat(run.module), run.metrics["val/mAP"]
+
+
+def by_launcher(rank, world_size):
+    """Runs of processes that somebody else has started, one after the other."""
+    cases = [
+        {"strategy": "ddp"},
+        {"strategy": "ddp", "use_distributed_sampler": False},
+        {"strategy": "ddp_find_unused_parameters_true"},
+        {"strategy": "ddp", "reload_dataloaders_every_n_epochs": 1},
+    ]
+    return [without_dropout(devices=world_size, **flags) for flags in cases]
+
+
+def on_two_nodes(rank, world_size):
+    """Each process is a node of its own."""
+    os.environ |= {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
+    return [without_dropout(devices=1, num_nodes=world_size, strategy="ddp")]
+
+
+def starting_others(rank, world_size, strategy):
+    """One process, whose Trainer starts the others."""
+    return [without_dropout(devices=2, strategy=strategy)]
+
+
+def assert_same_as_one_process(results):
+    weights, metric = without_dropout()
+    for of_rank in results:
+        for found, found_metric in of_rank:
+            torch.testing.assert_close(found, weights, rtol=0, atol=1e-5)
+            assert found_metric == pytest.approx(metric, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same(run_processes):
+    assert_same_as_one_process(run_processes(by_launcher, 2, backend=None))
+
+
+@pytest.mark.slow
+def test_two_nodes_train_the_same(run_processes):
+    assert_same_as_one_process(run_processes(on_two_nodes, 2, backend=None))
+
+
+@pytest.mark.slow
+def test_processes_that_the_trainer_starts_train_the_same(run_processes):
+    assert_same_as_one_process(run_processes(starting_others, 1, "ddp_fork", backend=None))
+
+
+def test_a_run_can_be_sent_to_a_process_that_is_spawned():
+    """As "ddp_spawn" does: the Trainer with its callbacks, the module and the data are pickled."""
+    run = make_run()
+    trainer, module, data = pickle.loads(pickle.dumps((run.trainer, run.module, run.data)))
+    trainer.fit(module, data)
+    assert torch.equal(flat(module), flat(plain().module))

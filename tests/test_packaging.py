@@ -10,18 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_tree import PACKAGES, REPOSITORY
+
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[1]
-SOURCES = (
-    "setup.cfg",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "lightning_retrieval",
-    "callbacks",
-    "datamodules",
-)
+SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", *PACKAGES)
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +51,11 @@ def test_wheel_holds_one_top_level_package(wheel):
 
 
 def test_wheel_holds_every_module_of_the_three_packages(wheel):
-    packages = {
-        "lightning_retrieval": "lightning_retrieval",
-        "callbacks": "lightning_retrieval/callbacks",
-        "datamodules": "lightning_retrieval/datamodules",
-    }
-    expected = {
-        f"{installed}/{path.relative_to(REPOSITORY / package).as_posix()}"
-        for package, installed in packages.items()
-        for path in (REPOSITORY / package).rglob("*.py")
-    }
+    expected = set()
+    for package, name in PACKAGES.items():
+        folder = name.replace(".", "/")
+        files = (REPOSITORY / package).rglob("*.py")
+        expected.update(f"{folder}/{path.relative_to(REPOSITORY / package).as_posix()}" for path in files)
     assert len(expected) > 10
     assert {name for name in wheel if name.endswith(".py")} == expected
 

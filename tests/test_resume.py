@@ -24,6 +24,7 @@ from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, Tiny
 from lightning_retrieval.models import GlyphNet
 from tests.lightning_retrieval.detection.scenes import SceneData, Scenes
 from tests.processes import start_processes
+from tests.quiet_trainer import quiet_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -114,18 +115,9 @@ def one_start(rank, world_size, folder, run, when, workers, die_writing):
     """Train from the last checkpoint, or from scratch if there is none, to the end."""
     pl.seed_everything(5)
     module, data, callbacks = RUNS[run](workers)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        callbacks=[
-            *callbacks,
-            ModelCheckpoint(folder / "checkpoints", save_last=True, **WHEN[when]),
-            Pace(die_writing),
-        ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    keep = ModelCheckpoint(folder / "checkpoints", save_last=True, **WHEN[when])
+    callbacks = [*callbacks, keep, Pace(die_writing)]
+    trainer = quiet_trainer(max_epochs=EPOCHS, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(module, datamodule=data, ckpt_path="last")
     trainer.save_checkpoint(folder / "end.ckpt")
 

@@ -24,10 +24,11 @@ from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.losses import WeightedSum
 from lightning_retrieval.models import GlyphNet
 from tests.processes import start_processes
+from tests.quiet_trainer import quiet_trainer
 
 pytestmark = pytest.mark.slow
 
-STEPS, WORLDS = 10, (1, 2, 4)
+STEPS, WORLDS = 8, (1, 2, 4)
 CLASSES = 40  # of the training set; about six batches an epoch
 IN_FLOAT32 = ("chunks", "proxies")
 COLLECTIVES = [
@@ -169,8 +170,7 @@ def flat(tensors):
 
 def fit(world, module, data, precision="64-true", steps=STEPS, strategy="ddp", keep=(), ckpt_path=None):
     watch, evaluation = Watch(), RetrievalEvaluation(ks=(1, 5))
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world,
         strategy=strategy if world > 1 else "auto",
         precision=precision,
@@ -180,10 +180,7 @@ def fit(world, module, data, precision="64-true", steps=STEPS, strategy="ddp", k
         check_val_every_n_epoch=None,
         callbacks=[watch, evaluation, *keep],
         log_every_n_steps=1,
-        logger=False,
         enable_checkpointing=bool(keep),
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return {

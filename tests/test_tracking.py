@@ -12,6 +12,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, small_glyphs
+from tests.quiet_trainer import quiet_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*SMALL_LISTS)]
 
@@ -24,13 +25,8 @@ def glyphs():
 def test_evaluation_without_training_logs_the_data_module(tmp_path, glyphs):
     for stage in ("test", "validate"):
         logger = CSVLogger(tmp_path, stage)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            logger=logger,
-            limit_val_batches=1,
-            limit_test_batches=1,
-            callbacks=[RetrievalEvaluation()],
-        )
+        few = {"limit_val_batches": 1, "limit_test_batches": 1}
+        trainer = quiet_trainer(logger=logger, callbacks=[RetrievalEvaluation()], **few)
         getattr(trainer, stage)(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs, verbose=False)
         logger.save()
         hyperparameters = yaml.safe_load((tmp_path / stage / "version_0/hparams.yaml").read_text())
@@ -94,10 +90,8 @@ class LoggedRetrieval(Logged, RetrievalModule):
 
 def test_throughput_is_logged_where_it_is_read(tmp_path, glyphs):
     module = LoggedRetrieval(Embedder("glyph_net", 8), SmoothAPLoss())
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path, "csv"), limit_train_batches=6, limit_val_batches=0,
-        log_every_n_steps=4, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    few = {"limit_train_batches": 6, "limit_val_batches": 0, "log_every_n_steps": 4}
+    trainer = quiet_trainer(max_epochs=2, logger=CSVLogger(tmp_path, "csv"), **few)
     trainer.fit(module, glyphs)
     steps = [6 * epoch + step for epoch in range(2) for step in range(1, 7)]
     expected = [
@@ -118,11 +112,10 @@ def test_throughput_excludes_the_time_between_epochs(validated, tmp_path, glyphs
     monkeypatch.setattr(
         "lightning_retrieval.training.manual_training.time", SimpleNamespace(perf_counter=lambda: clock.now)
     )
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path, "csv"), callbacks=[clock, RetrievalEvaluation()],
-        limit_train_batches=BATCHES, limit_val_batches=validated, num_sanity_val_steps=0, log_every_n_steps=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    few = {"limit_train_batches": BATCHES, "limit_val_batches": validated, "num_sanity_val_steps": 0}
+    callbacks = [clock, RetrievalEvaluation()]
+    logger = CSVLogger(tmp_path, "csv")
+    trainer = quiet_trainer(max_epochs=2, logger=logger, callbacks=callbacks, log_every_n_steps=1, **few)
     trainer.fit(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs)
     with (tmp_path / "csv/version_0/metrics.csv").open() as file:
         speeds = [float(row["train/images_per_second"] or 0) for row in csv.DictReader(file)]

@@ -1,5 +1,6 @@
 """A valid call of something public, and what is wrong with its answer to an awkward value."""
 
+import functools
 import inspect
 import math
 import re
@@ -18,6 +19,7 @@ from beartype.door import is_bearable
 
 from lightning_retrieval.datamodules.base import ShownArguments
 from tests.awkward_values.values import awkward_values
+from tests.test_contracts import PUBLIC, settings_of
 
 SECONDS = 10.0  # that a call may take, also on a busy machine
 ERRORS = (ValueError, TypeError, FileNotFoundError)
@@ -57,6 +59,11 @@ class Call:
     @property
     def signed(self):
         return self.signature or self.function
+
+
+def constructor(name, **exceptions):
+    """The call of a class with the settings of its entry in the table of contracts, which must be all that it has."""
+    return Call(name, PUBLIC[name], functools.partial(settings_of, name), **exceptions)
 
 
 class TooLong(BaseException):

@@ -11,12 +11,10 @@ from PIL import Image
 from lightning_retrieval.datamodules import (
     CUB200,
     IJBC,
-    AllClassesSampler,
-    CategorySampler,
-    DataReport,
+    CocoDetection,
     GlobalBatchSampler,
-    GlyphDataset,
     Glyphs,
+    GlyphScenes,
     HuggingFaceImages,
     ImageFolder,
     ImageIndex,
@@ -25,8 +23,8 @@ from lightning_retrieval.datamodules import (
     INaturalist,
     InShop,
     LandmarksClean,
+    PascalVOC,
     PKSampler,
-    RetrievalDataLoader,
     RevisitedOxford,
     RevisitedParis,
     StanfordOnlineProducts,
@@ -36,9 +34,8 @@ from lightning_retrieval.datamodules import (
     resume_position,
     training_transform,
 )
-from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from lightning_retrieval.models import Preparation
-from tests.awkward_values.calls import Call
+from tests.awkward_values.calls import Call, constructor
 from tests.datamodules.small_ijbc import write_ijbc
 from tests.datamodules.small_revisited import write_revisited
 from tests.datamodules.trees import (
@@ -59,11 +56,7 @@ from tests.datamodules.trees_more import (
 )
 
 LABELS = (0, 0, 1, 1, 2, 2, 2)
-
-
-@functools.cache
-def glyphs():
-    return load_glyph_images()
+OF_BOXES = {"batch_size": 2, "eval_batch_size": 2, "num_workers": 0, "seed": 0, "pin_memory": False}
 
 
 @functools.cache
@@ -184,15 +177,6 @@ def write_one_image(root):
     write_image(root / "a.png")
 
 
-def loader_settings():
-    return {
-        "dataset": range(7),
-        "batch_sampler": PKSampler(LABELS, classes_per_batch=2, samples_per_class=2),
-        "epoch": 1,
-        "start": 0,
-    }
-
-
 def write_rows(root):
     """A data set of Hugging Face with six images of three classes."""
     datasets = pytest.importorskip("datasets")
@@ -208,6 +192,19 @@ def first_row_without_a_network(data):
         return first_test_image(data)
 
 
+def scenes():
+    return {
+        "num_classes": 3, "image_size": 64, "max_objects": 2, "frequency_exponent": 0.9, "max_rotation": 5.0,
+        "clutter": 2, "train_size": 4, "eval_size": 2, "scene_seed": 1, **OF_BOXES,
+    }  # fmt: skip
+
+
+def three_files():
+    return {"root": ".", "train": "train.json", "test": "test.json", "val": "val.json", **OF_BOXES}
+
+
+GLYPH_SCENES = Call("GlyphScenes", GlyphScenes, scenes, use=lambda data: data.test_set[0][0])
+PASCAL_VOC = Call("PascalVOC", PascalVOC, lambda: {"root": ".", "train_sets": ["VOC2007"], **OF_BOXES})
 IMAGE_FOLDER = Call(
     "ImageFolder",
     ImageFolder,
@@ -216,66 +213,18 @@ IMAGE_FOLDER = Call(
     raises={"train_transform": ("a lambda", "a class")},
 )
 CALLS = {
-    "PKSampler": [
-        Call(
-            "PKSampler",
-            PKSampler,
-            lambda: {"labels": LABELS, "classes_per_batch": 2, "samples_per_class": 2, "seed": 5},
-            use=list,
-        )
-    ],
+    "PKSampler": [constructor("PKSampler", use=list)],
     "GlobalBatchSampler": [Call("PKSampler", with_epoch, lambda: {"epoch": 3}, signature=GlobalBatchSampler.set_epoch)],
-    "AllClassesSampler": [
-        Call("AllClassesSampler", AllClassesSampler, lambda: {"labels": LABELS, "batch_size": 4, "seed": 5}, use=list)
-    ],
-    "CategorySampler": [
-        Call(
-            "CategorySampler",
-            CategorySampler,
-            lambda: {
-                "labels": LABELS,
-                "categories": (4, 4, 4, 4, 7, 7, 7),
-                "classes_per_batch": 2,
-                "samples_per_class": 2,
-                "categories_per_batch": 2,
-                "seed": 5,
-            },
-            use=list,
-        )
-    ],
-    "RetrievalDataLoader": [Call("RetrievalDataLoader", RetrievalDataLoader, loader_settings, use=list)],
+    "AllClassesSampler": [constructor("AllClassesSampler", use=list)],
+    "CategorySampler": [constructor("CategorySampler", use=list)],
+    "RetrievalDataLoader": [constructor("RetrievalDataLoader", use=list)],
     "item_generator": [Call("item_generator", item_generator, lambda: {"index": 3}, use=lambda _: 0)],
-    "resume_position": [
-        Call(
-            "resume_position",
-            resume_position,
-            lambda: {"trainer": trainer()},
-        )
-    ],
+    "resume_position": [Call("resume_position", resume_position, lambda: {"trainer": trainer()})],
     "training_transform": [
         Call("training_transform", training_transform, lambda: {"name": "plain", "preparation": Preparation()})
     ],
-    "DataReport": [
-        Call(
-            "DataReport",
-            DataReport,
-            lambda: {
-                "splits": {"train": ((2, 1), ())},
-                "missing_files": ["a.jpg"],
-                "problems": ["a sentence"],
-                "unreadable_files": ["b.jpg (truncated)"],
-                "notes": ["a sentence"],
-            },
-            use=str,
-        )
-    ],
-    "GlyphDataset": [
-        Call(
-            "GlyphDataset",
-            GlyphDataset,
-            lambda: {"glyphs": glyphs(), "split": "val", "augment": True, "channels": 3},
-        )
-    ],
+    "DataReport": [constructor("DataReport", use=str)],
+    "GlyphDataset": [constructor("GlyphDataset")],
     "Glyphs": [
         Call(
             "Glyphs",
@@ -351,4 +300,12 @@ CALLS = {
     "StanfordOnlineProducts": [reader(StanfordOnlineProducts, write_online_products)],
     "VGGFace2": [reader(VGGFace2, write_vgg_face2, boxes=True)],
     "VehicleID": [reader(VehicleID, write_vehicle_id, sizes=("small", "large"), protocol="reid", select_by_vid=False)],
+    "BoxIndex": [constructor("BoxIndex", use=len)],
+    "BoxSet": [constructor("BoxSet", use=len)],
+    "CocoDetection": [Call("CocoDetection", CocoDetection, three_files, use=lambda data: True)],
+    "BoxDataModule": [PASCAL_VOC],
+    "DetectionDataModule": [GLYPH_SCENES],
+    "GlyphScenes": [GLYPH_SCENES],
+    "PascalVOC": [PASCAL_VOC],
+    "RandomBatchSampler": [constructor("RandomBatchSampler", use=list)],
 }

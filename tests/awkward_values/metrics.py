@@ -1,10 +1,10 @@
-"""Valid calls of the metrics."""
+"""Valid calls of the metrics, and of query expansion and database augmentation."""
 
 import torch
 
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
-from tests.awkward_values.calls import Call
+from tests.awkward_values.calls import Call, constructor
 
 COMMON = {
     "query_expansion": QueryExpansion(k=1),
@@ -68,6 +68,15 @@ def calls(metric, settings, rows=batch):
     ]
 
 
+def rows_to_expand():
+    gallery = torch.tensor([[1.0, 0.1], [0.6, 0.8], [-1.0, 0.5], [0.1, 1.0]])
+    return {"queries": torch.eye(2), "gallery": gallery, "self_index": torch.tensor([0, -1])}
+
+
+def rows_to_augment():
+    return {"gallery": rows_to_expand()["gallery"]}
+
+
 CALLS = {
     "EmbeddingMetric": calls(OwnMetric, {}),
     "RetrievalMetrics": calls(RetrievalMetrics, {"ks": (1, 2), "map_ks": (2,), "alpha": 1.0, **TABLE}),
@@ -75,4 +84,17 @@ CALLS = {
         RandomGalleryMetrics, {"ks": (1, 2), "draws": 2, "seed": 0, "map_ks": (2,), "alpha": 1.0, **TABLE}
     ),
     "RevisitedMetrics": calls(RevisitedMetrics, {**revisited_lists(), "ks": (1, 2)}, revisited_batch),
+    "QueryExpansion": [
+        constructor("QueryExpansion", use=lambda expand: expand(**rows_to_expand())),
+        Call("QueryExpansion", QueryExpansion(k=2), rows_to_expand, signature=QueryExpansion.__call__),
+    ],
+    "DatabaseAugmentation": [
+        constructor("DatabaseAugmentation", use=lambda augment: augment(**rows_to_augment())),
+        Call(
+            "DatabaseAugmentation",
+            DatabaseAugmentation(k=2),
+            rows_to_augment,
+            signature=DatabaseAugmentation.__call__,
+        ),
+    ],
 }

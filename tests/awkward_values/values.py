@@ -45,6 +45,7 @@ def awkward_values(valid):
         "0": 0,
         "10**30": HUGE,
         "-10**30": -HUGE,
+        "2**63": 2**63,  # one more than a tensor of int64 can hold
         "nan": float("nan"),
         "inf": float("inf"),
         "0.5": 0.5,

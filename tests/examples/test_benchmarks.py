@@ -10,6 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OF_LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the /proc of Linux")
 COLUMNS = {
     "data": {"what", "images", "time", "images per second", "added MiB"},
     "embedding": {
@@ -56,17 +57,29 @@ COLUMNS = {
 }
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
+@pytest.fixture
+def results_of(tmp_path, run_python):
+    """Run a benchmark with these options; returns its results, and what it prints."""
+
+    def run(name, *options):
+        file = tmp_path / "results.json"
+        printed = run_python(
+            BENCHMARKS / f"{name}.py", "--quick", *options, "--json", file, folder=tmp_path, timeout=600
+        )
+        written = json.loads(file.read_text())
+        assert set(written["environment"]) == {"commit", "versions", "python", "device", "threads"}
+        return written["results"], printed
+
+    return run
+
+
+@OF_LINUX
 @pytest.mark.parametrize("name", sorted(COLUMNS))
-def test_a_benchmark_prints_and_writes_its_table(name, tmp_path, run_python):
-    file = tmp_path / "results.json"
+def test_a_benchmark_prints_and_writes_its_table(name, results_of):
     if name == "stores":
         pytest.importorskip("pymilvus")
         pytest.importorskip("milvus_lite")
-    printed = run_python(BENCHMARKS / f"{name}.py", "--quick", "--json", file, folder=tmp_path)
-    written = json.loads(file.read_text())
-    assert set(written["environment"]) == {"commit", "versions", "python", "device", "threads"}
-    results = written["results"]
+    results, printed = results_of(name)
     assert {column for row in results for column in row} == COLUMNS[name]
     for column in COLUMNS[name]:
         assert column in printed
@@ -85,20 +98,16 @@ def test_a_benchmark_prints_and_writes_its_table(name, tmp_path, run_python):
         ("large_batch", "--kept", "over the prediction", {"chunks", "keep_graphs", "over keeping all"}, {1}),
     ],
 )
-def test_a_flag_compares_in_turns(name, flag, ratio, others, rows, tmp_path, run_python):
-    file = tmp_path / "results.json"
-    run_python(BENCHMARKS / f"{name}.py", "--quick", flag, "--json", file, folder=tmp_path)
-    results = json.loads(file.read_text())["results"]
+def test_a_flag_compares_in_turns(name, flag, ratio, others, rows, results_of):
+    results, _ = results_of(name, flag)
     assert all(set(row) == {*others, ratio, "lowest", "highest", "runs"} for row in results)
     assert all(0 < row["lowest"] <= row[ratio] <= row["highest"] for row in results)
     assert rows <= {row.get("loss", row.get("keep_graphs")) for row in results}
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
-def test_an_evaluation_by_several_processes_has_the_same_map(tmp_path, run_python):
-    file = tmp_path / "results.json"
-    run_python(BENCHMARKS / "metrics.py", "--quick", "--processes", "--json", file, folder=tmp_path)
-    results = json.loads(file.read_text())["results"]
+@OF_LINUX
+def test_an_evaluation_by_several_processes_has_the_same_map(results_of):
+    results, _ = results_of("metrics", "--processes")
     assert [row["processes"] for row in results] == [1, 2] * 4
     columns = {"set", "images", "D", "queries", "processes", "time", "CPU time", "added MiB", "mAP"}
     assert all(set(row) == columns for row in results)
@@ -163,10 +172,8 @@ def test_the_parts_of_a_step_are_timed_without_those_inside_them(monkeypatch):
     assert (row["step"].median, row["step"].runs) == (5233, 2)
 
 
-def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path, run_python):
-    file = tmp_path / "results.json"
-    printed = run_python(BENCHMARKS / "ddp.py", "--quick", "--json", file, folder=tmp_path)
-    one, two = json.loads(file.read_text())["results"]
+def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(results_of):
+    (one, two), printed = results_of("ddp")
     assert set(one) == {"processes", "batch", "dim", "step"}
     new = {"waiting %", "transfer %", "transfer", "predicted ms", "sent MB", "model MB", "bandwidth MB/s"}
     assert set(two) == set(one) | new
@@ -177,12 +184,9 @@ def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path, ru
     assert 0 < two["waiting %"] + two["transfer %"] < 100
 
 
-@pytest.mark.slow
-def test_the_ddp_benchmark_compares_weights(tmp_path, run_python):
+def test_the_ddp_benchmark_compares_weights(results_of):
     """The bounds of `docs/large-batches.md`: with rounded products, weights differ more."""
-    file = tmp_path / "results.json"
-    run_python(BENCHMARKS / "ddp.py", "--weights", "--quick", "--json", file, folder=tmp_path)
-    results = json.loads(file.read_text())["results"]
+    results, _ = results_of("ddp", "--weights")
     ways = ("chunks of 32", "chunks of 5", "2 processes")
     precisions = ("float32", "bf16-mixed", "bf16-mixed, float32 output")
     assert [(row["precision"], row["weights"]) for row in results] == [(a, b) for a in precisions for b in ways]
@@ -191,11 +195,9 @@ def test_the_ddp_benchmark_compares_weights(tmp_path, run_python):
         assert 0 < row["largest"] < 0.0125  # AdamW changes a weight by about 0.001 in a step
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in the /proc of Linux")
-def test_a_run_on_two_nodes_ends_as_an_undisturbed_one_after_a_worker_is_killed(tmp_path, run_python):
-    file = tmp_path / "results.json"
-    run_python(BENCHMARKS / "elastic.py", "--quick", "--json", file, folder=tmp_path, timeout=600)
-    (row,) = json.loads(file.read_text())["results"]
+@OF_LINUX
+def test_a_run_on_two_nodes_ends_as_an_undisturbed_one_after_a_worker_is_killed(results_of):
+    ((row,), _) = results_of("elastic")
     assert set(row) == {"kills", "restart", "longest restart", "same weights", "same metrics"}
     assert row["kills"] == 1
     assert row["same weights"]

@@ -26,10 +26,6 @@ def printed(notebook):
     return "".join(output["text"] for output in outputs if output.output_type == "stream" and output.name == "stdout")
 
 
-def test_both_notebooks_are_found():
-    assert [path.stem for path in PATHS] == list(EPOCHS)
-
-
 @pytest.mark.slow
 @each_notebook
 def test_a_notebook_runs(path, tmp_path, monkeypatch):

@@ -44,15 +44,9 @@ def trained(study, monkeypatch):
     def train(setting, seed, place):
         calls.append((setting, seed))
         value = 0.1 * (1 + seed)
-        return {
-            "key": setting.key(seed),
-            "seed": seed,
-            "setting": dataclasses.asdict(setting),
-            "metrics": {"mAP": value, "R@1": value, "mAP@R": value},
-            "seconds": 1.0,
-            "device": place.accelerator,
-            "torch": "2",
-        }
+        of_run = {"key": setting.key(seed), "seed": seed, "setting": dataclasses.asdict(setting)}
+        of_machine = {"seconds": 1.0, "device": place.accelerator, "torch": "2"}
+        return {**of_run, **of_machine, "metrics": {"mAP": value, "R@1": value, "mAP@R": value}}
 
     monkeypatch.setattr(study.study_runs, "run", train)
     return calls
@@ -140,38 +134,33 @@ def test_changed_setting_is_run_again(study):
     assert start.key(0) == study.Setting().key(0)
 
 
-@pytest.mark.parametrize("how", ["fails", "is interrupted"])
-def test_results_are_kept_if_a_run(how, study, trained, tmp_path, monkeypatch, capsys):
+def test_results_are_kept_if_a_run_fails_or_is_interrupted(study, trained, tmp_path, monkeypatch, capsys):
     train, bad = study.study_runs.run, study.EXPERIMENTS["tau"].rows["SmoothAPLoss, 0.1"].loss_args
+    errors = [KeyboardInterrupt(), ValueError("the loss is nan at step 3")]
 
     def broken(setting, seed, place):
-        if setting.loss_args == bad and seed == 1:
-            raise ValueError("the loss is nan at step 3") if how == "fails" else KeyboardInterrupt
+        if setting.loss_args == bad and seed == 1 and errors:
+            raise errors.pop(0)
         return train(setting, seed, place)
 
     monkeypatch.setattr(study.study_runs, "run", broken)
     arguments = [*QUICK, "--experiments", "calibration", "tau", "per_class", "--output", str(tmp_path)]
-    if how == "fails":
-        assert study.main(arguments) == 1
-        errors = capsys.readouterr().err
-        assert "'tau': 0.1" in errors
-        assert "seed 1, failed: ValueError('the loss is nan at step 3')" in errors
-        assert "1 of 21 runs failed" in errors
-        assert len(trained) == 20
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            study.main(arguments)
-        assert len(trained) == 13
+    with pytest.raises(KeyboardInterrupt):
+        study.main(arguments)
+    assert len(trained) == 13
+    assert set(study.read_results(tmp_path / "results.jsonl")) == {setting.key(seed) for setting, seed in trained}
+    assert study.main(arguments) == 1
+    output = capsys.readouterr().err
+    assert "'tau': 0.1" in output
+    assert "seed 1, failed: ValueError('the loss is nan at step 3')" in output
+    assert "1 of 8 runs failed" in output
+    assert len(trained) == 20
     page = (tmp_path / "index.md").read_text()
     assert "![Calibration](calibration.png)" in page
     assert "(the first is SmoothAPLoss, 0.1, seed 1)" in page
-    done = set(study.read_results(tmp_path / "results.jsonl"))
-    assert len(done) == len(trained)
-
-    trained.clear()
-    monkeypatch.setattr(study.study_runs, "run", train)
     assert study.main(arguments) == 0
-    assert not done & {setting.key(seed) for setting, seed in trained}
+    keys = [setting.key(seed) for setting, seed in trained]
+    assert len(keys) == len(set(keys)) == 21
 
 
 @pytest.mark.parametrize(
