@@ -231,12 +231,11 @@ def test_zero_embeddings_have_a_finite_gradient():
     assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_no_tensor_as_large_as_the_score_matrix_of_a_large_batch(reduction):
+def test_no_tensor_as_large_as_the_score_matrix_of_a_large_batch():
     x = torch.randn(4352, 8).requires_grad_()
     labels = torch.arange(4352) % 2176
     with Largest() as largest:
-        SmoothAPLoss(reduction=reduction)(x, labels).sum().backward()
+        SmoothAPLoss(reduction="none")(x, labels).sum().backward()
     assert largest.elements <= blockwise.GROUP_ELEMENTS < 4352**2
 
 

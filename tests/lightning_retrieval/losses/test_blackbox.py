@@ -323,7 +323,7 @@ def test_what_is_invalid():
     loss(torch.randn(3, 2), targets)
     with pytest.raises(ValueError, match=r"^BlackboxMAPLoss: `scores` must have .* memory, 2, got shape \(2, 3\)"):
         loss(torch.ones(2, 3), targets.T)
-    with pytest.raises(ValueError, match="^BlackboxMAPLoss: `scores` must hold finite numbers only"):
+    with pytest.raises(ValueError, match=r"^BlackboxMAPLoss: `scores` must hold finite numbers only"):
         loss(torch.full((3, 2), math.inf), targets)
     assert [entry[0].shape for entry in loss.memory] == [(3, 2)]
     damaged = loss.state_dict()
