@@ -134,31 +134,6 @@ def test_images_without_objects():
     assert all(torch.isfinite(p.grad).all() for p in detector.parameters() if p.grad is not None)
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("label", [0, 3])
-def test_labels_that_are_no_classes(label):
-    detector = tiny(DetectionAPLoss())
-    with pytest.raises(ValueError, match=rf"^RankedRoIHeads: `labels` must be from 1 to 2, got {label}; 0 is the back"):
-        detector(*make_batch([0], labels=torch.tensor([label])))
-    detector(*make_batch([0]))  # nothing is left behind
-
-
-@pytest.mark.refusal
-def test_what_are_no_roi_heads():
-    retina = RetinaNet(TinyPyramid(4), 3)
-    with pytest.raises(TypeError, match=r"got RetinaNet, which classifies anchors directly; take a detector of two st"):
-        RankedRoIHeads(retina, DetectionAPLoss())
-    with pytest.raises(TypeError, match=r"got TinyFasterRCNN; give its attribute `roi_heads`\.$"):
-        RankedRoIHeads(tiny(), DetectionAPLoss())
-    with pytest.raises(TypeError, match=r"^RankedRoIHeads: `loss` must be a module such as DetectionAPLoss, got 3"):
-        RankedRoIHeads(tiny().roi_heads, 3)
-
-
-def test_strides_are_4_and_8():
-    maps = TinyPyramid(4)(torch.rand(2, 3, 64, 96))
-    assert {name: tuple(map_.shape) for name, map_ in maps.items()} == {"0": (2, 32, 16, 24), "1": (2, 32, 8, 12)}
-
-
 def test_it_learns():
     torch.manual_seed(0)
     detector = TinyFasterRCNN(2, width=4, image_size=64, rois_per_image=8)
@@ -171,13 +146,6 @@ def test_it_learns():
         optimizer.step()
         totals.append(loss.item())
     assert sum(totals[-4:]) < 0.8 * sum(totals[:4])
-
-
-def test_settings_of_the_small_detector():
-    detector = TinyFasterRCNN(7, rois_per_image=9, score_thresh=0.2, detections_per_image=3)
-    assert detector.roi_heads.box_predictor.cls_score.out_features == 8
-    assert detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
-    assert (detector.roi_heads.score_thresh, detector.roi_heads.detections_per_img) == (0.2, 3)
 
 
 pytest.importorskip("timm")
@@ -221,8 +189,11 @@ def test_what_is_frozen(pyramid_detector):
 
 
 def test_settings_reach_torchvision(pyramid_detector):
-    assert pyramid_detector.roi_heads.box_predictor.cls_score.out_features == 3
-    assert pyramid_detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
+    small = TinyFasterRCNN(7, rois_per_image=9, score_thresh=0.2, detections_per_image=3)
+    assert (small.roi_heads.score_thresh, small.roi_heads.detections_per_img) == (0.2, 3)
+    for detector, outputs in ((small, 8), (pyramid_detector, 3)):
+        assert detector.roi_heads.box_predictor.cls_score.out_features == outputs
+        assert detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
     assert (pyramid_detector.transform.min_size, pyramid_detector.transform.max_size) == ((64,), 80)
 
 
@@ -242,49 +213,11 @@ def test_a_checkpoint_is_loaded_without_the_weights_of_timm(monkeypatch):
     assert asked == [True, False]
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (
-            ValueError,
-            "`backbone_name` must be a name that timm can build .* got 'resnet9'",
-            {"backbone_name": "resnet9"},
-        ),
-        (
-            ValueError,
-            r"`backbone_name` must be .* got 'hf-hub:a/b' \(no model of timm\)",
-            {"backbone_name": "hf-hub:a/b"},
-        ),
-        (
-            ValueError,
-            "`backbone_name` must have maps of stride 4, 8, 16 and 32, got strides",
-            {"backbone_name": "dla46_c"},
-        ),
-    ],
-)
-def test_invalid_settings(error, match, arguments):
-    with pytest.raises(error, match=f"^PyramidFasterRCNN: {match}"):
-        PyramidFasterRCNN(**{"num_classes": 2, "pretrained": False, **arguments})
-
-
-@pytest.mark.refusal
-def test_without_timm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ImportError, match=r"^PyramidFasterRCNN: .* pip install \"lightning-retrieval\[timm\]\"\.$"):
-        PyramidFasterRCNN(2)
-
-
 IMAGE = torch.zeros(3, 20, 30)
 
 
 def target(boxes, labels, **more):
     return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "labels": torch.tensor(labels), **more}
-
-
-def test_valid_targets():
-    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.long)}
-    check_targets("X", [IMAGE, IMAGE], [target([[0, 0, 30, 20]], [2]), nothing], 2)
 
 
 def test_the_number_of_classes():
@@ -311,3 +244,25 @@ def test_the_number_of_classes():
 def test_invalid_targets(error, match, given):
     with pytest.raises(error, match=f"^X: .*{match}"):
         check_targets("X", [IMAGE], given, 2)
+
+
+@pytest.mark.refusal
+def test_what_is_invalid(monkeypatch):
+    detector = tiny(DetectionAPLoss())
+    with pytest.raises(ValueError, match=r"^RankedRoIHeads: `labels` must be from 1 to 2, got 3; 0 is the back"):
+        detector(*make_batch([0], labels=torch.tensor([3])))
+    detector(*make_batch([0]))  # nothing is left behind
+    with pytest.raises(TypeError, match=r"got RetinaNet, which classifies anchors directly; take a detector of two st"):
+        RankedRoIHeads(RetinaNet(TinyPyramid(4), 3), DetectionAPLoss())
+    with pytest.raises(TypeError, match=r"got TinyFasterRCNN; give its attribute `roi_heads`\.$"):
+        RankedRoIHeads(tiny(), DetectionAPLoss())
+    for name, rule in (
+        ("resnet9", "a name that timm can build .* got 'resnet9'"),
+        ("hf-hub:a/b", r".* got 'hf-hub:a/b' \(no model of timm\)"),
+        ("dla46_c", "maps of stride 4, 8, 16 and 32, got strides"),
+    ):
+        with pytest.raises(ValueError, match=f"^PyramidFasterRCNN: `backbone_name` must (be|have) {rule}"):
+            PyramidFasterRCNN(2, name, pretrained=False)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match=r"^PyramidFasterRCNN: .* pip install \"lightning-retrieval\[timm\]\"\.$"):
+        PyramidFasterRCNN(2)
