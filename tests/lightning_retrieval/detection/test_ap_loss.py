@@ -128,6 +128,8 @@ def test_a_batch_without_regions_has_no_loss_and_leaves_the_memory():
     assert value.item() == 0
     assert logits.grad.shape == (0, 4)
     assert len(loss.map_loss.memory) == 1
+    loss.reset()
+    assert loss.map_loss.memory == []
 
 
 def test_a_gradient_of_exactly_zero_is_warned_of_once():

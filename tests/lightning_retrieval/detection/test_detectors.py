@@ -220,6 +220,10 @@ def target(boxes, labels, **more):
     return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "labels": torch.tensor(labels), **more}
 
 
+def test_a_box_may_be_the_whole_image():
+    check_targets("X", [IMAGE], [target([[0, 0, 30, 20]], [2])], 2)
+
+
 def test_the_number_of_classes():
     assert num_classes(TinyFasterRCNN(5)) == 5
     assert num_classes(nn.Linear(2, 3)) is None
@@ -229,7 +233,7 @@ def test_the_number_of_classes():
 @pytest.mark.parametrize(
     ("error", "match", "given"),
     [
-        (ValueError, r"`targets` must be one for each image, got 2 for 1 images", [target([], []), target([], [])]),
+        (ValueError, r"`targets` must be one for each image, got 2 for 1 images", [NOTHING, NOTHING]),
         (TypeError, r"`targets` must have tensors .* lacks \['labels'\] of image 0", [{"boxes": torch.zeros(0, 4)}]),
         (ValueError, r"`boxes` of shape \(objects, 4\) .* got \(1, 4\) and \(2,\)", [target([[0, 0, 1, 1]], [1, 1])]),
         (TypeError, r"`labels` int64, got torch.float32 and torch.float32", [target([[0, 0, 1, 1]], [1.0])]),
