@@ -132,7 +132,7 @@ def ap_by_pycocotools(detections, targets):
 
 def test_values_are_those_of_pycocotools():
     pytest.importorskip("pycocotools")
-    for seed in range(20):
+    for seed in range(40):
         detections, targets = small_set(seed)
         metrics = COCOMetrics(CLASSES)
         metrics.update(detections, targets)

@@ -19,7 +19,6 @@ from lightning_retrieval.preparation.serialised import (
     of_pil_images,
     rebuild_transform,
     serialise_transform,
-    shown_transform,
 )
 from tests.datamodules.trees_more import QUICK, write_folders
 
@@ -142,23 +141,10 @@ def test_names_of_callers():
 NOT_CALLABLE = ["own", "no such"]
 
 
-def test_what_messages_show():
-    assert shown_transform(serialise_transform(Preparation())) == "'plain'"
-    assert shown_transform(serialise_transform(Preparation(64, mean=[0.5] * 3))) == (
-        "Preparation(image_size=64, mean=[0.5, 0.5, 0.5])"
-    )
-    assert shown_transform({"function": "package.function"}) == "package.function"
-
-
 def random_crop():
     albumentations = pytest.importorskip("albumentations")
     to_tensor = pytest.importorskip("albumentations.pytorch").ToTensorV2()
     return albumentations.Compose([albumentations.RandomCrop(8, 8), albumentations.Normalize(), to_tensor])
-
-
-def test_others_are_left_as_they_are():
-    assert of_pil_images(noise) is noise
-    assert of_pil_images(None) is None
 
 
 def test_random_numbers_are_those_of_torchs_seed():
