@@ -120,7 +120,6 @@ def test_copies_after_a_training_step():
         assert other.roi_heads.loss is not detector.roi_heads.loss
         losses = losses_of(other, batch)
         assert torch.equal(losses["loss_classifier"], losses_of(copy.deepcopy(detector), batch)["loss_classifier"])
-    assert not detector.roi_heads.box_predictor._forward_hooks
 
 
 def test_images_without_objects():

@@ -8,7 +8,6 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss
 from torch.nn.functional import normalize
 
-from lightning_retrieval import CrossBatchMemory
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxRecallLoss,
@@ -130,13 +129,6 @@ def test_the_sum_by_its_definition(name, references):
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
 
 
-def test_first_dimensions_only_get_no_gradient_beyond():
-    x, labels = batch([2, 3, 4], dim=8)
-    NestedLoss(SmoothAPLoss(0.1), (2, 3))(x.requires_grad_(), labels).backward()
-    assert (x.grad[:, :3] != 0).all()
-    assert x.grad[:, 3:].abs().sum() == 0
-
-
 def test_terms_are_the_unweighted_values():
     x, labels = batch([2, 3, 4], dim=8)
     loss = NestedLoss(SmoothAPLoss(), DIMS, weights=WEIGHTS)
@@ -144,18 +136,6 @@ def test_terms_are_the_unweighted_values():
     assert list(loss.terms) == ["2d", "5d", "8d"]
     for dim in DIMS:
         torch.testing.assert_close(loss.terms[f"{dim}d"], SmoothAPLoss()(x[:, :dim], labels))
-
-
-def test_a_memory_is_shortened_too():
-    """The step passes the memory as references."""
-    memory = CrossBatchMemory(4)
-    memory.update(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]), torch.arange(4))
-    x, labels = torch.randn(4, 8), torch.tensor([0, 0, 1, 1])
-    references = memory.references(x, labels, torch.arange(4, 8))
-    loss = NestedLoss(BlackboxAPLoss(), DIMS, weights=WEIGHTS)
-    names = ("ref_emb", "ref_labels", "ids", "ref_ids")
-    wanted = expected(BlackboxAPLoss(), x, labels, **{name: getattr(references, name) for name in names})
-    torch.testing.assert_close(loss.of_batch(references), wanted)
 
 
 @pytest.mark.parametrize(("loss", "reads"), [(SmoothAPLoss, 1), (ROADMAPLoss, 1), (HAPLoss, 2)])

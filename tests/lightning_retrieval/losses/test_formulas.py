@@ -17,8 +17,6 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     blockwise,
 )
-from lightning_retrieval.losses.fast_ap import binned_ap, soft_histograms
-from lightning_retrieval.losses.positives import ScoreBlock
 from lightning_retrieval.losses.roadmap import upper_step
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
@@ -26,7 +24,6 @@ from tests.lightning_retrieval.losses.oracles import (
     average_precision_losses,
     batch,
     value_and_gradient,
-    values_by_loops,
 )
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 0, 1, 1, 1, 2])
@@ -146,16 +143,6 @@ def test_a_coarser_level_is_lower_though_its_relevance_is_higher():
     assert loss.from_scores(s, levels).item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_three_levels():
-    labels = torch.tensor([[0, 10, 5], [0, 10, 5], [1, 10, 5], [2, 11, 5], [3, 12, 6], [3, 12, 6]])
-    x = torch.randn(6, 4, dtype=torch.float64)
-    level = (labels[:, None] == labels[None]).sum(2)
-    candidate = ~torch.eye(6, dtype=torch.bool)
-    scores = nn.functional.normalize(x) @ nn.functional.normalize(x).T
-    expected = values_by_loops("hap", scores.tolist(), level.tolist(), candidate.tolist())
-    torch.testing.assert_close(HAPLoss(reduction="none")(x, labels), expected, rtol=1e-9, atol=1e-10)
-
-
 @settings(deadline=None, max_examples=20)
 @given(labels=LABELS)
 def test_with_one_level_it_is_sup_ap(labels):
@@ -185,31 +172,3 @@ def test_equals_quantized_ap_with_one_more_bin(labels, num_bins):
     expected, expected_gradient = value_and_gradient(QuantizedAPLoss(num_bins + 1, low=-1, high=1), x, labels)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-11)
-
-
-SCORES = torch.tensor([[1.5, 0.75, 0.0, -3.0]], dtype=torch.float64)
-RELEVANT = torch.tensor([[False, True, True, False]])
-BINS = {"bins": 5, "low": -1.0, "high": 1.0}  # centres 1, 0.5, 0, -0.5, -1
-
-
-def test_weights_by_hand():
-    h, h_pos = soft_histograms(ScoreBlock(SCORES, RELEVANT, torch.ones_like(RELEVANT)), **BINS)
-    assert h.tolist() == [[1.5, 0.5, 1.0, 0.0, 1.0]]
-    assert h_pos.tolist() == [[0.5, 0.5, 1.0, 0.0, 0.0]]
-    h, _ = soft_histograms(ScoreBlock(SCORES, RELEVANT, torch.tensor([[False, True, True, True]])), **BINS)
-    assert h.tolist() == [[0.5, 0.5, 1.0, 0.0, 1.0]]
-
-
-def test_scores_outside_the_range_have_no_gradient():
-    scores = SCORES.clone().requires_grad_()
-    h, h_pos = soft_histograms(ScoreBlock(scores, RELEVANT, torch.ones_like(RELEVANT)), **BINS)
-    weight = torch.arange(5.0, dtype=torch.float64)
-    ((h + h_pos) * weight).sum().backward()
-    assert scores.grad[0, [0, 3]].tolist() == [0.0, 0.0]
-    assert scores.grad[0, 1].item() == -4.0  # -2 bins per unit of score, in each of the two histograms
-
-
-def test_empty_bins_in_front_do_not_matter():
-    h = torch.tensor([[0.0, 2.0, 1.0]])
-    h_pos = torch.tensor([[0.0, 1.0, 1.0]])
-    assert binned_ap(h, h_pos).item() == pytest.approx((1 / 2 + 2 / 3) / 2)

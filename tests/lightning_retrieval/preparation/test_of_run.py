@@ -67,12 +67,6 @@ def test_what_a_run_records_does_not_come_back_to_it():
     assert transforms.evaluation.current is chosen
 
 
-def test_transforms_that_were_given_stay():
-    transforms = of_settings(train_transform=len, eval_transform=repr)
-    transforms.follow(model(GREY, RECORDED))
-    assert (transforms.train.current, transforms.evaluation.current) == (len, repr)
-
-
 def test_transforms_of_albumentations_are_functions_of_pil_images():
     albumentations = pytest.importorskip("albumentations")
     transform = albumentations.Compose([albumentations.Resize(12, 10)])
@@ -80,11 +74,13 @@ def test_transforms_of_albumentations_are_functions_of_pil_images():
     assert "albumentations" in of_settings(eval_transform=transform).serialised()
 
 
-def test_a_transform_that_was_given_keeps_its_background():
+def test_a_transform_that_was_given_stays_and_keeps_its_background():
     black, blue = Preparation(48, background="black"), training_transform("plain", Preparation(48, background="blue"))
     transforms = of_settings(train_transform=blue, eval_transform=black, background="red")
     assert (transforms.train.background, transforms.evaluation.background) == ("blue", "black")
     transforms = of_settings(train_transform=len, eval_transform=repr, background="red")
+    transforms.follow(model(GREY, RECORDED))
+    assert (transforms.train.current, transforms.evaluation.current) == (len, repr)
     assert (transforms.train.background, transforms.evaluation.background) == ("red", "red")
 
 
@@ -281,16 +277,6 @@ class WithHook(SeesBatches):
         return batch
 
 
-class Moving(SeesBatches):
-    """Moves batches itself."""
-
-    moved = 0
-
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        self.moved += 1
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-
 def images_of_run(folder, module, **settings):
     """The images of a run."""
     data = ImageFolder(folder, **SETTINGS)
@@ -321,13 +307,6 @@ def test_a_hook_before_the_transfer_sees_normalised_images(folder):
     assert dtypes_with_hook == [torch.float32, torch.float32]
     for name, seen in images.items():
         assert torch.equal(seen, with_hook[name])
-
-
-def test_the_module_may_move_batches_itself(folder):
-    module = Moving()
-    images, _, _ = images_of_run(folder, module)
-    assert module.moved > 0
-    assert torch.equal(images["train"], images_of_run(folder, SeesBatches())[0]["train"])
 
 
 def test_a_transform_of_the_user_that_gives_uint8_is_left_alone(folder):
