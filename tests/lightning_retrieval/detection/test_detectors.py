@@ -1,7 +1,6 @@
 """RankedRoIHeads in torchvision's detectors, the small detector, the one over timm's backbones, and their targets."""
 
 import copy
-import io
 import pickle
 import sys
 
@@ -100,16 +99,6 @@ def test_a_checkpoint_of_the_plain_detector_loads_strictly():
     del incomplete["roi_heads.box_predictor.cls_score.bias"]
     with pytest.raises(RuntimeError, match=r"cls_score\.bias"):
         ranked.load_state_dict(incomplete, strict=True)
-
-
-def test_the_memory_is_in_the_state_of_the_detector():
-    detector, other = tiny(DetectionAPLoss()), tiny(DetectionAPLoss())
-    detector(*make_batch(range(3)))
-    file = io.BytesIO()
-    torch.save(detector.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert len(other.roi_heads.loss.map_loss.memory) == 1
 
 
 def test_copies_after_a_training_step():

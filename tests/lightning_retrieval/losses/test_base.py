@@ -133,10 +133,11 @@ def test_batch_without_any_positive(cls):
 # The base class.
 
 
-@pytest.mark.parametrize("elements", [1, 60, 1 << 21])
+@pytest.mark.parametrize(("elements", "group"), [(1, 1), (25, 50), (60, 1 << 24), (1 << 21, 1 << 24)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_against_the_whole_matrix(reduction, elements, monkeypatch):
+def test_against_the_whole_matrix(reduction, elements, group, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(blockwise, "GROUP_ELEMENTS", group)
     loss = Toy(reduction=reduction).double()
     x, labels = batch([3, 1, 4, 2])
     r, ref_labels = batch([2, 2, 5])
@@ -197,8 +198,6 @@ def test_none_is_nan_without_a_positive_and_its_gradient_is_not():
     (expected,) = torch.autograd.grad((loss(x, labels) * weights)[known].sum(), x)
     torch.testing.assert_close(gradient, expected)
     assert torch.isfinite(gradient).all()
-    one_by_one = sum(w * torch.autograd.grad(loss(x, labels)[q], x)[0] for q, w in enumerate(weights) if known[q])
-    torch.testing.assert_close(gradient, one_by_one)
 
 
 def test_class_balanced_by_hand():
@@ -255,21 +254,6 @@ def test_a_matrix_is_added_to_its_transpose_tile_by_tile(size, monkeypatch):
     matrix = torch.randn(size, size)
     expected = matrix + matrix.T
     assert torch.equal(lists.add_transposed(matrix), expected)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("group", [1, 50, 1 << 24])
-def test_the_cut_into_groups_does_not_matter(reduction, group, monkeypatch):
-    loss = SmoothAPLoss(reduction=reduction)
-    for sizes in ([2, 3, 4], [2, 3, 1]):  # the last query has no positive: its scores are not computed
-        x, labels = batch(sizes)
-        value, gradient = value_and_gradient(loss, x, labels)
-        monkeypatch.setattr(blockwise, "GROUP_ELEMENTS", group)
-        monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 25)
-        cut, cut_gradient = value_and_gradient(loss, x, labels)
-        monkeypatch.undo()
-        torch.testing.assert_close(cut, value, equal_nan=True)
-        torch.testing.assert_close(cut_gradient, gradient, rtol=1e-10, atol=1e-12)
 
 
 def peak_of_a_large_batch(rank, world_size):

@@ -281,21 +281,6 @@ def test_memory_of_scores(batch_memory, interclass_coef):
         assert not any(entry[0].requires_grad for entry in loss.memory)
 
 
-@BOTH_WAYS
-def test_gradient_with_a_memory():
-    """Alg. 1 on the lists with the memory; only the rows of the batch have a gradient."""
-    loss = BlackboxMAPLoss(2.0, 0.05, batch_memory=1)
-    first, second = torch.randn(6, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-    marks = torch.rand(10, 3) < 0.5
-    marks[0] = True
-    loss(first, marks[:6])
-    s = second.clone().requires_grad_()
-    loss(s, marks[6:]).backward()
-    columns, ones = torch.cat([first, second]).T.tolist(), [[True] * 10] * 3
-    expected = blackbox_gradient(columns, marks.T.tolist(), ones, 2.0, 0.05, "ap")
-    torch.testing.assert_close(s.grad, expected.T[6:], rtol=1e-7, atol=1e-12)
-
-
 def test_memory_is_part_of_checkpoints_and_can_be_reset():
     loss, loaded = BlackboxMAPLoss(batch_memory=2), BlackboxMAPLoss(batch_memory=2)
     targets = torch.eye(4, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""ROADMAP, HAP and FastAP: cases worked by hand, bounds of AP, and how one formula is a special case of another."""
+"""Smooth-AP, ROADMAP, HAP and FastAP: cases worked by hand, bounds of AP, and formulas that equal one another."""
 
 import math
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score
 from torch import nn
+from torch.nn.functional import normalize
 
 from lightning_retrieval.losses import (
     CalibrationLoss,
@@ -14,10 +16,10 @@ from lightning_retrieval.losses import (
     HAPLoss,
     QuantizedAPLoss,
     ROADMAPLoss,
+    SmoothAPLoss,
     SupAPLoss,
     blockwise,
 )
-from lightning_retrieval.losses.roadmap import upper_step
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
     OFFICIAL_SLOPES,
@@ -43,11 +45,6 @@ def test_roadmap(lambda_):
     assert plain(X, Y).item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_official_roadmap():
-    expected = SupAPLoss(offset=1.44, include_self=True)(X, Y) + CalibrationLoss(pair_mean="nonzero")(X, Y)
-    assert ROADMAPLoss.official()(X, Y).item() == pytest.approx(expected.item(), abs=1e-6)
-
-
 @pytest.mark.parametrize("settings", [{"reduction": "none"}, {"class_balanced": True}, {"include_self": True}])
 def test_roadmap_hands_its_settings_to_its_terms(settings):
     labels = torch.tensor([0, 0, 0, 1, 1, 2])
@@ -62,15 +59,6 @@ def test_roadmap_hands_its_settings_to_its_terms(settings):
 def test_roadmap_settings_beside_both_terms():
     with pytest.raises(ValueError, match=r"^ROADMAPLoss: if both terms are given, .* got .*'class_balanced': True"):
         ROADMAPLoss(0.3, SupAPLoss(), CalibrationLoss(), class_balanced=True)
-
-
-def test_h_minus_is_never_below_the_step_and_continuous_at_delta():
-    t = torch.linspace(-0.5, 0.5, 2001, dtype=torch.float64)
-    h_minus, _ = upper_step(t, tau=0.01, rho=100.0, delta=0.05, offset=None, start=0.5)
-    assert (h_minus >= (t > 0)).all()
-    around_delta = torch.tensor([0.05, 0.05 + 1e-12], dtype=torch.float64)
-    (below, above), _ = upper_step(around_delta, tau=0.01, rho=100.0, delta=0.05, offset=None, start=0.5)
-    assert below.item() == pytest.approx(above.item(), abs=1e-9)
 
 
 @settings(deadline=None, max_examples=40)
@@ -172,3 +160,39 @@ def test_equals_quantized_ap_with_one_more_bin(labels, num_bins):
     expected, expected_gradient = value_and_gradient(QuantizedAPLoss(num_bins + 1, low=-1, high=1), x, labels)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-11)
+
+
+def test_smooth_ap_by_hand():
+    # One list with the scores .9 (positive), .8 (negative), .7 (positive), tau .1: differences over tau of 1 and 2,
+    # sigma(1) = 0.731058579, sigma(2) = 0.880797078, sigma(-1) = 0.268941421, sigma(-2) = 0.119202922.
+    # First positive: rank 1 + .268941421 + .119202922 = 1.388144343, among positives 1 + .119202922.
+    # Second:         rank 1 + .880797078 + .731058579 = 2.611855657, among positives 1 + .880797078.
+    loss = SmoothAPLoss(tau=0.1)
+    value = loss.from_scores(torch.tensor([[0.9, 0.8, 0.7]]), torch.tensor([[True, False, True]]))
+    assert value.item() == pytest.approx(1 - (1.119202922 / 1.388144343 + 1.880797078 / 2.611855657) / 2, abs=1e-6)
+    # A non-candidate does not count. Without the negative, every precision is 1.
+    candidate = torch.tensor([[True, False, True]])
+    value = loss.from_scores(torch.tensor([[0.9, 0.8, 0.7]]), torch.tensor([[True, False, True]]), candidate)
+    assert value.item() == pytest.approx(0.0, abs=1e-7)
+
+
+def test_small_tau_gives_average_precision():
+    x, labels = batch([2, 3, 5, 6])
+    scores = normalize(x) @ normalize(x).T
+    expected = []
+    for q in range(len(x)):
+        others = torch.arange(len(x)) != q
+        expected.append(average_precision_score(labels[others] == labels[q], scores[q, others]))
+    value = SmoothAPLoss(tau=1e-9)(x, labels)
+    assert value.item() == pytest.approx(1 - sum(expected) / len(expected), abs=1e-9)
+
+
+def test_only_the_input_that_requires_a_gradient_gets_one():
+    (x, labels), (r, ref_labels) = batch([2, 3]), batch([3, 4, 1])
+    for leaf, other in ((x, r), (r, x)):
+        other.requires_grad_(False)
+        leaf.requires_grad_(True)
+        SmoothAPLoss(tau=0.3, reduction="none")(x, labels, r, ref_labels).sum().backward()
+        assert leaf.grad.abs().sum() > 0
+        assert other.grad is None
+        leaf.grad = None

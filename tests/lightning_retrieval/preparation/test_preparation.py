@@ -148,15 +148,9 @@ def test_transparent_pixels_show_the_background(background, shown, channels):
 @pytest.mark.parametrize("name", Preparation.NAMES)
 def test_settings_are_plain_data(name):
     preparation = dataclasses.replace(Preparation.named(name), background=(1, 2, 3), reduced_scale=True)
-    stream = io.BytesIO()
-    torch.save(preparation.as_dict(), stream)
-    stream.seek(0)
-    for plain in (
-        json.loads(json.dumps(preparation.as_dict())),
-        yaml.safe_load(yaml.safe_dump(preparation.as_dict())),
-        torch.load(stream, weights_only=True),
-    ):
-        assert Preparation(**plain) == preparation
+    plain = json.loads(json.dumps(preparation.as_dict()))
+    assert yaml.safe_load(yaml.safe_dump(preparation.as_dict())) == plain
+    assert Preparation(**plain) == preparation
     assert hash(preparation) == hash(Preparation(**plain))
 
 
