@@ -78,9 +78,6 @@ class Multiplications(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-# The same for every loss of the package.
-
-
 @pytest.mark.parametrize("cls", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_under_autocast(cls, dtype):
@@ -128,9 +125,6 @@ def test_batch_without_any_positive(cls):
             assert value.item() == 0.0
         value.sum().backward()
         assert x.grad.tolist() == torch.zeros(5, 3).tolist()
-
-
-# The base class.
 
 
 @pytest.mark.parametrize(("elements", "group"), [(1, 1), (25, 50), (60, 1 << 24), (1 << 21, 1 << 24)])

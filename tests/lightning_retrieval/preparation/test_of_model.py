@@ -44,7 +44,7 @@ def test_a_preparation_and_a_dict_of_settings():
 
 @pytest.mark.refusal
 def test_invalid_preparation():
-    with pytest.raises(ValueError, match="^Embedder: `preparation` must have settings .*, got 'size'"):
+    with pytest.raises(ValueError, match=r"^Embedder: `preparation` must have settings .*, got 'size'"):
         Embedder("squeezenet1_1", 8, preparation={"size": 64})
 
 
