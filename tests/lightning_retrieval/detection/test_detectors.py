@@ -1,7 +1,6 @@
 """RankedRoIHeads in torchvision's detectors, the small detector, the one over timm's backbones, and their targets."""
 
 import copy
-import io
 import pickle
 import sys
 
@@ -102,16 +101,6 @@ def test_a_checkpoint_of_the_plain_detector_loads_strictly():
         ranked.load_state_dict(incomplete, strict=True)
 
 
-def test_the_memory_is_in_the_state_of_the_detector():
-    detector, other = tiny(DetectionAPLoss()), tiny(DetectionAPLoss())
-    detector(*make_batch(range(3)))
-    file = io.BytesIO()
-    torch.save(detector.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert len(other.roi_heads.loss.map_loss.memory) == 1
-
-
 def test_copies_after_a_training_step():
     detector = tiny(DetectionAPLoss())
     batch = make_batch(range(3))
@@ -120,7 +109,6 @@ def test_copies_after_a_training_step():
         assert other.roi_heads.loss is not detector.roi_heads.loss
         losses = losses_of(other, batch)
         assert torch.equal(losses["loss_classifier"], losses_of(copy.deepcopy(detector), batch)["loss_classifier"])
-    assert not detector.roi_heads.box_predictor._forward_hooks
 
 
 def test_images_without_objects():
@@ -132,31 +120,6 @@ def test_images_without_objects():
         sum(losses.values()).backward()
         assert (losses["loss_classifier"] == 0) == (number_without == 3)
     assert all(torch.isfinite(p.grad).all() for p in detector.parameters() if p.grad is not None)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("label", [0, 3])
-def test_labels_that_are_no_classes(label):
-    detector = tiny(DetectionAPLoss())
-    with pytest.raises(ValueError, match=rf"^RankedRoIHeads: `labels` must be from 1 to 2, got {label}; 0 is the back"):
-        detector(*make_batch([0], labels=torch.tensor([label])))
-    detector(*make_batch([0]))  # nothing is left behind
-
-
-@pytest.mark.refusal
-def test_what_are_no_roi_heads():
-    retina = RetinaNet(TinyPyramid(4), 3)
-    with pytest.raises(TypeError, match=r"got RetinaNet, which classifies anchors directly; take a detector of two st"):
-        RankedRoIHeads(retina, DetectionAPLoss())
-    with pytest.raises(TypeError, match=r"got TinyFasterRCNN; give its attribute `roi_heads`\.$"):
-        RankedRoIHeads(tiny(), DetectionAPLoss())
-    with pytest.raises(TypeError, match=r"^RankedRoIHeads: `loss` must be a module such as DetectionAPLoss, got 3"):
-        RankedRoIHeads(tiny().roi_heads, 3)
-
-
-def test_strides_are_4_and_8():
-    maps = TinyPyramid(4)(torch.rand(2, 3, 64, 96))
-    assert {name: tuple(map_.shape) for name, map_ in maps.items()} == {"0": (2, 32, 16, 24), "1": (2, 32, 8, 12)}
 
 
 def test_it_learns():
@@ -171,13 +134,6 @@ def test_it_learns():
         optimizer.step()
         totals.append(loss.item())
     assert sum(totals[-4:]) < 0.8 * sum(totals[:4])
-
-
-def test_settings_of_the_small_detector():
-    detector = TinyFasterRCNN(7, rois_per_image=9, score_thresh=0.2, detections_per_image=3)
-    assert detector.roi_heads.box_predictor.cls_score.out_features == 8
-    assert detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
-    assert (detector.roi_heads.score_thresh, detector.roi_heads.detections_per_img) == (0.2, 3)
 
 
 pytest.importorskip("timm")
@@ -221,8 +177,11 @@ def test_what_is_frozen(pyramid_detector):
 
 
 def test_settings_reach_torchvision(pyramid_detector):
-    assert pyramid_detector.roi_heads.box_predictor.cls_score.out_features == 3
-    assert pyramid_detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
+    small = TinyFasterRCNN(7, rois_per_image=9, score_thresh=0.2, detections_per_image=3)
+    assert (small.roi_heads.score_thresh, small.roi_heads.detections_per_img) == (0.2, 3)
+    for detector, outputs in ((small, 8), (pyramid_detector, 3)):
+        assert detector.roi_heads.box_predictor.cls_score.out_features == outputs
+        assert detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
     assert (pyramid_detector.transform.min_size, pyramid_detector.transform.max_size) == ((64,), 80)
 
 
@@ -242,39 +201,6 @@ def test_a_checkpoint_is_loaded_without_the_weights_of_timm(monkeypatch):
     assert asked == [True, False]
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (
-            ValueError,
-            "`backbone_name` must be a name that timm can build .* got 'resnet9'",
-            {"backbone_name": "resnet9"},
-        ),
-        (
-            ValueError,
-            r"`backbone_name` must be .* got 'hf-hub:a/b' \(no model of timm\)",
-            {"backbone_name": "hf-hub:a/b"},
-        ),
-        (
-            ValueError,
-            "`backbone_name` must have maps of stride 4, 8, 16 and 32, got strides",
-            {"backbone_name": "dla46_c"},
-        ),
-    ],
-)
-def test_invalid_settings(error, match, arguments):
-    with pytest.raises(error, match=f"^PyramidFasterRCNN: {match}"):
-        PyramidFasterRCNN(**{"num_classes": 2, "pretrained": False, **arguments})
-
-
-@pytest.mark.refusal
-def test_without_timm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ImportError, match=r"^PyramidFasterRCNN: .* pip install \"lightning-retrieval\[timm\]\"\.$"):
-        PyramidFasterRCNN(2)
-
-
 IMAGE = torch.zeros(3, 20, 30)
 
 
@@ -282,9 +208,8 @@ def target(boxes, labels, **more):
     return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "labels": torch.tensor(labels), **more}
 
 
-def test_valid_targets():
-    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.long)}
-    check_targets("X", [IMAGE, IMAGE], [target([[0, 0, 30, 20]], [2]), nothing], 2)
+def test_a_box_may_be_the_whole_image():
+    check_targets("X", [IMAGE], [target([[0, 0, 30, 20]], [2])], 2)
 
 
 def test_the_number_of_classes():
@@ -296,7 +221,7 @@ def test_the_number_of_classes():
 @pytest.mark.parametrize(
     ("error", "match", "given"),
     [
-        (ValueError, r"`targets` must be one for each image, got 2 for 1 images", [target([], []), target([], [])]),
+        (ValueError, r"`targets` must be one for each image, got 2 for 1 images", [NOTHING, NOTHING]),
         (TypeError, r"`targets` must have tensors .* lacks \['labels'\] of image 0", [{"boxes": torch.zeros(0, 4)}]),
         (ValueError, r"`boxes` of shape \(objects, 4\) .* got \(1, 4\) and \(2,\)", [target([[0, 0, 1, 1]], [1, 1])]),
         (TypeError, r"`labels` int64, got torch.float32 and torch.float32", [target([[0, 0, 1, 1]], [1.0])]),
@@ -311,3 +236,25 @@ def test_the_number_of_classes():
 def test_invalid_targets(error, match, given):
     with pytest.raises(error, match=f"^X: .*{match}"):
         check_targets("X", [IMAGE], given, 2)
+
+
+@pytest.mark.refusal
+def test_what_is_invalid(monkeypatch):
+    detector = tiny(DetectionAPLoss())
+    with pytest.raises(ValueError, match=r"^RankedRoIHeads: `labels` must be from 1 to 2, got 3; 0 is the back"):
+        detector(*make_batch([0], labels=torch.tensor([3])))
+    detector(*make_batch([0]))  # nothing is left behind
+    with pytest.raises(TypeError, match=r"got RetinaNet, which classifies anchors directly; take a detector of two st"):
+        RankedRoIHeads(RetinaNet(TinyPyramid(4), 3), DetectionAPLoss())
+    with pytest.raises(TypeError, match=r"got TinyFasterRCNN; give its attribute `roi_heads`\.$"):
+        RankedRoIHeads(tiny(), DetectionAPLoss())
+    for name, rule in (
+        ("resnet9", "a name that timm can build .* got 'resnet9'"),
+        ("hf-hub:a/b", r".* got 'hf-hub:a/b' \(no model of timm\)"),
+        ("dla46_c", "maps of stride 4, 8, 16 and 32, got strides"),
+    ):
+        with pytest.raises(ValueError, match=f"^PyramidFasterRCNN: `backbone_name` must (be|have) {rule}"):
+            PyramidFasterRCNN(2, name, pretrained=False)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match=r"^PyramidFasterRCNN: .* pip install \"lightning-retrieval\[timm\]\"\.$"):
+        PyramidFasterRCNN(2)

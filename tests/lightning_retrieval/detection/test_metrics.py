@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torchvision.ops import box_iou
 
 from lightning_retrieval.detection import COCOMetrics, VOCMetrics
@@ -154,46 +153,6 @@ def test_ap_without_an_object_that_counts_is_nan(images):
     assert all(bool(value.isnan().all()) for value in result.values())
 
 
-def ap_of_shards(rank, world_size):
-    """The AP of seven images of which two processes evaluate eight: the sampler repeats the first one."""
-    detections, targets = make_images(7)
-    order = [0, 1, 2, 3, 4, 5, 6, 0][rank::world_size] if world_size > 1 else range(7)
-    metrics = COCOMetrics(CLASSES)
-    for i in order:
-        metrics.update([detections[i]], [targets[i]])
-    return {name: value.tolist() for name, value in metrics.compute().items()}
-
-
-def ap_of_one_process(rank, world_size):
-    """The other process evaluates no image."""
-    metrics = COCOMetrics(CLASSES)
-    if rank == 0:
-        metrics.update(*make_images(7))
-    return metrics.compute()["AP"].item()
-
-
-def test_processes_give_the_value_of_one(run_processes):
-    alone = ap_of_shards(0, 1)
-    shards = run_processes(ap_of_shards, 2)
-    assert str(shards) == str([alone, alone])  # NaN is not equal to itself
-    assert run_processes(ap_of_one_process, 2) == [alone["AP"]] * 2
-
-
-@pytest.mark.refusal
-def test_what_is_invalid(monkeypatch):
-    detections, targets = make_images(2)
-    with pytest.raises(ValueError, match=r"^COCOMetrics: `detections` must be one for each target, got 1 for 2"):
-        COCOMetrics(CLASSES).update(detections[:1], targets)
-    detections[0]["scores"] = torch.full_like(detections[0]["scores"], torch.nan)
-    with pytest.raises(ValueError, match=r"^COCOMetrics: `scores` must hold finite numbers only"):
-        COCOMetrics(CLASSES).update(detections, targets)
-    with pytest.raises(ValueError, match=r"^COCOMetrics: `classes` must be an integer >= 1"):
-        COCOMetrics(0)
-    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
-    with pytest.raises(ImportError, match=r"^COCOMetrics: .*pip install \"lightning-retrieval\[detection\]\""):
-        COCOMetrics(2)
-
-
 def overlap_of_pixels(a, b):
     """Intersection over union of two boxes of inclusive pixels, as the development kit computes it."""
     left, top, right, bottom = max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
@@ -268,9 +227,12 @@ def random_case(seed):
     return detections, objects
 
 
-def continuous(boxes):
-    """Boxes of inclusive pixels, counted from 1, in continuous coordinates."""
-    return torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4) - torch.tensor([1.0, 1.0, 0.0, 0.0])
+def columns(rows, image):
+    """Both numbers of the rows of an image, and their boxes of inclusive pixels in continuous coordinates."""
+    chosen = [row for row in rows if row[0] == image]
+    boxes = torch.tensor([row[3] for row in chosen], dtype=torch.float64).reshape(-1, 4)
+    numbers = torch.tensor([row[1:3] for row in chosen], dtype=torch.float32).reshape(-1, 2)
+    return *numbers.T, boxes - torch.tensor([1.0, 1.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.75])
@@ -279,17 +241,11 @@ def test_as_the_development_kit(seed, threshold):
     detections, objects = random_case(seed)
     outcomes = []
     for image in range(6):
-        found = [detection for detection in detections if detection[0] == image]
-        present = [thing for thing in objects if thing[0] == image]
-        outcomes += detection_outcomes(
-            continuous([detection[3] for detection in found]),
-            torch.tensor([detection[1] for detection in found]),
-            torch.tensor([detection[2] for detection in found], dtype=torch.int64),
-            continuous([thing[3] for thing in present]),
-            torch.tensor([thing[1] for thing in present], dtype=torch.int64),
-            torch.tensor([thing[2] for thing in present], dtype=torch.bool),
-            iou_threshold=threshold,
-        ).tolist()
+        scores, labels, boxes = columns(detections, image)
+        of_objects, difficult, object_boxes = columns(objects, image)
+        found = (boxes, scores, labels.long())
+        present = (object_boxes, of_objects.long(), difficult.bool())
+        outcomes += detection_outcomes(*found, *present, iou_threshold=threshold).tolist()
     for class_ in (1, 2, 3):
         chosen = [position for position, detection in enumerate(detections) if detection[2] == class_]
         scores = torch.tensor([detections[position][1] for position in chosen])
@@ -308,48 +264,57 @@ def test_without_detections_and_without_objects():
     assert math.isnan(voc_average_precision(nothing, nothing.long(), 0, eleven_points=True))
 
 
-VOC_CLASSES = 3
+@pytest.fixture(scope="module")
+def images():
+    """Seven images; in image 5 there is no object, and nothing is found in image 4."""
+    detections, targets = make_images(7)
+    for number, target in enumerate(targets):
+        target["difficult"] = target["labels"] == number
+    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.long)}
+    targets[5] = {**targets[5], **nothing, "difficult": torch.zeros(0)}
+    detections[4] = {**nothing, "scores": torch.zeros(0)}
+    return detections, targets
 
 
-def image(number):
-    """Detections and objects of one image; image 4 has no detection, image 5 no object."""
-    generator = torch.Generator().manual_seed(number)
-    objects = 0 if number == 5 else 3
-    corner = 50 * torch.rand(objects, 2, generator=generator)
-    boxes = torch.cat([corner, corner + 10 + 20 * torch.rand(objects, 2, generator=generator)], 1)
-    labels = torch.randint(1, VOC_CLASSES + 1, (objects,), generator=generator)
-    target = {"boxes": boxes, "labels": labels, "image_id": torch.tensor(number), "difficult": labels == number}
-    found = 0 if number == 4 else 20
-    nearest = torch.randint(0, max(1, objects), (found,), generator=generator)
-    if objects == 0:
-        boxes, labels = torch.tensor([[5.0, 5.0, 20.0, 20.0]]), torch.tensor([2])
-    shifted = boxes[nearest] + 3 * torch.randn(found, 4, generator=generator).clamp(-1, 1)
-    scores = torch.rand(found, generator=generator)
-    return {"boxes": shifted, "scores": scores, "labels": labels[nearest]}, target
-
-
-def evaluated(numbers, eleven_points=True):
-    metrics = VOCMetrics(VOC_CLASSES, eleven_points=eleven_points)
-    metrics.update(*([part] for part in image(9)))
-    metrics.reset()  # what was evaluated before leaves nothing
+def evaluated(metrics, images, numbers):
+    """The values of some of the images; what was evaluated before leaves nothing."""
+    detections, targets = images
+    metrics.update(detections[:2], targets[:2])
+    metrics.reset()
     for number in numbers:
-        detected, target = image(number)
-        metrics.update([detected], [target])
+        metrics.update([detections[number]], [targets[number]])
     return metrics.compute()
 
 
-def test_mean_is_over_the_classes_with_objects():
-    result = evaluated([0, 1, 4, 5])
+def test_mean_is_over_the_classes_with_objects(images):
+    result = evaluated(VOCMetrics(CLASSES), images, range(7))
     per_class = [value for value in result["AP50_per_class"].tolist() if not math.isnan(value)]
     assert 0 < result["AP50"] < 1
     assert result["AP50"].item() == pytest.approx(sum(per_class) / len(per_class))
-    assert not torch.equal(result["AP50"], evaluated([0, 1, 4, 5], eleven_points=False)["AP50"])
+    exact = evaluated(VOCMetrics(CLASSES, eleven_points=False), images, range(7))
+    assert not torch.equal(result["AP50"], exact["AP50"])
 
 
-def test_order_and_repetition_of_images_do_not_matter():
-    expected = evaluated(range(7))
-    again = evaluated([6, 3, 0, 1, 5, 2, 4, 3, 0])
-    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+METRICS = [COCOMetrics, VOCMetrics]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_order_and_repetition_of_images_do_not_matter(metric, images):
+    expected = evaluated(metric(CLASSES), images, range(7))
+    again = evaluated(metric(CLASSES), images, [6, 3, 0, 1, 5, 2, 4, 3, 0])
+    torch.testing.assert_close(again, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def evaluated_on(rank, world_size, images):
+    """A sampler has repeated image 0; the last process has none."""
+    shards = [[0, 2, 4, 6, 0], [1, 3, 5, 2], []]
+    return [evaluated(metric(CLASSES), images, shards[rank]) for metric in METRICS]
+
+
+def test_three_processes_have_the_result_of_one(run_processes, images):
+    expected = [evaluated(metric(CLASSES), images, range(7)) for metric in METRICS]
+    for results in run_processes(evaluated_on, 3, images):
+        torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_equal_scores_of_two_images_are_ranked_by_the_ids():
@@ -365,28 +330,6 @@ def test_equal_scores_of_two_images_are_ranked_by_the_ids():
         assert metrics.compute()["AP50"] == 0.25  # the true one has rank 2 and finds one of two objects
 
 
-def _evaluated_on(rank, world_size):
-    shards = {0: [0, 2, 4, 6, 0], 1: [1, 3, 5], 2: []}  # a sampler has repeated image 0; the last process has none
-    return evaluated([*shards[rank], *([2] if rank == 1 else [])]), dist.get_world_size()
-
-
-def test_three_processes_have_the_result_of_one(run_processes):
-    expected = evaluated(range(7))
-    results = run_processes(_evaluated_on, 3)
-    for result, world_size in results:
-        assert world_size == 3
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
-
-
-@pytest.mark.refusal
-def test_invalid_settings_and_lists():
-    with pytest.raises(ValueError, match="VOCMetrics: `iou_threshold` must be at most 1, got 50"):
-        VOCMetrics(3, iou_threshold=50)
-    with pytest.raises(ValueError, match="`detections` must be one for each target, got 0 for 1"):
-        VOCMetrics(3).update([], [image(0)[1]])
-
-
-METRICS = [COCOMetrics, VOCMetrics]
 BOXES = torch.tensor([[0.0, 0.0, 10.0, 10.0], [20.0, 20.0, 40.0, 50.0]])
 
 
@@ -402,9 +345,11 @@ def target(**changes):
 @pytest.mark.parametrize("metric", METRICS)
 def test_an_ignored_object_is_neither_found_nor_missed(metric, name):
     objects = {"boxes": BOXES, "labels": torch.tensor([1, 1])}
+    other = {"difficult": "iscrowd", "iscrowd": "difficult"}[name]  # an object is ignored if one of both flags is set
     for ignored in ([False, True], [True, False], [False, False]):
         metrics = metric(2)
-        metrics.update([detected()], [target(**objects, **{name: torch.tensor(ignored)})])
+        flags = {name: torch.tensor(ignored), other: torch.zeros(2)}
+        metrics.update([detected()], [target(**objects, **flags)])
         assert metrics.compute()["AP50"] == pytest.approx(1)
     one_found = detected(boxes=BOXES[:1], scores=torch.tensor([0.6]), labels=torch.tensor([1]))
     missed, ignored = metric(2), metric(2)
@@ -412,15 +357,6 @@ def test_an_ignored_object_is_neither_found_nor_missed(metric, name):
     ignored.update([one_found], [target(**objects, **{name: torch.tensor([False, True])})])
     assert missed.compute()["AP50"] < 0.6
     assert ignored.compute()["AP50"] == pytest.approx(1)
-
-
-@pytest.mark.parametrize("metric", METRICS)
-def test_an_object_is_ignored_if_one_of_both_flags_is_set(metric):
-    objects = {"boxes": BOXES, "labels": torch.tensor([1, 1])}
-    flags = {"difficult": torch.tensor([0.0, 0.5]), "iscrowd": torch.tensor([0, 0])}
-    metrics = metric(2)
-    metrics.update([detected()], [target(**objects, **flags)])
-    assert metrics.images_once()[1][0]["ignored"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
@@ -436,28 +372,31 @@ def test_labels_of_few_bits_on_any_rank(metric, dtype, monkeypatch):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("detection", "of_target", "error", "message"),
     [
-        ((detected(labels=torch.tensor([0, 1])), target()), ValueError, "`labels` of `detections` must be from 1 to 2"),
-        ((detected(scores=torch.tensor([math.inf, 1])), target()), ValueError, "`scores` must hold finite numbers"),
-        ((detected(scores=torch.ones(3)), target()), ValueError, r"`scores` must have shape \(2,\), one for each box"),
-        ((detected(), target(difficult=torch.ones(2))), ValueError, r"`difficult` must have shape \(1,\)"),
-        ((detected(), target(iscrowd=[0])), TypeError, r"`targets\['iscrowd'\]` must be a tensor"),
-        ((detected(), target(image_id="a")), TypeError, "`targets` must have an integer as `image_id`, got 'a'"),
-        (
-            (detected(), target(image_id=1 << 63)),
-            ValueError,
-            "`targets` must have an `image_id` of at most 64 bits, got",
-        ),
-        (
-            (detected(), target(boxes=BOXES[:1] * math.nan)),
-            ValueError,
-            r"`targets\['boxes'\]` must hold finite numbers",
-        ),
-        (({"boxes": BOXES}, target()), ValueError, "`detections` must have the keys boxes, labels, scores"),
-        ((3, target()), TypeError, "`detections` must be a dict, got 3"),
+        (detected(labels=torch.tensor([0, 1])), target(), ValueError, "`labels` of `detections` must be from 1 to 2"),
+        (detected(scores=torch.tensor([math.inf, 1])), target(), ValueError, "`scores` must hold finite numbers"),
+        (detected(scores=torch.ones(3)), target(), ValueError, r"`scores` must have shape \(2,\), one for each box"),
+        (detected(), target(difficult=torch.ones(2)), ValueError, r"`difficult` must have shape \(1,\)"),
+        (detected(), target(iscrowd=[0]), TypeError, r"`targets\['iscrowd'\]` must be a tensor"),
+        (detected(), target(image_id="a"), TypeError, "`targets` must have an integer as `image_id`, got 'a'"),
+        (detected(), target(image_id=1 << 63), ValueError, "`targets` must have an `image_id` of at most 64 bits, got"),
+        (detected(), target(boxes=BOXES[:1] * math.nan), ValueError, r"`targets\['boxes'\]` must hold finite numbers"),
+        ({"boxes": BOXES}, target(), ValueError, "`detections` must have the keys boxes, labels, scores"),
+        (3, target(), TypeError, "`detections` must be a dict, got 3"),
     ],
 )
-def test_invalid_images(given, error, message):
+def test_invalid_images(detection, of_target, error, message):
     with pytest.raises(error, match=f"^VOCMetrics: {message}"):
-        VOCMetrics(2).update([given[0]], [given[1]])
+        VOCMetrics(2).update([detection], [of_target])
+
+
+@pytest.mark.refusal
+def test_what_is_invalid(monkeypatch):
+    with pytest.raises(ValueError, match=r"^COCOMetrics: `detections` must be one for each target, got 0 for 1"):
+        COCOMetrics(2).update([], [target()])
+    with pytest.raises(ValueError, match="VOCMetrics: `iou_threshold` must be at most 1, got 50"):
+        VOCMetrics(3, iou_threshold=50)
+    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
+    with pytest.raises(ImportError, match=r"^COCOMetrics: .*pip install \"lightning-retrieval\[detection\]\""):
+        COCOMetrics(2)

@@ -2,34 +2,26 @@
 
 import inspect
 import math
-import subprocess
+import resource
 import sys
-import warnings
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses import (
-    RetrievalLoss,
-    SmoothAPLoss,
-    blockwise,
-    lists,
-    positives,
-)
+from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, blockwise, lists, positives
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.positives import ScoreBlock, joined
+from tests.lightning_retrieval.losses.oracles import batch, value_and_gradient
 
 LOSSES = [
     loss
     for loss in map(losses.__dict__.get, losses.__all__)
     if isinstance(loss, type) and issubclass(loss, losses.RetrievalLoss) and not inspect.isabstract(loss)
 ]
-LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=14).filter(lambda labels: len(set(labels)) < len(labels))
 
 
 class Toy(RetrievalLoss):
@@ -62,19 +54,6 @@ def dense(loss, embeddings, labels, ref_emb=None, ref_labels=None, ids=None, ref
     return torch.where(relevant.any(1), each, math.nan)
 
 
-def batch(sizes, dim=6, dtype=torch.float64):
-    """Random embeddings of classes of these sizes, in random order."""
-    labels = torch.cat([torch.full((size,), label) for label, size in enumerate(sizes)])
-    return torch.randn(len(labels), dim, dtype=dtype), labels[torch.randperm(len(labels))]
-
-
-def value_and_gradient(loss, x, *args, **kwargs):
-    x = x.detach().requires_grad_()
-    value = loss(x, *args, **kwargs)
-    value.sum().backward()
-    return value.detach(), x.grad
-
-
 class Largest(TorchDispatchMode):
     """Notes the number of elements of the largest tensor that any operation gives back."""
 
@@ -97,9 +76,6 @@ class Multiplications(TorchDispatchMode):
             left, right = args[-2:]
             self.count += left.numel() * right.shape[1]
         return function(*args, **(kwargs or {}))
-
-
-# The same for every loss of the package.
 
 
 @pytest.mark.parametrize("cls", LOSSES)
@@ -149,18 +125,13 @@ def test_batch_without_any_positive(cls):
             assert value.item() == 0.0
         value.sum().backward()
         assert x.grad.tolist() == torch.zeros(5, 3).tolist()
-        with warnings.catch_warnings():  # only once
-            warnings.simplefilter("error")
-            loss(x, labels)
 
 
-# The base class.
-
-
-@pytest.mark.parametrize("elements", [1, 60, 1 << 21])
+@pytest.mark.parametrize(("elements", "group"), [(1, 1), (25, 50), (60, 1 << 24), (1 << 21, 1 << 24)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_against_the_whole_matrix(reduction, elements, monkeypatch):
+def test_against_the_whole_matrix(reduction, elements, group, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(blockwise, "GROUP_ELEMENTS", group)
     loss = Toy(reduction=reduction).double()
     x, labels = batch([3, 1, 4, 2])
     r, ref_labels = batch([2, 2, 5])
@@ -215,16 +186,12 @@ def test_none_is_nan_without_a_positive_and_its_gradient_is_not():
     each = loss(x, labels)
     assert each.isnan().tolist() == [False, False, True, True, False]
     known = ~each.isnan()
-    assert each[known].mean().item() == pytest.approx(SmoothAPLoss(tau=0.2)(x, labels).item())
-    assert each[known].sum().item() == pytest.approx(SmoothAPLoss(tau=0.2, reduction="sum")(x, labels).item())
     # Weights that arrive with the gradient: of the third query a NaN that must not spread.
     weights = torch.tensor([1.0, 2.0, math.nan, 5.0, -0.5], dtype=torch.float64)
     (gradient,) = torch.autograd.grad(each, x, weights)
     (expected,) = torch.autograd.grad((loss(x, labels) * weights)[known].sum(), x)
     torch.testing.assert_close(gradient, expected)
     assert torch.isfinite(gradient).all()
-    one_by_one = sum(w * torch.autograd.grad(loss(x, labels)[q], x)[0] for q, w in enumerate(weights) if known[q])
-    torch.testing.assert_close(gradient, one_by_one)
 
 
 def test_class_balanced_by_hand():
@@ -243,19 +210,6 @@ def test_class_balanced_by_hand():
     assert total.item() == pytest.approx(6 * value.item(), abs=1e-12)
 
 
-def test_the_query_itself():
-    """It is never in its own list: excluded from the batch by its index, and from references by its id."""
-    x, labels = torch.randn(2, 3), torch.tensor([4, 4])
-    assert SmoothAPLoss(0.3)(x, labels).item() == 0.0
-    r, ref_labels = torch.cat([x, torch.randn(3, 3)]), torch.tensor([4, 4, 0, 1, 2])
-    value = SmoothAPLoss(0.3)(x, labels, r, ref_labels, ids=torch.tensor([7, 8]), ref_ids=torch.tensor([7, 8, 1, 2, 3]))
-    assert 0 < value.item() < 1
-    in_batch = SmoothAPLoss(0.3, reduction="none")(r, ref_labels)[:2].mean()
-    assert value.item() == pytest.approx(in_batch.item(), abs=1e-6)
-    # Without ids the copy counts, and comes first.
-    assert SmoothAPLoss(0.3)(x, labels, r, ref_labels).item() < value.item()
-
-
 def test_reference_rows_may_be_none_at_all():
     x, labels = batch([2, 2], dim=3)
     with pytest.warns(UserWarning, match="no row of the batch has a positive"):
@@ -270,12 +224,11 @@ def test_zero_embeddings_have_a_finite_gradient():
     assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_no_tensor_as_large_as_the_score_matrix_of_a_large_batch(reduction):
+def test_no_tensor_as_large_as_the_score_matrix_of_a_large_batch():
     x = torch.randn(4352, 8).requires_grad_()
     labels = torch.arange(4352) % 2176
     with Largest() as largest:
-        SmoothAPLoss(reduction=reduction)(x, labels).sum().backward()
+        SmoothAPLoss(reduction="none")(x, labels).sum().backward()
     assert largest.elements <= blockwise.GROUP_ELEMENTS < 4352**2
 
 
@@ -297,125 +250,67 @@ def test_a_matrix_is_added_to_its_transpose_tile_by_tile(size, monkeypatch):
     assert torch.equal(lists.add_transposed(matrix), expected)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("group", [1, 50, 1 << 24])
-def test_the_cut_into_groups_does_not_matter(reduction, group, monkeypatch):
-    loss = SmoothAPLoss(reduction=reduction)
-    for sizes in ([2, 3, 4], [2, 3, 1]):  # the last query has no positive: its scores are not computed
-        x, labels = batch(sizes)
-        value, gradient = value_and_gradient(loss, x, labels)
-        monkeypatch.setattr(blockwise, "GROUP_ELEMENTS", group)
-        monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 25)
-        cut, cut_gradient = value_and_gradient(loss, x, labels)
-        monkeypatch.undo()
-        torch.testing.assert_close(cut, value, equal_nan=True)
-        torch.testing.assert_close(cut_gradient, gradient, rtol=1e-10, atol=1e-12)
-
-
-PEAK = """
-import resource, sys, torch
-from lightning_retrieval.losses import SmoothAPLoss
-unit = 1024 if sys.platform == "linux" else 1
-x = torch.randn(4096, 512, requires_grad=True)
-labels = torch.arange(1024).repeat_interleave(4)
-loss = SmoothAPLoss()
-loss(x[:64], labels[:64]).backward()
-x.grad = None
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-loss(x, labels).backward()
-assert x.grad.isfinite().all() and x.grad.any()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
-"""
+def peak_of_a_large_batch(rank, world_size):
+    """The bytes by which a step raises the peak of the memory."""
+    unit = 1024 if sys.platform == "linux" else 1
+    x, labels = torch.randn(4096, 512, requires_grad=True), torch.arange(1024).repeat_interleave(4)
+    loss = SmoothAPLoss()
+    loss(x[:64], labels[:64]).backward()
+    x.grad = None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loss(x, labels).backward()
+    assert x.grad.isfinite().all()
+    assert x.grad.any()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
 
 
 @pytest.mark.slow
-def test_memory_of_a_large_batch():
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_memory_of_a_large_batch(run_alone):
     # Measured: 0.11 GB. All queries at once need 1 GB, one (B, B, B) tensor 275 GB.
-    assert int(done.stdout) < 0.4e9
+    assert run_alone(peak_of_a_large_batch) < 0.4e9
 
-
-# Invalid input.
 
 X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
-
-
-def bad(row, value):
-    x = X.clone()
-    x[row, 1] = value
-    return x
+MASK = torch.tensor([[True, False, False], [False, True, True]])
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("error", "match", "args", "kwargs"),
     [
-        (TypeError, "`embeddings` must be floating point, got torch.int64", (X.long(), Y), {}),
-        (ValueError, r"`embeddings` must have shape \(rows, D\) with D > 0, got \(4,\)", (X[:, 0], Y), {}),
-        (ValueError, r"`embeddings` must hold at least one row, got shape \(0, 3\)", (X[:0], Y[:0]), {}),
-        (ValueError, r"`embeddings` must hold finite .* in 1 of 4 rows \(2\)", (bad(2, math.nan), Y), {}),
-        (TypeError, "`labels` must be integers, got torch.float32", (X, Y.float()), {}),
-        (ValueError, r"`labels` must have shape \(4,\), one for each row of `embeddings`, got \(3,\)", (X, Y[:3]), {}),
+        (ValueError, r"`embeddings` must have shape .* got \(4,\)", (X[:, 0], Y), {}),
+        (ValueError, r"`labels` must have shape \(4,\), .* got \(3,\)", (X, Y[:3]), {}),
         (ValueError, r"`ids` must have shape \(4,\), .* got \(2,\)", (X, Y), {"ids": Y[:2]}),
         (ValueError, "`ref_emb` was given without `ref_labels`", (X, Y, X), {}),
         (ValueError, "`ref_labels` was given without `ref_emb`", (X, Y, None, Y), {}),
         (ValueError, "`ref_ids` was given without `ref_emb`", (X, Y), {"ref_ids": Y}),
         (ValueError, "`ids` was given without `ref_ids`", (X, Y, X, Y), {"ids": Y}),
-        (ValueError, r"`ref_emb` must have the dimension of `embeddings`, got \(4, 2\) against \(4, 3\)",
-         (X, Y, X[:, :2], Y), {}),
-        (ValueError, r"`ref_ids` must have shape \(4,\), one for each row of `ref_emb`, got \(3,\)",
-         (X, Y, X, Y), {"ids": Y, "ref_ids": Y[:3]}),
+        (ValueError, r"`ref_emb` must have .* got \(4, 2\) against \(4, 3\)", (X, Y, X[:, :2], Y), {}),
+        (ValueError, r"`ref_ids` must have shape \(4,\), .* got \(3,\)", (X, Y, X, Y), {"ids": Y, "ref_ids": Y[:3]}),
+        (TypeError, "`ref_emb` must be a tensor, got a tuple of 4, .* no miner", (X, Y, (Y, Y, Y, Y)), {}),
     ],
-)  # fmt: skip
+)
 def test_bad_input(error, match, args, kwargs):
     with pytest.raises(error, match=f"^SmoothAPLoss: {match}"):
         SmoothAPLoss()(*args, **kwargs)
 
 
-S, M = torch.randn(2, 3), torch.tensor([[True, False, False], [False, True, True]])
-
-
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "match", "args"),
-    [
-        (TypeError, "`scores` must be floating point, got torch.int64", (S.long(), M)),
-        (ValueError, r"`scores` must hold finite .* in 1 of 2 rows \(1\)",
-         (torch.tensor([[0.0, 1, 2], [0, math.nan, 1]]), M)),
-        (TypeError, "`relevant` must be bool, got torch.int64", (S, M.long())),
-        (ValueError, r"`candidate` must have the shape of `scores` \(2, 3\), got \(3, 2\)", (S, M, M.T)),
-    ],
-)  # fmt: skip
-def test_bad_scores(error, match, args):
-    with pytest.raises(error, match=f"^SmoothAPLoss: {match}"):
-        SmoothAPLoss().from_scores(*args)
-
-
-@pytest.mark.refusal
-def test_scores_have_no_classes():
+def test_bad_scores():
+    with pytest.raises(ValueError, match=r"^SmoothAPLoss: `candidate` must have .* \(2, 3\), got \(3, 2\)"):
+        SmoothAPLoss().from_scores(torch.randn(2, 3), MASK, MASK.T)
     with pytest.raises(ValueError, match="SmoothAPLoss: `class_balanced` needs labels, which a score matrix does not"):
-        SmoothAPLoss(class_balanced=True).from_scores(S, M)
+        SmoothAPLoss(class_balanced=True).from_scores(torch.randn(2, 3), MASK)
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("cls", "hint"),
-    [
-        (SmoothAPLoss, "which is called `tau` here, as in the paper; pass tau=."),
-        (losses.RecallAtKLoss, "which is called `tau_rank` or `tau_k` here, as in the paper; pass tau_rank=."),
-        (losses.FastAPLoss, "but this loss has no temperature; remove the argument."),
-    ],
+    [(SmoothAPLoss, "pass tau="), (losses.RecallAtKLoss, "pass tau_rank="), (losses.FastAPLoss, "remove the argument")],
 )
 def test_temperature_gets_a_hint(cls, hint):
-    with pytest.raises(TypeError, match=f"^{cls.__name__}: got `temperature`, {hint}"):
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}: got `temperature`, .*{hint}\."):
         cls(temperature=0.1)
-
-
-@pytest.mark.refusal
-def test_a_miners_tuple_gets_a_hint():
-    with pytest.raises(TypeError, match=r"^SmoothAPLoss: `ref_emb` must be a tensor, got a tuple of 4, .* no miner"):
-        SmoothAPLoss()(X, Y, (Y, Y, Y, Y))
 
 
 def test_a_loss_without_a_value_says_what_to_implement():
@@ -430,7 +325,7 @@ LEVELS = torch.tensor([[0, 1, 0, 2], [0, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.ui
 LISTED = [(0, 1), (0, 3), (2, 0), (2, 1), (2, 2)]  # query and index of each positive
 
 
-@pytest.fixture(params=["as on a CPU", "as on an accelerator"], autouse=True)
+@pytest.fixture(params=["as on a CPU", "as on an accelerator"])
 def kind_of_device(request, monkeypatch):
     on_accelerator = request.param == "as on an accelerator"
     monkeypatch.setattr(positives, "is_accelerator", lambda device: on_accelerator)
@@ -440,6 +335,7 @@ def positives_of(mask, counts=None):
     return ScoreBlock(torch.zeros(mask.shape), mask, torch.ones_like(mask, dtype=torch.bool), counts).positives
 
 
+@pytest.mark.usefixtures("kind_of_device")
 @pytest.mark.parametrize("mask", [LEVELS, LEVELS > 0], ids=["levels", "mask"])
 @pytest.mark.parametrize("known", [False, True])
 def test_positives_come_in_the_order_of_queries_and_references(mask, known):
@@ -450,12 +346,14 @@ def test_positives_come_in_the_order_of_queries_and_references(mask, known):
     assert found.column().tolist() == [0, 1, 0, 1, 2]
 
 
+@pytest.mark.usefixtures("kind_of_device")
 def test_pairs_are_all_ordered_pairs_of_positives_of_a_query():
     found = positives_of(LEVELS)
     pairs = [(i, j) for i, (query, _) in enumerate(LISTED) for j, (other, _) in enumerate(LISTED) if query == other]
     assert list(zip(*(part.tolist() for part in found.pairs()))) == pairs
 
 
+@pytest.mark.usefixtures("kind_of_device")
 def test_a_mask_without_positives_has_no_pairs():
     found = positives_of(torch.zeros(2, 3, dtype=torch.bool))
     assert (len(found.query), found.most, len(found.pairs()[0])) == (0, 0, 0)

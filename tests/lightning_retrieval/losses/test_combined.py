@@ -8,7 +8,6 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss
 from torch.nn.functional import normalize
 
-from lightning_retrieval import CrossBatchMemory
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxRecallLoss,
@@ -23,7 +22,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.batch_loss import QueryRange
+from lightning_retrieval.losses.third_party import as_batch_loss
 from tests.lightning_retrieval.losses.oracles import TABLE, batch, labels_for, make
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 0, 1, 1, 1, 2])
@@ -57,30 +56,16 @@ def test_weighted_sum():
         torch.testing.assert_close(leaf.grad, total)
 
 
-def own_left_out():
-    """The pairs of a query and a reference, positive and negative, but for the query's own copy."""
-    pairs = [(q, r) for q in range(len(X)) for r in range(len(R)) if IDS[q] != REF_IDS[r]]
-    positive = [(q, r) for q, r in pairs if Y[q] == Z[r]]
-    negative = [(q, r) for q, r in pairs if Y[q] != Z[r]]
-    assert len(pairs) < len(X) * len(R)
-    return (*torch.tensor(positive).T, *torch.tensor(negative).T)
-
-
 def test_sums_nest_and_accept_third_party_losses():
     inner = WeightedSum({"sup": (1.0, SupAPLoss()), "black": (3.0, BlackboxAPLoss())})
     loss = WeightedSum({"inner": (0.5, inner), "pml": (0.1, ContrastiveLoss()), "map": (1.0, SmoothAPLoss())})
-    for arguments in ((X, Y), (X, Y, R, Z)):
-        leaf = X.clone().requires_grad_()
-        value = loss(leaf, *arguments[1:], ids=IDS, ref_ids=REF_IDS if len(arguments) == 4 else None)
-        third_party = ContrastiveLoss()(X, Y) if len(arguments) == 2 else ContrastiveLoss()(X, Y, own_left_out(), R, Z)
-        assert loss.terms["pml"].item() == pytest.approx(third_party.item())
-        assert set(inner.terms) == {"sup", "black"}
-        known = {"ids": IDS} | ({"ref_ids": REF_IDS} if len(arguments) == 4 else {})
+    for arguments, known in (((X, Y), {"ids": IDS}), ((X, Y, R, Z), {"ids": IDS, "ref_ids": REF_IDS})):
+        value = loss(*arguments, **known)
+        third_party = as_batch_loss(ContrastiveLoss())(*arguments, **known)
         parts = [SupAPLoss()(*arguments, **known), BlackboxAPLoss()(*arguments, **known)]
         ours = 0.5 * (parts[0] + 3 * parts[1]) + SmoothAPLoss()(*arguments, **known)
         assert value.item() == pytest.approx((ours + 0.1 * third_party).item(), abs=1e-5)
-        value.backward()
-        assert torch.isfinite(leaf.grad).all()
+        assert set(inner.terms) == {"sup", "black"}
 
 
 def test_sum_from_scores():
@@ -89,61 +74,6 @@ def test_sum_from_scores():
     expected = 2 * SmoothAPLoss(0.3).from_scores(scores, relevant, candidate)
     expected += ROADMAPLoss(0.3).from_scores(scores, relevant, candidate)
     assert loss.from_scores(scores, relevant, candidate).item() == pytest.approx(expected.item(), abs=1e-6)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("cls", "error", "match", "arguments"),
-    [
-        (QuantizedAPLoss, ValueError, r"`low` must be below `high`, got 1\.0 and 1\.0", {"low": 1.0}),
-        (BlackboxRecallLoss, ValueError, "`pair_mean` 'all' is a mean over the pairs .* got reduction='none'",
-         {"pair_mean": "all", "reduction": "none"}),
-        (CalibrationLoss, ValueError, "`pair_mean` 'nonzero' is .* class_balanced=True; set pair_mean='query'",
-         {"pair_mean": "nonzero", "class_balanced": True}),
-        (HAPLoss, ValueError, r"`hrank_slopes` must be \(beta, gamma, leak\) or None, got \(1.0, 2.0\)",
-         {"hrank_slopes": (1.0, 2.0)}),
-        (RecallAtKLoss, ValueError, "`ks` must hold at least one k, got none", {"ks": ()}),
-        (RecallAtKLoss, ValueError, "`tau_k` must be one number or one for each of the 2 ks, got 3",
-         {"ks": (1, 2), "tau_k": (1.0, 1.0, 1.0)}),
-        (ROADMAPLoss, ValueError, r"`lambda_` must be from 0 to 1, got 1\.5", {"lambda_": 1.5}),
-        (ROADMAPLoss, TypeError, r"`sup_ap` must be an instance of Module, got 3 \(int\)", {"sup_ap": 3}),
-        (WeightedSum, ValueError, r"`losses` must hold at least one term, got \{\}", {"losses": {}}),
-        (WeightedSum, TypeError, r"`losses` must map a name to \(weight, loss\), got list; pass \{",
-         {"losses": [SmoothAPLoss()]}),
-        (WeightedSum, ValueError, r"`losses\['a'\]` must be a finite number, got nan",
-         {"losses": {"a": (math.nan, SmoothAPLoss())}}),
-        (WeightedSum, TypeError, r"`losses` must map a name to \(weight, loss\), got .*'f'.* for 'a'",
-         {"losses": {"a": (1.0, "f")}}),
-    ],
-)  # fmt: skip
-def test_bad_settings(cls, error, match, arguments):
-    with pytest.raises(error, match=f"^{cls.__name__}: {match}"):
-        cls(**arguments)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (ValueError, r"label levels must nest, .* of level 0 within one of level 1, got label 0 within \[0, 1\]",
-         (X, torch.tensor([[0, 0], [0, 1], [1, 1], [1, 1], [2, 1], [2, 1]]))),
-        (ValueError, r"label levels must nest, .* of level 1 within one of level 2, got label 4 within \[7, 8\]",
-         (X, torch.tensor([[0, 4, 7], [0, 4, 7], [1, 4, 8], [1, 4, 8], [2, 5, 7], [2, 5, 7]]))),
-        (ValueError, r"label levels must nest, .* got label 1 within \[0, 5\]",  # only together with the references
-         (X, torch.stack([Y, Y * 0], 1), R, torch.tensor([[1, 5]] * 5))),
-        (ValueError, r"labels must have shape .* got `labels` \(6, 2\) and `ref_labels` \(5, 1\)",
-         (X, torch.stack([Y, Y], 1), R, Z)),
-    ],
-)  # fmt: skip
-def test_bad_levels(error, match, arguments):
-    with pytest.raises(error, match=f"^HAPLoss: {match}"):
-        HAPLoss()(*arguments)
-
-
-@pytest.mark.refusal
-def test_bad_levels_of_scores():
-    with pytest.raises(ValueError, match=r"^HAPLoss: `relevant` must be levels >= 0, got -2\."):
-        HAPLoss().from_scores(torch.randn(2, 3), torch.tensor([[0, 1, 2], [0, -2, 1]]))
 
 
 DIMS, WEIGHTS = (2, 5, 8), (1.0, 0.5, 2.0)
@@ -181,11 +111,6 @@ def expected(loss, x, labels, **keywords):
     return total
 
 
-def value_and_gradient(value, x):
-    (gradient,) = torch.autograd.grad(value, x)
-    return value.detach(), gradient
-
-
 @pytest.mark.parametrize("references", [False, True])
 @pytest.mark.parametrize("name", [*NAMES, *THIRD_PARTY])
 def test_the_sum_by_its_definition(name, references):
@@ -197,34 +122,11 @@ def test_the_sum_by_its_definition(name, references):
         given = {"ref_emb": r, "ref_labels": labels_for(name, ref_labels)}
         given |= {"ids": torch.arange(10), "ref_ids": torch.tensor([50, 3, 51, 0, 52, 53])}
     y = labels_for(name, labels)
-    wanted = value_and_gradient(expected(loss_of(name), x, y, **given), x)
-    found = value_and_gradient(NestedLoss(loss_of(name), DIMS, weights=WEIGHTS)(x, y, **given), x)
-    for one, other in zip(found, wanted):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["smooth_ap", "hap", "all pairs", "sum"])
-def test_ranges_of_queries_add_up(name):
-    x, labels = batch([2, 3, 1, 4], dim=8)
-    y, loss = labels_for(name, labels), NestedLoss(loss_of(name), DIMS, weights=WEIGHTS)
-    assert loss.splits_by_query
-    recorded = {}
-    for begin, end in ((0, 3), (3, 10)):  # what an all-reduce of both would sum
-        sums = recorded[begin] = []
-        loss(x, y, queries=QueryRange(begin, end, lambda values, sums=sums: sums.append(values) or values))
-    totals = [sum(parts) for parts in zip(*recorded.values())]
-    parts = 0.0
-    for begin, end in ((0, 3), (3, 10)):
-        answers = iter(totals)
-        parts += loss(x, y, queries=QueryRange(begin, end, lambda values, answers=answers: next(answers)))
-    torch.testing.assert_close(parts, loss(x, y))
-
-
-def test_first_dimensions_only_get_no_gradient_beyond():
-    x, labels = batch([2, 3, 4], dim=8)
-    NestedLoss(SmoothAPLoss(0.1), (2, 3))(x.requires_grad_(), labels).backward()
-    assert (x.grad[:, :3] != 0).all()
-    assert x.grad[:, 3:].abs().sum() == 0
+    wanted = expected(loss_of(name), x, y, **given)
+    found = NestedLoss(loss_of(name), DIMS, weights=WEIGHTS)(x, y, **given)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+    gradients = [torch.autograd.grad(value, x)[0] for value in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
 
 
 def test_terms_are_the_unweighted_values():
@@ -234,18 +136,6 @@ def test_terms_are_the_unweighted_values():
     assert list(loss.terms) == ["2d", "5d", "8d"]
     for dim in DIMS:
         torch.testing.assert_close(loss.terms[f"{dim}d"], SmoothAPLoss()(x[:, :dim], labels))
-
-
-def test_a_memory_is_shortened_too():
-    """The step passes the memory as references."""
-    memory = CrossBatchMemory(4)
-    memory.update(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]), torch.arange(4))
-    x, labels = torch.randn(4, 8), torch.tensor([0, 0, 1, 1])
-    references = memory.references(x, labels, torch.arange(4, 8))
-    loss = NestedLoss(BlackboxAPLoss(), DIMS, weights=WEIGHTS)
-    names = ("ref_emb", "ref_labels", "ids", "ref_ids")
-    wanted = expected(BlackboxAPLoss(), x, labels, **{name: getattr(references, name) for name in names})
-    torch.testing.assert_close(loss.of_batch(references), wanted)
 
 
 @pytest.mark.parametrize(("loss", "reads"), [(SmoothAPLoss, 1), (ROADMAPLoss, 1), (HAPLoss, 2)])
@@ -267,48 +157,6 @@ def test_a_second_batch_is_read_again():
         torch.testing.assert_close(loss(x, labels), SmoothAPLoss()(x, labels) + SmoothAPLoss()(x[:, :2], labels))
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "match", "settings"),
-    [
-        (ValueError, r"`dims` must hold integers >= 1, such as \(1, 10\), got \(\)", {"dims": ()}),
-        (ValueError, r"`dims` must be different numbers in ascending order, got \(4, 2\)", {"dims": (4, 2)}),
-        (ValueError, r"`dims` must be different numbers in ascending order, got \(2, 2\)", {"dims": (2, 2)}),
-        (ValueError, r"`weights` must hold one weight for each of the 2 dims, got \(1.0,\)",
-         {"dims": (2, 4), "weights": (1.0,)}),
-        (TypeError, "`loss` must not learn proxies, which have one dimension, got ArcFaceLoss; use a loss that",
-         {"loss": pml.ArcFaceLoss(3, 8)}),
-    ],
-)  # fmt: skip
-def test_bad_nested_settings(error, match, settings):
-    with pytest.raises(error, match=f"^NestedLoss: {match}"):
-        NestedLoss(**{"loss": SmoothAPLoss(), **settings})
-
-
-@pytest.mark.refusal
-def test_dims_larger_than_the_embeddings():
-    x, labels = batch([2, 3], dim=4)
-    with pytest.raises(
-        ValueError, match=r"^NestedLoss: `dims` must be at most the dimension of the embeddings, 4, got 8;"
-    ):
-        NestedLoss(SmoothAPLoss(), (2, 8))(x, labels)
-
-
-@pytest.mark.refusal
-def test_scores_have_no_dimensions():
-    with pytest.raises(TypeError, match=r"^NestedLoss: a nested loss cannot be computed from a score matrix"):
-        NestedLoss(SmoothAPLoss(), (2,)).from_scores(torch.rand(2, 3), torch.rand(2, 3) > 0.5)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("row", [0, 6])
-def test_an_infinite_number_in_any_dimension_raises(row):
-    x, labels = batch([2, 3], dim=8)
-    x[1, row] = torch.inf
-    with pytest.raises(ValueError, match=r"^SmoothAPLoss: `embeddings` must hold finite numbers"):
-        NestedLoss(SmoothAPLoss(), (2, 8))(x, labels)
-
-
 def test_losses_that_count_different_positives_do_not_share_their_reads():
     """With `include_self` a query is its own positive for Smooth-AP, and is none for Recall@k."""
     x, labels = batch([1, 1, 2, 3], dim=8)
@@ -319,3 +167,65 @@ def test_losses_that_count_different_positives_do_not_share_their_reads():
         )
 
     torch.testing.assert_close(NestedLoss(loss(), DIMS, weights=WEIGHTS)(x, labels), expected(loss(), x, labels))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("cls", "error", "match", "arguments"),
+    [
+        (QuantizedAPLoss, ValueError, r"`low` must be below `high`, got 1\.0 and 1\.0", {"low": 1.0}),
+        (BlackboxRecallLoss, ValueError, "`pair_mean` 'all' .*'none'", {"pair_mean": "all", "reduction": "none"}),
+        (
+            CalibrationLoss,
+            ValueError,
+            "`pair_mean` .* class_balanced=True",
+            {"pair_mean": "all", "class_balanced": True},
+        ),
+        (HAPLoss, ValueError, r"`hrank_slopes` must be .* got \(1.0, 2.0\)", {"hrank_slopes": (1.0, 2.0)}),
+        (RecallAtKLoss, ValueError, "`tau_k` must be .* 2 ks, got 3", {"ks": (1, 2), "tau_k": (1.0, 1.0, 1.0)}),
+        (ROADMAPLoss, ValueError, r"`lambda_` must be from 0 to 1, got 1\.5", {"lambda_": 1.5}),
+        (WeightedSum, TypeError, r"`losses` must map .* got list; pass \{", {"losses": [SmoothAPLoss()]}),
+        (WeightedSum, ValueError, r"`losses\['a'\]` .* got nan", {"losses": {"a": (math.nan, SmoothAPLoss())}}),
+        (WeightedSum, TypeError, r"`losses` must map .* got .*'f'.* for 'a'", {"losses": {"a": (1.0, "f")}}),
+        (NestedLoss, ValueError, r"`dims` must be .* ascending order, got \(4, 2\)", {"dims": (4, 2)}),
+        (NestedLoss, ValueError, "`weights` must hold one .* 2 dims", {"dims": (2, 4), "weights": (1.0,)}),
+        (NestedLoss, TypeError, "`loss` must not learn proxies, .* got ArcFaceLoss", {"loss": pml.ArcFaceLoss(3, 8)}),
+    ],
+)
+def test_bad_settings(cls, error, match, arguments):
+    if cls is NestedLoss:
+        arguments = {"loss": SmoothAPLoss(), **arguments}
+    with pytest.raises(error, match=f"^{cls.__name__}: {match}"):
+        cls(**arguments)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        (r"level 0 within one of level 1, got label 0 within \[0, 1\]",
+         (X, torch.tensor([[0, 0], [0, 1], [1, 1], [1, 1], [2, 1], [2, 1]]))),
+        (r"level 1 within one of level 2, got label 4 within \[7, 8\]",
+         (X, torch.tensor([[0, 4, 7], [0, 4, 7], [1, 4, 8], [1, 4, 8], [2, 5, 7], [2, 5, 7]]))),
+        (r"got label 1 within \[0, 5\]",  # only together with the references
+         (X, torch.stack([Y, Y * 0], 1), R, torch.tensor([[1, 5]] * 5))),
+        (r"got `labels` \(6, 2\) and `ref_labels` \(5, 1\)", (X, torch.stack([Y, Y], 1), R, Z)),
+    ],
+)  # fmt: skip
+def test_bad_levels(match, arguments):
+    with pytest.raises(ValueError, match=f"^HAPLoss: .*{match}"):
+        HAPLoss()(*arguments)
+
+
+@pytest.mark.refusal
+def test_invalid_calls():
+    with pytest.raises(ValueError, match=r"^HAPLoss: `relevant` must be levels >= 0, got -2\."):
+        HAPLoss().from_scores(torch.randn(2, 3), torch.tensor([[0, 1, 2], [0, -2, 1]]))
+    with pytest.raises(ValueError, match=r"^NestedLoss: `dims` must be at most .* embeddings, 4, got 8;"):
+        NestedLoss(SmoothAPLoss(), (2, 8))(X, Y)
+    with pytest.raises(TypeError, match=r"^NestedLoss: a nested loss cannot be computed from a score matrix"):
+        NestedLoss(SmoothAPLoss(), (2,)).from_scores(torch.rand(2, 3), torch.rand(2, 3) > 0.5)
+    infinite = X.clone()
+    infinite[1, 3] = torch.inf
+    with pytest.raises(ValueError, match=r"^SmoothAPLoss: `embeddings` must hold finite numbers"):
+        NestedLoss(SmoothAPLoss(), (2, 4))(infinite, Y)

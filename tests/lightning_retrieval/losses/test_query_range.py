@@ -5,7 +5,6 @@ one shape.
 """
 
 import functools
-import math
 import warnings
 from dataclasses import replace
 
@@ -14,16 +13,10 @@ import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import nn
 
-from lightning_retrieval import losses
 from lightning_retrieval.losses import (
-    BlackboxAPLoss,
     BlackboxRecallLoss,
     CalibrationLoss,
-    FastAPLoss,
-    HAPLoss,
     NestedLoss,
-    QuantizedAPLoss,
-    RecallAtKLoss,
     ROADMAPLoss,
     SmoothAPLoss,
     SupAPLoss,
@@ -31,6 +24,7 @@ from lightning_retrieval.losses import (
     blockwise,
 )
 from lightning_retrieval.losses.batch_loss import QueryRange
+from tests.lightning_retrieval.losses.oracles import TABLE, labels_for
 
 
 class Learned(SupAPLoss):
@@ -62,19 +56,7 @@ def weighted(**keywords):
     return WeightedSum({"inner": (2.0, inner), "recall": (-0.3, recall), "ap": (1.0, SmoothAPLoss(0.1, **keywords))})
 
 
-PER_QUERY = {
-    "smooth_ap": functools.partial(SmoothAPLoss, 0.1),
-    "sup_ap": SupAPLoss,
-    "hap": HAPLoss,
-    "hap slopes": functools.partial(HAPLoss, 2.0, hrank_slopes=(25.0, 0.5, 10.0)),
-    "fast_ap": functools.partial(FastAPLoss, 7),
-    "quantized_ap": functools.partial(QuantizedAPLoss, 13),
-    "quantized_ap simplified": functools.partial(QuantizedAPLoss, tie_aware="simplified"),
-    "quantized_ap full": functools.partial(QuantizedAPLoss, 4, tie_aware="full"),
-    "blackbox_ap": BlackboxAPLoss,
-    "blackbox_recall": functools.partial(BlackboxRecallLoss, 4.0, 0.1, weighting="loglog"),
-    "calibration": CalibrationLoss,
-    "recall_at_k": functools.partial(RecallAtKLoss, (1, 2, 30), tau_rank=0.05, tau_k=(1.0, 0.5, 2.0)),
+PER_QUERY = {name: case.make for name, case in TABLE.items()} | {
     "roadmap": functools.partial(ROADMAPLoss, 0.3),
     "learned": Learned,
     "nested": lambda **keywords: NestedLoss(SmoothAPLoss(0.1, **keywords), (2, 5), weights=(0.5, 2.0)),
@@ -87,6 +69,7 @@ OVER_ALL_PAIRS = {
         0.3, SupAPLoss(**keywords), CalibrationLoss(pair_mean="nonzero", **keywords)
     ),
     "learned margins": LearnedMargins,
+    "nested all": lambda **keywords: NestedLoss(CalibrationLoss(pair_mean="all", **keywords), (2, 5)),
     "weighted sum": weighted,
 }
 MAKE = PER_QUERY | OVER_ALL_PAIRS
@@ -111,14 +94,12 @@ def batch(name, references):
     labels = torch.tensor([2, 0, 3, 1, 1, 3, 2, 3, 2, 3, 3])
     x, ids = torch.randn(ROWS, 5, dtype=torch.float64), torch.arange(ROWS)
 
-    def levels(labels):
-        return torch.stack([labels, labels // 2], 1) if name.startswith("hap") else labels
-
     if not references:
-        return x, levels(labels), None, {"ids": ids}
+        return x, labels_for(name, labels), None, {"ids": ids}
     remembered, of = torch.randn(6, 5, dtype=torch.float64), torch.tensor([1, 1, 2, 3, 5, 5])
     keywords = {"ids": ids, "ref_ids": torch.cat([ids, 50 + torch.arange(6)])}
-    return x, levels(labels), remembered, {"ref_labels": levels(torch.cat([labels, of])), **keywords}
+    ref_labels = labels_for(name, torch.cat([labels, of]))
+    return x, labels_for(name, labels), remembered, {"ref_labels": ref_labels, **keywords}
 
 
 def evaluate(loss, x, labels, remembered, keywords, queries):
@@ -163,12 +144,6 @@ def parts_of(loss, *arguments):
     return results, len(totals)
 
 
-def test_every_loss_is_made_above():
-    made = {type(make()).__name__ for make in MAKE.values()} - {"Learned", "LearnedMargins"}
-    other = {"BlackboxMAPLoss", "PairLoss", "RetrievalLoss", "blackbox_rank"}  # the first takes no embeddings
-    assert made | other == set(losses.__all__)
-
-
 def check(loss, *arguments):
     whole = evaluate(loss, *arguments, None)
     results, totals = parts_of(loss, *arguments)
@@ -182,7 +157,7 @@ def check(loss, *arguments):
 def test_ranges_add_up(name, option):
     """Value, gradient of the embeddings and of parameters; the pairs are counted over all ranges."""
     totals = check(MAKE[name](**OPTIONS[option]), *batch(name, references=False))
-    assert totals == {"weighted sum": 2}.get(name, int(name in OVER_ALL_PAIRS))
+    assert totals == {"weighted sum": 2, "nested all": 2}.get(name, int(name in OVER_ALL_PAIRS))
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -222,32 +197,13 @@ def test_a_range_without_any_positive_gives_zero(name):
         assert not gradient.any()
 
 
-def test_each_range_depends_on_its_own_queries_only():
-    """The others' rows are in its lists, but no query of theirs is: their lists may be anything."""
-    x, labels, remembered, keywords = batch("smooth_ap", True)
-    loss, query_range = SmoothAPLoss(0.1), QueryRange(0, 5, lambda values: values)
-    each = SmoothAPLoss(0.1, reduction="none")(
-        x, labels, torch.cat([x, remembered]), keywords["ref_labels"], ids=keywords["ids"], ref_ids=keywords["ref_ids"]
-    )
-    value = evaluate(loss, x, labels, remembered, keywords, query_range)[0]
-    valid = ~each.isnan()
-    assert value.item() == pytest.approx(each[:5][valid[:5]].sum().item() / int(valid.sum()), abs=1e-12)
-    assert math.isfinite(value)
-
-
 @pytest.mark.refusal
-def test_third_party_losses_have_no_ranges():
-    """Each process would add up the whole of it."""
+def test_what_has_no_ranges():
+    """Each process would add up the whole of a third-party loss."""
+    x, labels, _, keywords = batch("", False)
     loss = WeightedSum({"ap": (1.0, SmoothAPLoss()), "pml": (1.0, ContrastiveLoss())})
-    x, labels, _, keywords = batch("", False)
-    with pytest.raises(
-        TypeError, match=r"^ContrastiveLoss: a third-party loss is not a sum over queries, .*; omit `queries`\."
-    ):
-        loss(x, labels, queries=QueryRange(0, 5, lambda values: values), **keywords)
-
-
-@pytest.mark.refusal
-def test_values_of_each_query_cannot_be_added_up():
-    x, labels, _, keywords = batch("", False)
+    keywords["queries"] = QueryRange(0, 5, lambda values: values)
+    with pytest.raises(TypeError, match=r"^ContrastiveLoss: a third-party loss is not a sum .*; omit `queries`\."):
+        loss(x, labels, **keywords)
     with pytest.raises(ValueError, match=r"^SmoothAPLoss: `reduction` must be 'mean' or 'sum' .* got 'none'\."):
-        SmoothAPLoss(reduction="none")(x, labels, queries=QueryRange(0, 5, lambda values: values), **keywords)
+        SmoothAPLoss(reduction="none")(x, labels, **keywords)

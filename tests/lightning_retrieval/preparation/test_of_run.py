@@ -19,7 +19,6 @@ from lightning_retrieval.preparation.of_run import UNNORMALIZED, RunPreparation,
 from lightning_retrieval.preparation.serialised import serialise_transform
 from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from tests.datamodules.pictures import TINY
-from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_folders
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -67,12 +66,6 @@ def test_what_a_run_records_does_not_come_back_to_it():
     assert transforms.evaluation.current is chosen
 
 
-def test_transforms_that_were_given_stay():
-    transforms = of_settings(train_transform=len, eval_transform=repr)
-    transforms.follow(model(GREY, RECORDED))
-    assert (transforms.train.current, transforms.evaluation.current) == (len, repr)
-
-
 def test_transforms_of_albumentations_are_functions_of_pil_images():
     albumentations = pytest.importorskip("albumentations")
     transform = albumentations.Compose([albumentations.Resize(12, 10)])
@@ -80,11 +73,13 @@ def test_transforms_of_albumentations_are_functions_of_pil_images():
     assert "albumentations" in of_settings(eval_transform=transform).serialised()
 
 
-def test_a_transform_that_was_given_keeps_its_background():
+def test_a_transform_that_was_given_stays_and_keeps_its_background():
     black, blue = Preparation(48, background="black"), training_transform("plain", Preparation(48, background="blue"))
     transforms = of_settings(train_transform=blue, eval_transform=black, background="red")
     assert (transforms.train.background, transforms.evaluation.background) == ("blue", "black")
     transforms = of_settings(train_transform=len, eval_transform=repr, background="red")
+    transforms.follow(model(GREY, RECORDED))
+    assert (transforms.train.current, transforms.evaluation.current) == (len, repr)
     assert (transforms.train.background, transforms.evaluation.background) == ("red", "red")
 
 
@@ -140,28 +135,26 @@ def test_a_run_takes_the_size_of_the_embedder_and_its_checkpoint_that_of_the_run
     trainer = run("fit", module, data)
     assert module.embedder.shapes == {(3, 24, 20)}
     other = RetrievalModule(Small(), SmoothAPLoss())
-    trainer = run("fit", other, images_in(root, image_size=16, background="black"))
+    trainer = run("fit", other, images_in(root, image_size=16, background="black", reduced_scale=True))
     assert other.embedder.shapes == {(3, 16, 16)}
     trainer.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     saved = torch.load(tmp_path / "model.ckpt", weights_only=True)
-    assert saved["preparation"] == serialise_transform(Preparation(16, background="black"))
+    wanted = Preparation(16, background="black", reduced_scale=True)
+    assert saved["preparation"] == serialise_transform(wanted)
 
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Small())
-    run("predict", loaded, images_in(root))
+    data = images_in(root)
+    run("predict", loaded, data)
+    assert data.preparation == wanted
+    assert data.test_set.transform.least_size == wanted.least_size == (18, 18)
     assert loaded.embedder.shapes == {(3, 16, 16)}
     fresh = RetrievalModule(Small(), SmoothAPLoss())
     run("validate", fresh, images_in(root), ckpt_path=tmp_path / "model.ckpt", verbose=False, weights_only=True)
     assert fresh.embedder.shapes == {(3, 16, 16)}
     with pytest.raises(ValueError, match=r"^ImageFolder: images must be prepared as the model was evaluated"):
         run("predict", loaded, images_in(root, image_size=24))
-
-
-def test_a_given_transform_is_recorded(tmp_path):
-    module = RetrievalModule(Small(), SmoothAPLoss())
-    run("fit", module, images_in(tmp_path / "images", train_transform=TINY, eval_transform=TINY))
-    assert module.embedder.shapes == {(3, 8, 8)}
-    assert module.preparation == serialise_transform(TINY)
-    assert "function" not in module.preparation
+    with pytest.raises(ValueError, match=r"^ImageFolder: .*reduced_scale=True\), got"):
+        run("predict", loaded, images_in(root, reduced_scale=False))
 
 
 def steps_of(package, *names_and_arguments):
@@ -216,35 +209,6 @@ def test_a_transform_that_gives_arrays(tmp_path):
         data.test_set[0]
 
 
-def test_all_runs_of_a_model_decode_at_the_scale_at_which_it_was_evaluated(tmp_path):
-    root, seen = tmp_path / "images", []
-    for number in range(16):
-        write_image(root / str(number % 4) / f"{number}.jpg", size=(170, 130), seed=number)
-
-    class Seen(Small):
-        def forward(self, images):
-            seen.append((self.training, images.detach().clone()))
-            return super().forward(images)
-
-    trainer = run("fit", RetrievalModule(Seen(), SmoothAPLoss()), images_in(root, image_size=16, reduced_scale=True))
-    trainer.save_checkpoint(tmp_path / "model.ckpt")
-    preparation = Preparation(16, reduced_scale=True)
-    assert torch.load(tmp_path / "model.ckpt", weights_only=True)["preparation"] == serialise_transform(preparation)
-
-    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Seen())
-    seen.clear()
-    data = images_in(root)
-    run("predict", loaded, data)
-    wanted = []
-    for path in data.test_set.index.paths:
-        with Image.open(root / path) as image:
-            image.draft("RGB", (42, 32))  # a quarter; the short side is resized to 18
-            wanted.append(Preparation(16)(image.convert("RGB")))
-    assert torch.equal(torch.cat([images for _, images in seen]), torch.stack(wanted))
-    with pytest.raises(ValueError, match=r"^ImageFolder: .* Preparation\(image_size=16, reduced_scale=True\), got"):
-        run("predict", loaded, images_in(root, reduced_scale=False))
-
-
 SETTINGS = {"image_size": 16, "mean": (0.1, 0.2, 0.3), "classes_per_batch": 2, "samples_per_class": 2}
 
 
@@ -281,16 +245,6 @@ class WithHook(SeesBatches):
         return batch
 
 
-class Moving(SeesBatches):
-    """Moves batches itself."""
-
-    moved = 0
-
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        self.moved += 1
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-
 def images_of_run(folder, module, **settings):
     """The images of a run."""
     data = ImageFolder(folder, **SETTINGS)
@@ -321,13 +275,6 @@ def test_a_hook_before_the_transfer_sees_normalised_images(folder):
     assert dtypes_with_hook == [torch.float32, torch.float32]
     for name, seen in images.items():
         assert torch.equal(seen, with_hook[name])
-
-
-def test_the_module_may_move_batches_itself(folder):
-    module = Moving()
-    images, _, _ = images_of_run(folder, module)
-    assert module.moved > 0
-    assert torch.equal(images["train"], images_of_run(folder, SeesBatches())[0]["train"])
 
 
 def test_a_transform_of_the_user_that_gives_uint8_is_left_alone(folder):

@@ -8,7 +8,6 @@ from PIL import Image
 from lightning_retrieval.preparation.pixels import (
     check_colour,
     resize_bilinear,
-    resize_image,
     to_image,
     to_pixels,
     to_rgb,
@@ -47,13 +46,6 @@ def test_bilinear_is_that_of_pillow_to_1_of_255(size, cropped):
     assert torch.equal(found, resize_bilinear(pixels.contiguous(), *size))
 
 
-def test_images_of_the_right_size_are_not_resized():
-    image = noise(6, 8)
-    assert resize_image(image, 6, 8, "lanczos") is image
-    pixels = to_pixels(image)
-    assert resize_bilinear(pixels, 6, 8) is pixels
-
-
 def shown(image):
     return [image.getpixel((column, 0)) for column in range(image.width)]
 
@@ -85,14 +77,6 @@ def test_a_transparent_colour_shows_the_background(tmp_path, mode, transparent):
         assert "transparency" in file.info
         assert shown(to_rgb(file, GREEN))[0] == GREEN
         assert shown(to_rgb(file, GREEN))[1] != GREEN
-
-
-def test_opaque_images_keep_their_colours():
-    image = noise(5, 4)
-    values = np.asarray(image)
-    assert np.array_equal(np.asarray(to_rgb(image, GREEN)), values)
-    image.putalpha(255)
-    assert np.array_equal(np.asarray(to_rgb(image, GREEN)), values)
 
 
 @pytest.mark.refusal

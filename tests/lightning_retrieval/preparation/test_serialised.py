@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, transforms, v2
 
-from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import (
     AlbumentationsTransform,
@@ -19,9 +18,7 @@ from lightning_retrieval.preparation.serialised import (
     of_pil_images,
     rebuild_transform,
     serialise_transform,
-    shown_transform,
 )
-from tests.datamodules.trees_more import QUICK, write_folders
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
@@ -142,23 +139,10 @@ def test_names_of_callers():
 NOT_CALLABLE = ["own", "no such"]
 
 
-def test_what_messages_show():
-    assert shown_transform(serialise_transform(Preparation())) == "'plain'"
-    assert shown_transform(serialise_transform(Preparation(64, mean=[0.5] * 3))) == (
-        "Preparation(image_size=64, mean=[0.5, 0.5, 0.5])"
-    )
-    assert shown_transform({"function": "package.function"}) == "package.function"
-
-
 def random_crop():
     albumentations = pytest.importorskip("albumentations")
     to_tensor = pytest.importorskip("albumentations.pytorch").ToTensorV2()
     return albumentations.Compose([albumentations.RandomCrop(8, 8), albumentations.Normalize(), to_tensor])
-
-
-def test_others_are_left_as_they_are():
-    assert of_pil_images(noise) is noise
-    assert of_pil_images(None) is None
 
 
 def test_random_numbers_are_those_of_torchs_seed():
@@ -171,15 +155,6 @@ def test_random_numbers_are_those_of_torchs_seed():
         assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(crops[0], crops[2])
     assert not torch.equal(crops[0], crops[1])
-
-
-def test_training_images_do_not_depend_on_the_number_of_workers(tmp_path):
-    write_folders(tmp_path, ["a", "b", "c", "d"])
-    batches = []
-    for workers in (0, 2):
-        settings = {**QUICK, "train_transform": random_crop(), "num_workers": workers}
-        batches.append(next(iter(ImageFolder(tmp_path, test_fraction=0.5, **settings).train_dataloader())))
-    assert torch.equal(batches[0]["images"], batches[1]["images"])
 
 
 @pytest.mark.refusal

@@ -425,7 +425,11 @@ def test_paths_that_are_no_file_of_milvus_lite(tmp_path):
     wrong = [
         ("photos.index", ValueError, r"must be a path that ends in \.db, .* got 'photos\.index'\.$"),
         ("ftp://host", ValueError, r"or an address such as http://localhost:19530, got 'ftp://host'"),
-        (str(tmp_path / "old.db"), ValueError, r"a folder that Milvus Lite wrote, .* got the file .*old\.db; give another path"),
+        (
+            str(tmp_path / "old.db"),
+            ValueError,
+            r"a folder that Milvus Lite wrote, .* got the file .*old\.db; give another path",
+        ),
         (str(tmp_path / "gone.db"), FileNotFoundError, r"got .*gone\.db, which does not exist"),
         (3, TypeError, r"^MilvusStore: `uri` must be a string, got 3"),
     ]
