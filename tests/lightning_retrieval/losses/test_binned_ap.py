@@ -1,4 +1,4 @@
-"""FastAP: a case worked by hand, its relation to AP_Q, and the soft histograms of both."""
+"""FastAP and AP_Q: a case worked by hand, their relation, and their soft histograms."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.losses import FastAPLoss, QuantizedAPLoss
-from lightning_retrieval.losses.fast_ap import binned_ap, soft_histograms
+from lightning_retrieval.losses.binned_ap import binned_ap, soft_histograms
 from lightning_retrieval.losses.positives import ScoreBlock
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
