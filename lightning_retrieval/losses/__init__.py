@@ -6,6 +6,7 @@ from lightning_retrieval.losses.blackbox import BlackboxAPLoss, BlackboxRecallLo
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.combined import NestedLoss, WeightedSum
 from lightning_retrieval.losses.hap import HAPLoss
+from lightning_retrieval.losses.log_rank import LogRankLoss
 from lightning_retrieval.losses.recall_at_k import RecallAtKLoss
 from lightning_retrieval.losses.roadmap import CalibrationLoss, PairLoss, ROADMAPLoss, SupAPLoss
 from lightning_retrieval.losses.smooth_ap import SmoothAPLoss
@@ -17,6 +18,7 @@ __all__ = [
     "CalibrationLoss",
     "FastAPLoss",
     "HAPLoss",
+    "LogRankLoss",
     "NestedLoss",
     "PairLoss",
     "QuantizedAPLoss",

@@ -35,6 +35,7 @@ from lightning_retrieval.losses import (
     CalibrationLoss,
     FastAPLoss,
     HAPLoss,
+    LogRankLoss,
     QuantizedAPLoss,
     RecallAtKLoss,
     ROADMAPLoss,
@@ -307,6 +308,7 @@ LOSSES = {
     "calibration all": functools.partial(CalibrationLoss, pair_mean="all"),
     "calibration nonzero": functools.partial(CalibrationLoss, pair_mean="nonzero"),
     "recall_at_k": functools.partial(RecallAtKLoss, (1, 2, 30), tau_rank=0.05, tau_k=(1.0, 0.5, 2.0)),
+    "log_rank": functools.partial(LogRankLoss, 0.1),
     "roadmap": functools.partial(ROADMAPLoss, 0.3),
     "weighted sum": lambda: WeightedSum({"ap": (0.5, SmoothAPLoss(0.1)), "far": (2.0, CalibrationLoss())}),
 }
