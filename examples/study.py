@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
@@ -30,10 +30,12 @@ from study_experiments import EXPERIMENTS, Experiment, Setting
 from study_losses import LOSS_EXPERIMENTS
 from study_memory import MEMORY_EXPERIMENTS
 from study_memory_encoders import ENCODER_EXPERIMENTS
+from study_random import random_experiments
 from study_report import (
     INTRODUCTION,
     LOSSES_INTRODUCTION,
     MEMORY_INTRODUCTION,
+    RANDOM_INTRODUCTION,
     TUNING_INTRODUCTION,
     Page,
     Report,
@@ -48,6 +50,7 @@ PAGES = {
     "losses.md": Page(LOSSES_INTRODUCTION, LOSS_EXPERIMENTS),
     "memory.md": Page(MEMORY_INTRODUCTION, {**MEMORY_EXPERIMENTS, **ENCODER_EXPERIMENTS}),
     "tuning.md": Page(TUNING_INTRODUCTION, TUNING_EXPERIMENTS),
+    "random.md": Page(RANDOM_INTRODUCTION, random_experiments({})),
 }
 NAMES = [name for page in PAGES.values() for name in page.experiments]
 
@@ -102,11 +105,13 @@ def shorten(experiment: Experiment) -> Experiment:
     return replace(experiment, curves=curves)
 
 
-def make_pages(options: argparse.Namespace) -> dict[str, Page]:
-    """Return the pages by the names of their files, as the options change them."""
+def make_pages(options: argparse.Namespace, results: Mapping[str, Any]) -> dict[str, Page]:
+    """Return the pages by the names of their files, as the options change them and results decide on their settings."""
     pages = {}
     for file, page in PAGES.items():
         experiments = dict(page.experiments)
+        if file == "random.md":
+            experiments = random_experiments(results)
         for name, experiment in experiments.items():
             if options.quick:
                 experiments[name] = shorten(experiment)
@@ -141,6 +146,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def wanted_runs(options: argparse.Namespace, results: Mapping[str, Any]) -> dict[str, Run]:
+    """Return the runs of the experiments, except of those whose settings are not chosen yet."""
+    experiments: dict[str, Experiment] = {}
+    for page in make_pages(options, results).values():
+        experiments |= page.experiments
+    wanted = []
+    for name in options.experiments:
+        choice = experiments[name].chosen_by
+        if choice is None or runs_of([experiments[choice]]).keys() <= results.keys():
+            wanted.append(experiments[name])
+    return runs_of(wanted)
+
+
 def run_all(missing: Sequence[Run], total: int, results: dict[str, Any], options: argparse.Namespace) -> int:
     """Run what is missing, write each result as soon as it is known, and return the number of runs that failed."""
     file = options.output / "results.jsonl"
@@ -162,27 +180,22 @@ def run_all(missing: Sequence[Run], total: int, results: dict[str, Any], options
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the return value is 1 if a run failed."""
     options = parse(arguments)
-    pages = make_pages(options)
     options.output.mkdir(parents=True, exist_ok=True)
     results = read_results(options.output / "results.jsonl")
-    experiments: dict[str, Experiment] = {}
-    for page in pages.values():
-        experiments |= page.experiments
-    wanted = runs_of([experiments[name] for name in options.experiments])
-    missing = []
-    if not options.report:
-        missing = [run for key, run in wanted.items() if key not in results]
-    failed = 0
+    tried = failed = 0
     try:
-        failed = run_all(missing, len(wanted), results, options)
+        while not (options.report or failed):
+            wanted = wanted_runs(options, results)
+            missing = [run for key, run in wanted.items() if key not in results]
+            if not missing:
+                break
+            tried += len(missing)
+            failed = run_all(missing, len(wanted), results, options)
     finally:
-        for file, page in pages.items():
+        for file, page in make_pages(options, results).items():
             Report(page, results).write(options.output / file)
     if failed:
-        print(
-            f"study: {failed} of {len(missing)} runs failed; run the same command again to repeat them.",
-            file=sys.stderr,
-        )
+        print(f"study: {failed} of {tried} runs failed; run the same command again to repeat them.", file=sys.stderr)
     return int(failed > 0)
 
 

@@ -11,6 +11,7 @@ from intervals import interval
 SAME, NOT_SAME = "same direction", "not the same direction"
 NO_DIFFERENCE = "no difference beyond the spread of seeds"
 FIVE_SEEDS = (0, 1, 2, 3, 4)
+NEGLIGIBLE = 0.005  # difference of a metric
 ROUNDING = 1e-4  # largest difference of a metric between equal runs, which a near tie can cause
 
 
@@ -41,6 +42,8 @@ class Setting:
     data: Literal["glyphs", "emoji"] = "glyphs"
     start: "Setting | None" = None  # whose network, trained with the same seed, is trained on; None: random weights
     held_out: bool = False  # whether a part of the training classes is held out, and evaluated instead of the test set
+    loss_scale: float = 1.0  # factor of the loss, which changes how much of a gradient is clipped
+    first_loss: str | None = None  # with which the first fifth of the steps is trained; None: `loss`
 
     def key(self, seed: int) -> str:
         """Return a hash of the seed and of what differs from the defaults."""
@@ -64,13 +67,14 @@ class Setting:
 class Finding:
     """A paper's finding, as a claim about two rows of a table.
 
-    The first row is `"better"` than the other, `"no worse"`, or `"equal"` to it for each seed, up to rounding.
+    The first row is `"better"` than the other, `"no worse"`, `"as good"`, which is at most `NEGLIGIBLE` worse, or
+    `"equal"` to it for each seed, up to rounding.
     """
 
     paper: str
     one: str
     other: str
-    claim: Literal["better", "no worse", "equal"] = "better"
+    claim: Literal["better", "no worse", "as good", "equal"] = "better"
     metric: str = "mAP"
 
     def verdict(self, one: Sequence[float], other: Sequence[float]) -> str:
@@ -82,6 +86,8 @@ class Finding:
         if len(one) < 2:
             return NO_DIFFERENCE
         _, low, high = interval([a - b for a, b in zip(one, other)])
+        if self.claim == "as good":
+            low, high = low + NEGLIGIBLE, high + NEGLIGIBLE
         if high < 0:
             return NOT_SAME
         if self.claim == "no worse" or low > 0:
@@ -103,6 +109,8 @@ class Experiment:
     axis: str | None = None
     metric: str = "mAP"  # of the plot
     seeds: Sequence[int] = (0, 1, 2)
+    plotted: bool = True
+    chosen_by: str | None = None  # the experiment from whose results the settings follow; it is run before
 
     @property
     def rows(self) -> dict[str, Setting]:
@@ -167,6 +175,7 @@ THIRD_PARTY = (
     "TripletMarginLoss",
     "MultiSimilarityLoss",
     "ProxyAnchorLoss",
+    "SupConLoss",
 )  # of pytorch-metric-learning
 LARGER = ((128, 32), (512, 128))
 TABLE_5 = {(256, 64): "Smooth-AP, Table 5", (512, 128): "beyond Smooth-AP's Table 5, which ends at 256"}

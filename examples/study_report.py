@@ -14,7 +14,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from results_file import write_file
-from study_experiments import BASE, NO_DIFFERENCE, NOT_SAME, SAME, Experiment, Finding, Setting
+from study_experiments import BASE, NEGLIGIBLE, NO_DIFFERENCE, NOT_SAME, SAME, Experiment, Finding, Setting
 
 VERDICTS = f"""
 - **A difference** is the mean of the differences between runs with the same seed, with its 95 % t-interval.
@@ -116,6 +116,27 @@ on the test set. CPU time is that of training and evaluation, without the import
 {{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
 and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
 """
+RANDOM_INTRODUCTION = f"""
+# A study of training from random weights
+
+Which loss is best from the first step? This page compares losses of AP with losses of pairs, all tuned alike.
+`python examples/study.py --experiments random_choice random_glyphs random_emoji` runs and writes it: first the settings
+that are tried, then the comparisons with the best of them.
+
+- **A run** trains a small network from random weights on {BASE.images:,} images, in batches of {BASE.classes} classes
+  with {BASE.per_class} images each, as on [the page of the losses](losses.md). Gradients are clipped to 1.
+- **Each loss** has the best of 24 settings: four learning rates, three values of one parameter of its own, and a scale
+  of 1 or 20, which decides how many of its gradients are clipped. One seed and classes that are neither in training
+  nor in the test set choose it.
+- **A result** is the median over the seeds 20 to 24, which no choice has used, with the lowest and the highest value in
+  brackets. The comparisons were written down before the runs.
+- **As good** means that the whole interval is above -{NEGLIGIBLE}. For such a claim, read -{NEGLIGIBLE} for 0 in the
+  next three lines.
+{VERDICTS}
+
+{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
+and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
+"""
 FEW_CURVES = 4  # whose legend finds a place in the plot
 
 
@@ -191,9 +212,15 @@ class Report:
         if missing:
             total = len(experiment.rows) * len(experiment.seeds)
             note = f"Not complete: {len(missing)} of {total} runs are missing (the first is {missing[0]})."
-            return f"{head}\n\n{note}", [(link, "", "not complete")]
-        write_file(folder / f"{name}.png", self.plot(experiment))
-        lines = [head, "", f"![{experiment.title}]({name}.png)", "", *self.table(experiment)]
+            claims = [f"- {finding.paper} ({finding.metric})." for finding in experiment.findings]
+            if claims:
+                claims.insert(0, "\n\nIt compares:\n")
+            return f"{head}\n\n{note}" + "\n".join(claims), [(link, "", "not complete")]
+        lines = [head, ""]
+        if experiment.plotted:
+            write_file(folder / f"{name}.png", self.plot(experiment))
+            lines += [f"![{experiment.title}]({name}.png)", ""]
+        lines += self.table(experiment)
         if experiment.findings:
             lines.append("")
         overview = []

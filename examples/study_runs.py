@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from study_callbacks import DriftRecord, FreshMemory, SlowEncoder
+from study_callbacks import DriftRecord, FirstLoss, FreshMemory, SlowEncoder
 from study_experiments import THIRD_PARTY, Setting
 from torch import nn
 
@@ -34,6 +34,7 @@ from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models import GlyphNet, Preparation
 
 IMAGE_SIZE = 32  # of the emoji, as that of the glyphs
+FIRST_STEPS = 0.2  # of all, with the first loss
 HELD_OUT = 0.2  # of the training classes of the emoji, where a setting says so; Glyphs always holds some out
 
 
@@ -138,6 +139,14 @@ def make_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     return loss
 
 
+def scaled_loss(name: str, setting: Setting, arguments: Mapping[str, Any]) -> nn.Module:
+    """Create a loss, multiplied by the scale of a setting."""
+    loss = make_loss(name, arguments)
+    if setting.loss_scale == 1:
+        return loss
+    return losses.WeightedSum({"scaled": (setting.loss_scale, loss)})
+
+
 def make_module(setting: Setting, steps: int) -> RetrievalModule:
     """Create the module of a setting, whose learning rate falls to 0 over the steps."""
     channels = {"glyphs": 1, "emoji": 3}[setting.data]
@@ -157,7 +166,7 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
         memory = CrossBatchMemory(setting.memory, start)
     return RetrievalModule(
         embedder.to(memory_format=torch.channels_last),  # faster
-        make_loss(setting.loss, setting.loss_args),
+        scaled_loss(setting.loss, setting, setting.loss_args),
         chunk_size=setting.chunk_size,
         optimizer=partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=max(1, steps)),
@@ -193,6 +202,8 @@ def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, t
     if start is not None:
         module.embedder.load_state_dict(start)
     callbacks: list[pl.Callback] = []
+    if setting.first_loss is not None:
+        callbacks.append(FirstLoss(scaled_loss(setting.first_loss, setting, {}), round(FIRST_STEPS * steps)))
     if setting.fresh_memory:
         callbacks.append(FreshMemory())
     if setting.slow_encoder is not None:

@@ -20,6 +20,7 @@ MODULES = {
     "Embedder": "models",
     "FastAPLoss": "losses",
     "HAPLoss": "losses",
+    "LogRankLoss": "losses",
     "MilvusStore": "search.milvus_store",
     "NestedLoss": "losses",
     "PCAWhitening": "models",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.losses import CalibrationLoss as CalibrationLoss
     from lightning_retrieval.losses import FastAPLoss as FastAPLoss
     from lightning_retrieval.losses import HAPLoss as HAPLoss
+    from lightning_retrieval.losses import LogRankLoss as LogRankLoss
     from lightning_retrieval.losses import NestedLoss as NestedLoss
     from lightning_retrieval.losses import QuantizedAPLoss as QuantizedAPLoss
     from lightning_retrieval.losses import RecallAtKLoss as RecallAtKLoss

@@ -1,12 +1,12 @@
 """Losses over ranked lists. Each implements the formula of a paper on top of one base class."""
 
 from lightning_retrieval.losses.base import RetrievalLoss
+from lightning_retrieval.losses.binned_ap import FastAPLoss, QuantizedAPLoss
 from lightning_retrieval.losses.blackbox import BlackboxAPLoss, BlackboxRecallLoss, blackbox_rank
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.combined import NestedLoss, WeightedSum
-from lightning_retrieval.losses.fast_ap import FastAPLoss
 from lightning_retrieval.losses.hap import HAPLoss
-from lightning_retrieval.losses.quantized_ap import QuantizedAPLoss
+from lightning_retrieval.losses.log_rank import LogRankLoss
 from lightning_retrieval.losses.recall_at_k import RecallAtKLoss
 from lightning_retrieval.losses.roadmap import CalibrationLoss, PairLoss, ROADMAPLoss, SupAPLoss
 from lightning_retrieval.losses.smooth_ap import SmoothAPLoss
@@ -18,6 +18,7 @@ __all__ = [
     "CalibrationLoss",
     "FastAPLoss",
     "HAPLoss",
+    "LogRankLoss",
     "NestedLoss",
     "PairLoss",
     "QuantizedAPLoss",

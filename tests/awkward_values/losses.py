@@ -10,6 +10,7 @@ from lightning_retrieval.losses import (
     CalibrationLoss,
     FastAPLoss,
     HAPLoss,
+    LogRankLoss,
     NestedLoss,
     PairLoss,
     QuantizedAPLoss,
@@ -127,6 +128,7 @@ CALLS = {
     "HAPLoss": calls(
         HAPLoss, {"alpha": 1.0, **H_MINUS, "hrank_slopes": (25.0, 0.5, 10.0), **COMMON}, lists_with_levels
     ),
+    "LogRankLoss": calls(LogRankLoss, {"tau": 0.01, "lambda_": 1.0, **COMMON}),
     "RecallAtKLoss": calls(RecallAtKLoss, {"ks": (1, 2), "tau_rank": 0.01, "tau_k": 1.0, **COMMON}),
     "ROADMAPLoss": [
         constructor(ROADMAPLoss, {"lambda_": 0.5, "sup_ap": None, "calibration": None, **COMMON}),

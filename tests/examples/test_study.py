@@ -17,12 +17,14 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_retrieval.losses.third_party import original_loss
+
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = ["--quick", "--jobs", "1"]
 MODULES = ("study", "study_experiments", "study_losses", "study_memory", "study_tuning", "study_report", "study_runs")
-MODULES += ("study_callbacks", "study_memory_encoders", "results_file", "intervals")
+MODULES += ("study_callbacks", "study_memory_encoders", "study_random", "results_file", "intervals")
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +174,9 @@ def test_results_are_kept_if_a_run_fails_or_is_interrupted(study, trained, tmp_p
         ("better", [0.9], [0.1], "no difference beyond the spread of seeds"),
         ("no worse", [0.4, 0.3, 0.49], [0.5, 0.7, 0.6], "same direction"),
         ("no worse", [0.4, 0.61, 0.49], [0.5, 0.7, 0.6], "not the same direction"),
+        ("as good", [0.5, 0.5, 0.5], [0.501, 0.503, 0.502], "same direction"),
+        ("as good", [0.5, 0.5, 0.5], [0.501, 0.507, 0.504], "no difference beyond the spread of seeds"),
+        ("as good", [0.5, 0.5, 0.5], [0.511, 0.513, 0.512], "not the same direction"),
         ("equal", [0.4, 0.3, 0.49], [0.4, 0.3, 0.49005], "same direction"),
         ("equal", [0.4, 0.3, 0.49], [0.4, 0.49, 0.3], "not the same direction"),
     ],
@@ -188,6 +193,66 @@ def test_findings_name_rows_of_their_experiment(study):
         for finding in experiment.findings:
             assert {finding.one, finding.other} < {*experiment.rows, ""}
             assert finding.one != finding.other
+
+
+def test_losses_from_random_weights_are_compared_with_the_settings_that_were_best(
+    study, trained, tmp_path, monkeypatch
+):
+    """One command tries all settings, then compares the best ones with other seeds, and repeats nothing."""
+    random = importlib.import_module("study_random")
+    wanted = dict(random.ARMS["FastAP"].settings("emoji"))["num_bins 20, scale 20, learning rate 0.004"]
+    plain = study.study_runs.run
+
+    def run(setting, seed, place):
+        result = plain(setting, seed, place)
+        if setting == wanted:
+            result["metrics"]["mAP"] = 0.9
+        return result
+
+    monkeypatch.setattr(study.study_runs, "run", run)
+    arguments = ["--experiments", "random_choice", "random_emoji", "--jobs", "1", "--output", str(tmp_path)]
+    assert study.main(arguments) == 0
+    assert len(trained) == 9 * 24 * 2 + 9 * 5
+    assert all(seed == 0 and setting.held_out for setting, seed in trained[: 9 * 24 * 2])
+    compared = [(setting, seed) for setting, seed in trained[9 * 24 * 2 :] if setting.loss == "FastAPLoss"]
+    assert compared == [(dataclasses.replace(wanted, held_out=False), seed) for seed in (20, 21, 22, 23, 24)]
+    assert study.main(arguments) == 0
+    assert len(trained) == 9 * 24 * 2 + 9 * 5
+    page = (tmp_path / "random.md").read_text()
+    assert "Each loss with its best setting, on the test set of Glyphs.\n\nNot complete: 45 of 45 runs" in page
+    assert "It compares:\n\n- log rank, lambda 0, is above Smooth-AP (mAP).\n" in page
+
+
+def test_all_losses_are_tuned_alike(study):
+    random = importlib.import_module("study_random")
+    for name, arm in random.ARMS.items():
+        settings = list(arm.settings("glyphs").values())
+        assert len({setting.key(0) for setting in settings}) == 24, name
+        made = study.study_runs.make_loss(arm.loss, settings[0].loss_args)
+        assert type(made).__name__ == arm.loss
+
+
+def test_the_first_loss_trains_a_fifth_of_the_steps(study, place, monkeypatch):
+    used = []
+
+    class Watched(study.study_runs.FirstLoss):
+        def on_train_batch_start(self, trainer, pl_module, *_):
+            super().on_train_batch_start(trainer, pl_module)
+            used.append(type(original_loss(pl_module.loss)).__name__)
+
+    monkeypatch.setattr(study.study_runs, "FirstLoss", Watched)
+    setting = dataclasses.replace(small(study), images=40, first_loss="FastAPLoss")
+    study.study_runs.run(setting, 0, place)
+    assert used == ["FastAPLoss"] * 2 + ["SmoothAPLoss"] * 8
+
+
+def test_the_scale_of_a_loss(study):
+    x, labels = torch.randn(6, 4), torch.tensor([0, 0, 1, 1, 2, 2])
+    values = []
+    for scale in (1.0, 20.0):
+        loss = study.study_runs.scaled_loss("SmoothAPLoss", study.Setting(loss_scale=scale), {"tau": 0.1})
+        values.append(loss(x, labels).item())
+    assert values[1] == pytest.approx(20 * values[0])
 
 
 @pytest.mark.filterwarnings("ignore:WholeClassesSampler. skipped .* classes in training")

@@ -19,6 +19,7 @@ from lightning_retrieval.losses import (
     CalibrationLoss,
     FastAPLoss,
     HAPLoss,
+    LogRankLoss,
     QuantizedAPLoss,
     RecallAtKLoss,
     SmoothAPLoss,
@@ -57,6 +58,20 @@ def sup_ap(s, level, tau=0.01, rho=100.0, delta=0.05, offset=None, start=0.5):
         negatives = sum(upper_step(s[j] - s[i], tau, rho, delta, offset, start) for j in range(len(s)) if not level[j])
         total += among / (among + negatives)
     return 1 - total / len(positives)
+
+
+def softplus(x):
+    """Does not overflow."""
+    return max(x, 0) + math.log1p(math.exp(-abs(x)))
+
+
+def log_rank(s, level, tau, lambda_=1.0):
+    terms = []
+    for i in range(len(s)):
+        if level[i]:
+            above = sum(softplus((s[j] - s[i]) / tau) for j in range(len(s)) if not level[j]) / math.log(2)
+            terms.append(math.log(1 + above) + lambda_ * (1 - s[i]))
+    return sum(terms) / len(terms)
 
 
 def hap(s, level, alpha=1.0, tau=0.01, rho=100.0, delta=0.05, offset=None, start=0.5, slopes=None):
@@ -214,6 +229,8 @@ TABLE = {
     ),
     "calibration": case(CalibrationLoss, calibration, in_unit_interval=False),
     "recall_at_k": case(RecallAtKLoss, recall_at_k, RECALL),
+    "log_rank": case(LogRankLoss, log_rank, {"tau": 0.05}, in_unit_interval=False),
+    "log_rank bound": case(LogRankLoss, log_rank, {"tau": 0.01, "lambda_": 0.0}, in_unit_interval=False),
 }
 
 

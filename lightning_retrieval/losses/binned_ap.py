@@ -1,4 +1,21 @@
-"""AP_Q (Revaud, Almazan, Rezende, de Souza: "Learning with Average Precision: Training Image Retrieval with a Listwise
+"""AP of soft histograms: FastAP, and AP_Q with its tie-aware forms.
+
+FastAP (Cakir, He, Xia, Kulis, Sclaroff: "Deep Metric Learning to Rank", CVPR 2019).
+
+The squared distances d^2 = 2 - 2 s between unit vectors, from 0 to 4, are put into soft histograms, and AP is a sum
+over the bins (eq. 14). With h_j the weight in bin j, H_j the weight up to and including it, and h+_j and H+_j those of
+the positives,
+
+    FastAP = 1 / N+ * sum over j of H+_j h+_j / H_j,   loss = 1 - mean over queries
+
+Each score divides its weight between the two bins whose centres enclose it, in proportion to the distances.
+
+Symbols: N+ the number of positives, `num_bins` the number of intervals between num_bins + 1 bin centres (as in the
+official code). Difference from the official code: its hand-written backward pass returns N / 2 times the gradient of
+the loss, where N is the number of queries with a positive, and ignores loss weights; here the gradient is that of the
+loss.
+
+AP_Q (Revaud, Almazan, Rezende, de Souza: "Learning with Average Precision: Training Image Retrieval with a Listwise
 Loss", ICCV 2019), and its tie-aware forms.
 
 Scores are put into M soft bins with centres b_m = high - m Delta, Delta = (high - low) / (M - 1) (eq. 5-7); the first
@@ -14,21 +31,135 @@ Differences from the official code: a query without a positive is skipped (there
 bins on [0, 1] or [-1, 1] and, in dirtorch, 25 bins on [0, 1], where all negative scores tie in the last bin.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import SMALLEST, check_choice, check_finite_number, check_integer
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.fast_ap import MOST_BINS, binned_ap, soft_histograms
-from lightning_retrieval.losses.positives import ScoreBlock
+from lightning_retrieval.losses.positives import ScoreBlock, at
 
 TieAware = Literal[False, "simplified", "full"]
 
 # The official code divides by c + TINY instead of c, so that an empty bin adds 0.
 TINY = 1e-8
+MOST_BINS = 1 << 16  # leaves float32 at least 8 bits for the position between two bins
+
+# A position on the bin axis so far from all bins that the item has no weight in any of them.
+OUTSIDE = -2.0
+
+
+def soft_histograms(
+    lists: ScoreBlock, *, bins: int, low: float, high: float
+) -> tuple[Float[Tensor, "query bin"], Float[Tensor, "query bin"]]:
+    """The weights of the candidates and of the positives in each bin. Bin centres go from `high` down to `low`.
+
+    A score outside [low, high] has its whole weight in the nearest bin and gets no gradient.
+    """
+    u = ((high - lists.scores) * ((bins - 1) / (high - low))).clamp(0, bins - 1)  # position on the bin axis
+    h: Tensor = _Histogram.apply(u, lists.candidate, bins)
+
+    # There are few positives, so scattering their weights is faster than a loop over the bins.
+    positives = lists.positives
+    query, i = positives.query, positives.index  # (pos,), (pos,)
+    u_i = at(u, query, i)  # (pos,)
+    left = u_i.detach().floor().clamp(max=bins - 2)  # (pos,)
+    weight_right = u_i - left
+    left_index = query * bins + left.long()  # into the flattened (query, bin)
+    h_pos = u.new_zeros(len(u) * bins)
+    h_pos = h_pos.index_add(0, left_index, 1 - weight_right).index_add(0, left_index + 1, weight_right)
+    return h, h_pos.view(len(u), bins)
+
+
+def binned_ap(h: Float[Tensor, "query bin"], h_pos: Float[Tensor, "query bin"]) -> Float[Tensor, " query"]:
+    """AP from the histograms of all candidates and of the positives."""
+    H = h.cumsum(1)
+    H_pos = h_pos.cumsum(1)
+    precision = H_pos / H.where(H > 0, 1)  # where H is 0, so is H_pos
+    return (precision * h_pos).sum(1) / h_pos.sum(1)
+
+
+class _Histogram(torch.autograd.Function):
+    """The histogram of positions on the bin axis. A loop over the bins is faster than scattering a whole block."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, mask: Tensor, bins: int) -> Tensor:
+        ctx.save_for_backward(u, mask)
+        u = u.masked_fill(~mask, OUTSIDE)
+        h = u.new_empty(len(u), bins)
+        buffer = torch.empty_like(u)
+        for m in range(bins):
+            # max(1 - |u - m|, 0), in one buffer
+            weight = torch.sub(u, m, out=buffer).abs_().neg_().add_(1).clamp_(min=0)
+            h[:, m] = weight.sum(1)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        u, mask = ctx.saved_tensors
+        left = u.floor().clamp_(max=grad.shape[1] - 2).long()
+        # As u grows, weight moves from the left bin to the right one.
+        slope = (grad[:, 1:] - grad[:, :-1]).gather(1, left)
+        return slope.mul_(mask), None, None
+
+
+def fast_ap(lists: ScoreBlock, *, num_bins: int) -> Float[Tensor, " query"]:
+    """1 - FastAP of each list (equation 14).
+
+    Args:
+        lists: with at least one positive in each.
+        num_bins: number of intervals of the squared distances from 0 to 4, >= 2.
+    """
+    # d^2 = 2 - 2 s falls as s rises: bins of d^2 from 0 to 4 are bins of s from 1 to -1.
+    h, h_pos = soft_histograms(lists, bins=num_bins + 1, low=-1.0, high=1.0)
+    return 1 - binned_ap(h, h_pos)
+
+
+class FastAPLoss(RetrievalLoss):
+    """1 - AP of soft histograms of the squared distances.
+
+    Args:
+        num_bins: number of intervals into which the squared distances from 0 to 4 are divided, from 2 to 65,536.
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight.
+        include_self: rank the query in its own list. Only for comparison with other code.
+
+    Raises:
+        ValueError: if `num_bins` is out of its range or `reduction` is unknown.
+        TypeError: if `num_bins` is not an integer.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.losses import FastAPLoss
+        >>> embeddings = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.6, 0.8]], requires_grad=True)
+        >>> round(FastAPLoss(num_bins=10)(embeddings, torch.tensor([7, 7, 3, 3])).item(), 4)
+        0.25
+
+    Cost:
+        Time and memory of a block grow with (queries) x (references), independently of the number of positives.
+
+    Relations:
+        `QuantizedAPLoss(num_bins=num_bins + 1, low=-1, high=1)` is the same function. The AP of a soft histogram does
+        not converge to AP as the number of bins grows.
+    """
+
+    def __init__(
+        self,
+        num_bins: int = 10,
+        *,
+        reduction: Reduction = "mean",
+        class_balanced: bool = False,
+        include_self: bool = False,
+    ) -> None:
+        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2, most=MOST_BINS)
+
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+        return fast_ap(lists, num_bins=self.num_bins)
 
 
 def quantized_ap(

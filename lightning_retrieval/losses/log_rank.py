@@ -1,0 +1,131 @@
+"""Log rank: a smooth upper bound of -log AP, of this library's own.
+
+With N_i negatives at or above positive i and p_i positives, itself included, its precision is p_i / (p_i + N_i), which
+is at least 1 / (1 + N_i). AP is the mean of the precisions of a query's positives, so
+
+    -log AP = -log mean_i precision_i
+           <= mean_i -log precision_i          (Jensen's inequality)
+           <= mean_i log(1 + N_i)
+           <= mean_i log(1 + rn_i),   rn_i = sum over negatives j of softplus((s_j - s_i) / tau) / ln 2
+
+because softplus(x) / ln 2 is nowhere below the step: it is 1 at 0 and positive everywhere. The loss of a query is
+
+    l = mean over its positives i of log(1 + rn_i) + lambda (1 - s_i)
+
+Symbols: s `scores`, tau `tau`, lambda `lambda_`. With lambda = 0 it is the bound; the second term pulls every positive
+to its query. The logarithm of a rank is what WARP weights pairs by (Usunier et al., ICML 2009; Weston et al., IJCAI
+2011), and what RaMBO's recall takes of the number of negatives above (Rolinek et al., CVPR 2020). With exp in place of
+softplus, log(1 + rn_i) would be the cross entropy of positive i against the negatives, a term like those of the
+supervised contrastive loss (Khosla et al., NeurIPS 2020), which bounds the logarithm of a rank too (Bruch et al.,
+ICTIR 2019). The count grows linearly with a difference of scores and not exponentially, so that the negative that is
+furthest above does not take the whole gradient.
+
+The gradient of log(1 + rn_i) by s_i is -sum_j sigma((s_j - s_i) / tau) / (tau ln 2 (1 + rn_i)). If n negatives are
+above i, by d on average and d is well above tau, it is close to -1 / d, whatever n is. That of AP falls with the square
+of the rank, and that of a sigmoid vanishes with d, so that Smooth-AP hardly moves a positive that is ranked far down.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_retrieval.checks import check_not_negative, check_positive
+from lightning_retrieval.losses.base import Reduction, RetrievalLoss
+from lightning_retrieval.losses.positives import ScoreBlock, at
+from lightning_retrieval.losses.smooth_ap import count_above
+
+HALVINGS = 5  # of the factors of a product, so that it has 32
+
+
+def log_rank(lists: ScoreBlock, *, tau: float, lambda_: float) -> Float[Tensor, " query"]:
+    """The mean over the positives of each list of log(1 + rn_i) + lambda (1 - s_i).
+
+    Args:
+        lists: with at least one positive in each.
+        tau: temperature of the softplus, > 0.
+        lambda_: weight of 1 - s_i, >= 0.
+    """
+    positives = lists.positives
+    query, i = positives.query, positives.index  # (pos,), (pos,)
+    s_i = at(lists.scores, query, i)  # (pos,)
+    s_negative = (lists.scores / tau).masked_fill(~lists.candidate | lists.relevant, -torch.inf)  # (query, gallery)
+    rn_i = count_above(s_negative, query, s_i / tau, softplus_step) / math.log(2)  # (pos,)
+    l_i = rn_i.log1p() + lambda_ * (1 - s_i)  # (pos,)
+    sum_of_l = torch.zeros_like(s_negative[:, 0]).index_add(0, query, l_i)  # (query,)
+    return sum_of_l / lists.relevant.sum(1)
+
+
+def softplus_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
+    """softplus(t), summed over j, and its slope sigma(t).
+
+    softplus(t) is max(t, 0) - log(max(sigma(t), 1 - sigma(t))), which cannot overflow. The argument of the logarithm is
+    from 1/2 to 1, so that products of 32 of them can be taken before it: logarithms take longer than all the rest.
+    """
+    slope = t.sigmoid()
+    linear_part = t.clamp_(min=0).sum(1)
+    factor = torch.sub(slope, 0.5, out=t).abs_().add_(0.5)
+    for _ in range(HALVINGS):
+        half = factor.shape[1] // 2
+        kept = factor.shape[1] - half
+        factor[:, :half].mul_(factor[:, kept:])
+        factor = factor[:, :kept]
+    return linear_part - factor.log().sum(1), slope
+
+
+class LogRankLoss(RetrievalLoss):
+    """Log rank: a smooth upper bound of -log AP, and a pull on every positive.
+
+    Args:
+        tau: temperature of the softplus that counts the negatives above a positive, > 0.
+        lambda_: weight of 1 - similarity of each positive, >= 0. With 0, the loss is the bound alone. With 4
+            images of a class and for a head on frozen features, 3 was as good as 1 or better; with 8 images of a class
+            it was worse, and 0 was best.
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight.
+        include_self: rank the query in its own list, as its own positive. For comparison only.
+
+    Raises:
+        ValueError: if `tau` is not from 1e-12 to 1e12, `lambda_` is not from 0 to 1e12, or `reduction` is unknown.
+        TypeError: if `tau` or `lambda_` is not a number.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.losses import LogRankLoss
+        >>> embeddings = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], requires_grad=True)
+        >>> loss = LogRankLoss(tau=0.01)
+        >>> round(loss(embeddings, torch.tensor([7, 7, 3, 3])).item(), 4)  # the positive of each query comes first
+        0.0061
+        >>> round(loss(embeddings, torch.tensor([7, 3, 7, 3])).item(), 4)  # it comes last or last but one
+        5.7913
+
+    Cost:
+        Time grows with (queries) x (positives per query) x (references); memory is that of one block of queries.
+
+    Relations:
+        Not a loss from 0 to 1 as `SmoothAPLoss`: it has the size of the logarithm of a rank, and diverges as tau -> 0
+        if a negative is above a positive. Its gradients are much longer, too: train with gradient clipping
+        (`RetrievalModule(gradient_clip_val=1.0)`), without which it was worse. A factor on the loss, as in
+        `WeightedSum`, changes what is clipped. `BlackboxRecallLoss` is log(1 + N_i) with exact counts. The default
+        suits cosine similarities: `from_scores` pulls the scores of positives to 1 and beyond, unless `lambda_` is 0.
+    """
+
+    def __init__(
+        self,
+        tau: float = 0.01,
+        *,
+        lambda_: float = 1.0,
+        reduction: Reduction = "mean",
+        class_balanced: bool = False,
+        include_self: bool = False,
+    ) -> None:
+        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        self.tau = check_positive(self.name, "tau", tau)
+        self.lambda_ = check_not_negative(self.name, "lambda_", lambda_)
+
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+        return log_rank(lists, tau=self.tau, lambda_=self.lambda_)
+
+    def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
+        return positives * gallery
