@@ -6,17 +6,15 @@ import pytest
 from PIL import Image
 
 from lightning_retrieval.cli.check import DATA_MODULES, data_modules
-from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import IGNORED
+from tests.lightning_retrieval.cli.glyph_commands import run
 
 pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
 
 def checked(capsys, *args):
     """The exit code of `lightning-retrieval check`, what it printed and what it complained of."""
-    with pytest.raises(SystemExit) as end:
-        main(["check", *map(str, args)])
-    return end.value.code, *capsys.readouterr()
+    return run(capsys, "check", *args)
 
 
 def test_counts_and_missing_files(tmp_path, capsys):
@@ -67,7 +65,7 @@ def test_glyphs_need_no_root(capsys):
 def test_data_modules_are_known_by_name(capsys):
     code, _, err = checked(capsys, "--data", "Nothing", "--root", "x")
     assert code == 2
-    assert "invalid choice: 'Nothing'" in err
+    assert "there is no data module 'Nothing'" in err
     assert "VehicleID" in err
     assert "DataModule" not in err  # not the classes that are made to be subclassed
     code, out, _ = checked(capsys, "--data", "InShop", "--help")

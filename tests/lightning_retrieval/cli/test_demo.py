@@ -97,7 +97,10 @@ def test_the_images_have_moved(indexed, served, capsys, tmp_path):
 )
 def test_invalid_numbers(option, rule, capsys):
     code, _, err = run(capsys, "demo", "--index=none", option)
-    assert (code, err.splitlines()[-1]) == (2, f"lightning-retrieval demo: error: {rule}")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        f"lightning-retrieval demo: error: {rule}. See lightning-retrieval demo --help.",
+    )
 
 
 @pytest.mark.refusal

@@ -385,7 +385,7 @@ def test_invalid_index_settings_raise_before_an_image_is_read(bad, indexed, tmp_
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--images=x"], "the following arguments are required: --checkpoint, or --embeddings instead"),
+        (["--images=x"], "are required: --checkpoint; --embeddings replaces"),
         (
             ["--embeddings=x", "--images=x"],
             "--images must not be given with --embeddings, because no image is embedded",
