@@ -378,7 +378,7 @@ def _positive(text: str) -> int:
 
 
 def _port(text: str) -> int:
-    if _positive(text) > 65535:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text}")
     return int(text)
 
