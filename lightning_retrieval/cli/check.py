@@ -4,11 +4,11 @@ import argparse
 import inspect
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from lightning_retrieval.cli.options import printable
+from lightning_retrieval.cli.options import did_you_mean, one_line, printable, unknown_option
 
 PROGRAM = "lightning-retrieval check"
 # The data modules listed in the help, because importing them takes seconds. A test compares this list with the package.
@@ -72,20 +72,31 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     first.add_argument("--data")
     named, rest = first.parse_known_args(args)
 
-    parser = ArgumentParser(
+    parser = _Parser(
         PROGRAM,
         description="Check the directory structure of a data set before training. "
         f"--data is one of {', '.join(DATA_MODULES)}.",
+        epilog="example: lightning-retrieval check --data ImageFolder --root photos",
     )
     if named.data is None:
         parser.add_argument("--data", required=True, metavar="NAME", help="the data module")
         parser.parse_args(args)  # ends the program, with the help or an error
     known = data_modules()
+    if named.data not in known:
+        meant = did_you_mean(named.data, list(known)) or f"; --data is one of {', '.join(sorted(known))}"
+        parser.error(f"there is no data module {named.data!r}{meant}")
     parser.add_argument("--data", choices=sorted(known), metavar="NAME", help="the data module")
-    data_module = known.get(named.data)
-    if data_module is not None:
-        parser.add_class_arguments(data_module, fail_untyped=False, sub_configs=True)
+    data_module = known[named.data]
+    parser.add_class_arguments(data_module, fail_untyped=False, sub_configs=True)
     parsed = parser.parse_args(["--data", named.data, *rest])
     settings: dict[str, Any] = parser.instantiate_classes(parsed).as_dict()
     del settings["data"]
     return data_module, settings
+
+
+class _Parser(ArgumentParser):
+    """A parser whose errors have one line, with the option that was perhaps meant."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the error and exit."""
+        self.exit(2, one_line(PROGRAM, unknown_option(self, message)))

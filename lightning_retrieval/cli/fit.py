@@ -1,6 +1,7 @@
 """`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
 
 import argparse
+import importlib
 import re
 import sys
 import textwrap
@@ -26,10 +27,11 @@ from lightning_retrieval.callbacks.csv_logger import (
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.checks import check_path, first_line
+from lightning_retrieval.cli.options import did_you_mean, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.files import folder_lock, new_file, reason
-from lightning_retrieval.plain_data import load_function
+from lightning_retrieval.plain_data import constructor_parameters, load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # --model RetrievalModule
@@ -37,12 +39,25 @@ from lightning_retrieval.training.module import RetrievalModule as RetrievalModu
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
 class, as do --model.help, --trainer.logger.help, --trainer.callbacks.help and
-others. `lightning-retrieval check --help` lists the data modules."""
+others. `lightning-retrieval check --help` lists the data modules.
+
+example:
+"""
+EXAMPLES = {
+    "fit": "lightning-retrieval fit --config examples/glyphs.yaml",
+    "validate": "lightning-retrieval validate --config config.yaml --ckpt_path best.ckpt",
+    "test": "lightning-retrieval test --config config.yaml --ckpt_path best.ckpt",
+    "predict": "lightning-retrieval predict --config config.yaml --ckpt_path best.ckpt",
+}
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 # Compact help: of each option its name, the first sentence of its description, and its default.
 NAME_WIDTH = 47  # columns for the name, if the description is on the same line
 INDENT = 4  # further indentation, in columns, of a description on separate lines
 FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
+# Reports of jsonargparse.
+UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: ([\w.]+)|module '\S+' has no attribute '(\w+)'")
+SUGGESTION = re.compile(r"^ *((?:there is no class|\w+ has no argument) .*\?)$", flags=re.MULTILINE)  # our own
+UNKNOWN_ARGUMENT = re.compile(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
 
@@ -53,8 +68,8 @@ def fit(args: Any = None) -> None:
         args: the arguments with the subcommand first, or a parsed config; if None, the arguments of the process.
     """
     parser_settings: dict[str, Any] = {"prog": "lightning-retrieval"}
-    for subcommand in ("fit", "validate", "test", "predict"):
-        parser_settings[subcommand] = {"epilog": MORE_HELP}
+    for subcommand, example in EXAMPLES.items():
+        parser_settings[subcommand] = {"epilog": MORE_HELP + example}
     RetrievalCLI(
         CheckpointedModule,
         pl.LightningDataModule,
@@ -413,7 +428,36 @@ class _Parser(LightningArgumentParser):
         """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""
         if message.startswith("the following arguments are required: "):
             message += "; give a config, --config FILE"
-        super().error(message, ex)
+        super().error(_suggestion(message) or unknown_option(self, message), ex)
+
+
+def _suggestion(message: str) -> str | None:
+    """A sentence in place of a report of jsonargparse on a name that is similar to one of this library, or None."""
+    of_nested = SUGGESTION.search(message)
+    if of_nested is not None:
+        return of_nested[1]
+    name = UNKNOWN_CLASS.search(message)
+    if name is not None:
+        last = (name[1] or name[2]).rpartition(".")[2]
+        meant = did_you_mean(last, _classes())
+        return meant and f"there is no class {last}{meant}"
+    argument = UNKNOWN_ARGUMENT.search(message)
+    if argument is None:
+        return None
+    path, unknown = argument.groups()
+    module, _, name_of_class = path.rpartition(".")
+    cls = getattr(sys.modules[module], name_of_class)  # jsonargparse has imported it
+    meant = did_you_mean(unknown, [parameter.name for parameter in constructor_parameters(cls)])
+    return meant and f"{name_of_class} has no argument {unknown}{meant}"
+
+
+def _classes() -> dict[str, str]:
+    """The paths of the models, losses, callbacks and data modules of this library, by the names of the classes."""
+    paths: dict[str, str] = {}
+    for package in ("lightning_retrieval", "lightning_retrieval.losses", "lightning_retrieval.datamodules"):
+        for name in importlib.import_module(package).__all__:
+            paths.setdefault(name, f"{package}.{name}")
+    return paths
 
 
 class _WriterToRunFolder(EmbeddingWriter):

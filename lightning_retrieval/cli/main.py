@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.cli.options import command_line_message, parse
+from lightning_retrieval.cli.options import CommandParser, command_line_message, did_you_mean, parse
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
@@ -60,7 +60,10 @@ def main(args: Any = None) -> None:
     if isinstance(given, (list, tuple)):
         command = _parse_command(given)
         if command in OTHER_COMMANDS:
-            sys.exit(_run(command, given[1:]))
+            code = _run(command, given[1:])
+            if code != 0:
+                sys.exit(code)
+            return
 
     from lightning_retrieval.cli.fit import fit
 
@@ -69,7 +72,7 @@ def main(args: Any = None) -> None:
 
 def _parse_command(args: Sequence[str]) -> str:
     """Return the subcommand; without one, exit with the help or an error."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "lightning-retrieval",
         description="Train image retrieval directly for Average Precision.",
         epilog="lightning-retrieval COMMAND --help shows the options of a command.",
@@ -77,6 +80,9 @@ def _parse_command(args: Sequence[str]) -> str:
     descriptions = {**LIGHTNING_COMMANDS, **OTHER_COMMANDS}
     if not args:
         parser.error(f"a command is required: {', '.join(descriptions)}")
+    if args[0] not in descriptions and not args[0].startswith("-"):
+        meant = did_you_mean(args[0], list(descriptions))
+        parser.error(f"there is no command {args[0]!r}, only {', '.join(descriptions)}{meant}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, description in descriptions.items():
         commands.add_parser(name, help=description, add_help=False)

@@ -5,12 +5,16 @@ command is in the module of the same name, which is imported after parsing.
 """
 
 import argparse
+import difflib
 import errno
-from collections.abc import Callable, Iterable, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # `Preparation.NAMES`
+HELP_WIDTH = 78  # columns of a description
 SHOWN = 100  # characters of a path that is too long
 # Prefixes of messages that are replaced by the name of the command.
 OWNERS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images", "MilvusStore")
@@ -72,6 +76,70 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
     return message
 
 
+def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str]) -> str:
+    """The end of a message about an unknown name: the most similar of these names, or nothing.
+
+    Args:
+        name: what was given.
+        names: the names that exist; of a mapping its keys, and its values are shown.
+
+    Example:
+        >>> did_you_mean("indx", ["fit", "index"])
+        '; did you mean index?'
+    """
+    shown = names
+    if not isinstance(shown, Mapping):
+        shown = {other: other for other in names}
+    by_lower_case = {other.lower(): text for other, text in shown.items()}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    if not close:
+        return ""
+    return f"; did you mean {by_lower_case[close[0]]}?"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors have one line, with the option that was perhaps meant, instead of the usage."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The options; the program ends here with help, or with an error."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            self.error(f"unrecognized argument {name}{did_you_mean(name, option_names(self))}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit."""
+        self.exit(2, one_line(self.prog, message))
+
+
+def one_line(program: str, message: str) -> str:
+    """An error of the command line with the way to its help."""
+    end = "."
+    if message.endswith("?"):
+        end = ""
+    return f"{program}: error: {message}{end} See {program} --help.\n"
+
+
+def unknown_option(parser: argparse.ArgumentParser, message: str) -> str:
+    """A message of jsonargparse; if it is that an option is unknown, with the option that was perhaps meant."""
+    found = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
+    if found is None:
+        return message
+    return f"unrecognized argument {found[1]}{did_you_mean(found[1], option_names(parser))}"
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a parser and of its subcommands, such as `--images`."""
+    names: list[str] = []
+    for action in parser._actions:
+        names += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for other in action.choices.values():
+                names += option_names(other)
+    return names
+
+
 def model_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `search` and `demo` that are arguments of `ImageSearcher`."""
     return {name: getattr(options, name) for name in MODEL_OPTIONS}
@@ -79,8 +147,22 @@ def model_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
     """Parse the options of a command. Exits for `--help`, or if an option is invalid."""
-    description, add_options = COMMANDS[command]
-    parser = argparse.ArgumentParser(f"lightning-retrieval {command}", description=description)
+    parser = make_parser(command)
+    options: argparse.Namespace = parser.parse_args(args)
+    if command == "index":
+        _check_index_options(parser, options)
+    return options
+
+
+def make_parser(command: str) -> CommandParser:
+    """The parser of a command."""
+    description, example, add_options = COMMANDS[command]
+    parser = CommandParser(
+        f"lightning-retrieval {command}",
+        description=textwrap.fill(description, HELP_WIDTH),
+        epilog=f"example:\n{example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_options(parser)
     parser.add_argument(
         "--import_module",
@@ -90,18 +172,21 @@ def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
         help="module with classes of the checkpoint that are not of this library, torch, torchvision, timm or "
         "pytorch_metric_learning; it is imported, which runs its code",
     )
-    options = parser.parse_args(args)
-    if command == "index":
-        _check_index_options(parser, options)
-    return options
+    return parser
 
 
 def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit unless the options are either for images or for embeddings."""
+    needed = ["output"]
     if options.embeddings is None:
-        missing = [f"--{name}" for name in ("checkpoint", "images") if getattr(options, name) is None]
-        if missing:
-            parser.error(f"the following arguments are required: {', '.join(missing)}, or --embeddings instead")
+        needed += ["checkpoint", "images"]
+    missing = [f"--{name}" for name in needed if getattr(options, name) is None]
+    if missing:
+        message = f"the following arguments are required: {', '.join(missing)}"
+        if options.embeddings is None:
+            message += "; --embeddings replaces --checkpoint and --images"
+        parser.error(message)
+    if options.embeddings is None:
         return
     for name, value in vars(options).items():
         if name not in EMBEDDINGS_OPTIONS and value != parser.get_default(name):
@@ -187,7 +272,6 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        required=True,
         metavar="INDEX",
         help="new folder for the index, or an index to replace or update",
     )
@@ -299,20 +383,38 @@ def _port(text: str) -> int:
     return int(text)
 
 
-# The description of each command, and the function that adds its options.
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "embed": (
+class Command(NamedTuple):
+    """A command's description, an example, and the function that adds its options."""
+
+    description: str
+    example: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+
+
+COMMANDS = {
+    "embed": Command(
         "Embed images into a folder of Parquet files. After a kill, the same command continues.",
+        "lightning-retrieval embed --checkpoint best.ckpt --images photos --output out",
         _add_embed_options,
     ),
-    "export": (
+    "export": Command(
         "Export a model to ONNX and to a program of torch.export, and compare both with the model.",
+        "lightning-retrieval export --checkpoint best.ckpt --output exported",
         _add_export_options,
     ),
-    "index": (
+    "index": Command(
         "Embed the images in a folder and write an index of them, or of embeddings that `embed` wrote.",
+        "lightning-retrieval index --checkpoint best.ckpt --images photos --output index",
         _add_index_options,
     ),
-    "search": ("Find the images of an index that are nearest to query images.", _add_search_options),
-    "demo": ("Search an index in the browser, by upload or by clicking a result.", _add_demo_options),
+    "search": Command(
+        "Find the images of an index that are nearest to query images.",
+        "lightning-retrieval search --index index query.jpg --html results.html",
+        _add_search_options,
+    ),
+    "demo": Command(
+        "Search an index in the browser, by upload or by clicking a result.",
+        "lightning-retrieval demo --index index",
+        _add_demo_options,
+    ),
 }

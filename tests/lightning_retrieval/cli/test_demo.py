@@ -79,7 +79,10 @@ def test_invalid_arguments(indexed, served, capsys, tmp_path):
         ("--port=65536", "argument --port: must be an integer from 1 to 65535, got 65536"),
     ):
         code, _, err = run(capsys, "demo", "--index=none", option)
-        assert (code, err.splitlines()[-1]) == (2, f"lightning-retrieval demo: error: {rule}")
+        assert (code, err.splitlines()[-1]) == (
+            2,
+            f"lightning-retrieval demo: error: {rule}. See lightning-retrieval demo --help.",
+        )
     error = error_of(capsys, "demo", "--index", indexed / "index", "--images", tmp_path / "moved")
     assert error.startswith(f"demo: `--images` must be the folder of the index's images, got {tmp_path / 'moved'}")
     index = RetrievalIndex.load(indexed / "index")

@@ -291,7 +291,7 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
     ):
         assert message in error_of(capsys, *index, *more)
     for args, message in (
-        (["--images=x"], "the following arguments are required: --checkpoint, or --embeddings instead"),
+        (["--images=x"], "are required: --checkpoint; --embeddings replaces"),
         (["--embeddings=x", "--images=x"], "--images must not be given with --embeddings"),
         (["--embeddings=x", "--update", "--overwrite"], "not allowed with argument --update"),
     ):

@@ -70,6 +70,40 @@ def test_error_for_an_unknown_or_missing_command_names_every_command(args, capsy
     assert all(command in err for command in (*LIGHTNING_COMMANDS, *OTHER_COMMANDS))
 
 
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        ("indx", "index"),
+        ("index --chekpoint=a", "--checkpoint"),
+        ("check --data=CUBB", "CUB200"),
+        ("check --data=CUB200 --rooot=a", "--root"),
+        ("fit --modle=a", "--model"),
+        ("fit --data=Glyph", "lightning_retrieval.datamodules.Glyphs"),
+        ("fit --data=lightning_retrieval.datamodules.Glyphs --data.samples_per_clas=2", "samples_per_class"),
+        ("fit --model=RetrievalModule --model.loss=SmoothApLos", "lightning_retrieval.SmoothAPLoss"),
+        ("fit --model=RetrievalModule --model.loss=lightning_retrieval.SmoothAPLoss --model.loss.tauu=1", "tau"),
+    ],
+)
+def test_an_error_for_an_unknown_name_suggests_a_similar_one(args, meant, capsys):
+    code, _, err = run(capsys, *args.split())
+    assert code == 2
+    assert f"did you mean {meant}?" in err
+    assert "Expected" not in err
+
+
+def test_index_names_all_missing_options(capsys):
+    _, _, err = run(capsys, "index")
+    assert "--output, --checkpoint, --images; --embeddings replaces --checkpoint and --images" in err
+    assert len(err.splitlines()) == 1
+    _, _, err = run(capsys, "index", "--embeddings=a")
+    assert "required: --output." in err
+
+
+@pytest.mark.parametrize("command", [*OTHER_COMMANDS, *LIGHTNING_COMMANDS])
+def test_help_has_an_example(command, help_of):
+    assert f"lightning-retrieval {command} --" in help_of(NARROW, command, "--help").partition("example")[2]
+
+
 @pytest.fixture
 def help_of(capsys, monkeypatch):
     """What a command prints for `--help` on a terminal with this number of columns."""
@@ -215,7 +249,7 @@ def test_glyphs_need_no_root(capsys):
 def test_data_modules_are_known_by_name(capsys):
     assert list(DATA_MODULES) == sorted(data_modules())
     code, _, err = run(capsys, "check", "--data", "Nothing", "--root", "x")
-    assert (code, "invalid choice: 'Nothing'" in err) == (2, True)
+    assert (code, "there is no data module 'Nothing'" in err) == (2, True)
     assert "DataModule" not in err  # not the classes that are made to be subclassed
     code, out, _ = run(capsys, "check", "--help")
     assert (code, [name for name in DATA_MODULES if name not in out]) == (0, [])
