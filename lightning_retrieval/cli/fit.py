@@ -1,7 +1,6 @@
 """`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
 
 import argparse
-import importlib
 import re
 import sys
 import textwrap
@@ -17,6 +16,8 @@ from jsonargparse import DefaultHelpFormatter
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities import rank_zero_info
 
+import lightning_retrieval
+from lightning_retrieval import datamodules, losses
 from lightning_retrieval.callbacks.csv_logger import (
     ResumableCSVLogger,
     RowsBeforeCheckpoints,
@@ -454,9 +455,9 @@ def _suggestion(message: str) -> str | None:
 def _classes() -> dict[str, str]:
     """The paths of the models, losses, callbacks and data modules of this library, by the names of the classes."""
     paths: dict[str, str] = {}
-    for package in ("lightning_retrieval", "lightning_retrieval.losses", "lightning_retrieval.datamodules"):
-        for name in importlib.import_module(package).__all__:
-            paths.setdefault(name, f"{package}.{name}")
+    for package in (lightning_retrieval, losses, datamodules):
+        for name in package.__all__:
+            paths.setdefault(name, f"{package.__name__}.{name}")
     return paths
 
 
