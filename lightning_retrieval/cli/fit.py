@@ -16,8 +16,7 @@ from jsonargparse import DefaultHelpFormatter
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities import rank_zero_info
 
-import lightning_retrieval
-from lightning_retrieval import datamodules, losses
+from lightning_retrieval import callbacks, datamodules, losses
 from lightning_retrieval.callbacks.csv_logger import (
     ResumableCSVLogger,
     RowsBeforeCheckpoints,
@@ -454,10 +453,10 @@ def _suggestion(message: str) -> str | None:
 
 def _classes() -> dict[str, str]:
     """The paths of the models, losses, callbacks and data modules of this library, by the names of the classes."""
-    paths: dict[str, str] = {}
-    for package in (lightning_retrieval, losses, datamodules):
+    paths = {"RetrievalModule": "lightning_retrieval.RetrievalModule"}
+    for package in (losses, callbacks, datamodules):
         for name in package.__all__:
-            paths.setdefault(name, f"{package.__name__}.{name}")
+            paths[name] = f"{package.__name__}.{name}"
     return paths
 
 

@@ -80,7 +80,7 @@ def test_error_for_an_unknown_or_missing_command_names_every_command(args, capsy
         ("fit --modle=a", "--model"),
         ("fit --data=Glyph", "lightning_retrieval.datamodules.Glyphs"),
         ("fit --data=lightning_retrieval.datamodules.Glyphs --data.samples_per_clas=2", "samples_per_class"),
-        ("fit --model=RetrievalModule --model.loss=SmoothApLos", "lightning_retrieval.SmoothAPLoss"),
+        ("fit --model=RetrievalModule --model.loss=SmoothApLos", "lightning_retrieval.losses.SmoothAPLoss"),
         ("fit --model=RetrievalModule --model.loss=lightning_retrieval.SmoothAPLoss --model.loss.tauu=1", "tau"),
     ],
 )
