@@ -122,12 +122,13 @@ def without_prefixes(
 ) -> dict[str, Tensor]:
     """Remove the prefixes that wrappers of a network have added to the names of tensors.
 
-    Other tensors of a file with such prefixes, such as those of a head or a loss, are dropped.
+    If a prefix is removed, tensors whose names do not begin with it, such as those of a head or a loss, are dropped.
 
     Args:
         tensors: maps names in the file to tensors.
         names: names of the network's tensors.
-        prefixes: prefixes to remove, in any order and number, unless names of the network begin with them.
+        prefixes: prefixes to remove, in any order and number, until the network has one of the names. A prefix with
+            which names of the network begin is kept.
     """
     found = dict(tensors)
     while not any(name in names for name in found):
