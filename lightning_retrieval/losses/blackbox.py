@@ -115,7 +115,7 @@ class SortedLists(NamedTuple):
 
 
 def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
-    """Prepare a block of lists for ranking, without a gradient. Lists are sorted only if a query has many positives.
+    """Prepare a block of lists for ranking, without a gradient. All are sorted if one query has many positives.
 
     Args:
         lists: a block of ranked lists.
