@@ -143,10 +143,10 @@ def without_prefixes(
 
 
 def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collection[str]) -> None:
-    """Raise if a parameter or a running statistic of a backbone has not been loaded from a file.
+    """Raise if a parameter or a running statistic of a backbone has not been loaded from a file or a hub.
 
     Args:
-        path: path of the file.
+        path: path of the file, or what was loaded from the hub, for the error message.
         network: name of the backbone in error messages.
         backbone: the backbone, without a classifier.
         missing: names of its tensors that have not been loaded.
