@@ -207,7 +207,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:
-    """Whether this version of Python can deadlock if it forks while another thread registers with the interpreter.
+    """Whether a child may wait forever if this version of Python forks while another thread registers with Python.
 
     This is issue 112275 of CPython. The threads of the gloo backend register after each collective operation. So a data
     loader that starts its workers soon after a collective operation may never get its first batch.
