@@ -38,7 +38,7 @@ _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
 _COLUMNS_OF_A_POSITIVE = 32
 _KEPT_TILES = 4  # maximum number of tiles with positives to keep instead of computing them twice
 _CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # minimum number of products into which a gallery block is divided
-_MAX_GROUP_POSITIVES = 1 << 24  # positives of a group per process, 9 bytes each
+_MAX_GROUP_POSITIVES = 1 << 24  # maximum number of positives of a group on one process, 9 bytes each
 
 
 class ScoreTiles:
