@@ -38,8 +38,8 @@ _UNKNOWN = "a transform that cannot be imported by a name"
 class AlbumentationsTransform:
     """A transform of albumentations as a function from a PIL image.
 
-    albumentations has its own random generator. It is seeded from torch's generator, which `ImageSet` seeds for each
-    training image.
+    albumentations has its own random generator. It is seeded with the seed of torch's generator, which `ImageSet` sets
+    for each training image.
 
     Args:
         transform: `albumentations.Compose` or another transform; it should end with
