@@ -213,7 +213,7 @@ def check_serialised_transform(owner: str, serialised: Any) -> None:
         serialised: the result of `serialise_transform`, unless the file is damaged or forged.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if they describe no transform, or hold a name that is not permitted.
         TypeError: if they are not plain data.
     """
     plain_data.check_plain_data(owner, "transform", serialised, plain_data.TRANSFORM_PACKAGES)
