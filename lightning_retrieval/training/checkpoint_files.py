@@ -179,16 +179,16 @@ class VerifiedCheckpoints(CheckpointIO):
         """Write a checkpoint."""
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify a checkpoint and load it. With `weights_only` None or True, nothing in it can run code.
 
         Raises:
             ValueError: if the file is damaged.
         """
         check_checkpoint(self.owner, path)
-        if kwargs.get("weights_only", False) is None:  # for a remote address, Lightning would treat None as False
-            kwargs["weights_only"] = True
-        return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
+        if weights_only is None:  # for a remote address, Lightning would treat None as False
+            weights_only = True
+        return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint."""
