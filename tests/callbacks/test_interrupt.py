@@ -143,6 +143,15 @@ def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_pa
     assert trainer.saved == [("last-interrupted.ckpt", 4)]
 
 
+def test_an_error_leaves_the_handler_of_the_signal_as_it_was(tmp_path):
+    callback, trainer, before = CheckpointOnInterrupt(), Group(tmp_path), signal.getsignal(signal.SIGINT)
+    trainer.world_size = 1
+    callback.on_train_start(trainer, None)
+    assert signal.getsignal(signal.SIGINT) != before
+    callback.on_exception(trainer, None, ValueError("of the training"))
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 LAUNCHERS = {
     "fit": [sys.executable, "-m", "lightning_retrieval.cli"],
     "torchrun": [

@@ -78,6 +78,8 @@ def test_a_transformer_gets_dynamic_quantisation(tmp_path):
     assert quantize_onnx(tmp_path / "model.onnx", tmp_path / "int8.onnx", []) == "dynamic"
     operations = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
     before, after = (OnnxModel(tmp_path / name) for name in ("model.onnx", "int8.onnx"))
+    one_thread = OnnxModel(tmp_path / "model.onnx", threads=1).session.get_session_options()
+    assert one_thread.intra_op_num_threads == 1
     images = program.random_images(16, seed=99)
     # Four products in a block, and that of the head; those of attention, of two activations, stay.
     assert operations.count("MatMulInteger") == 5

@@ -195,6 +195,12 @@ def test_forged_manifests_raise(saved, folder):
             forge(folder / "manifest.json", **{name: value})
             with pytest.raises(ValueError, match=rf"^RetrievalIndex: {re.escape(str(folder))}\S* is damaged, .*; bui"):
                 RetrievalIndex.load(folder)
+    for settings, reason in (({"dim": None}, "'dim' is missing"), ({"dim": "16"}, "`dim` is")):
+        shutil.copy(saved / "manifest.json", folder)
+        forge(folder / "manifest.json", **settings)
+        with pytest.raises(ValueError, match=rf"do not fit \({reason}[^)]*\); build") as raised:
+            RetrievalIndex.load(folder)
+        assert ("is missing" in str(raised.value)) == (settings["dim"] is None)
     (folder / "manifest.json").write_text("damaged")
     built(rows=60).save(folder)  # in its place
     assert len(RetrievalIndex.load(folder)) == 60
