@@ -396,7 +396,7 @@ class EmbeddingFolder:
             return _pairs(json.loads(metadata[UNREADABLE])), metadata.get(IMAGE_FILES, b"").decode()
 
     def _origin(self, shard: int) -> str:
-        """The origin that the file of a shard records: a digest of how the embeddings were made, and the shard's number."""
+        """The origin recorded in a shard's file: a digest of how the embeddings were made, and the shard's number."""
         manifest = self.manifest
         what = [manifest.model_sha256, dict(manifest.preparation), manifest.images_sha256, manifest.shard_size]
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

@@ -256,7 +256,7 @@ class RetrievalIndex:
 
         Returns:
             The cosine similarities, approximate if the index stores approximate vectors, and the ids. If an approximate
-            index finds fewer than k rows, -inf and -1 fill the rest.
+                index finds fewer than k rows, -inf and -1 fill the rest.
 
         Raises:
             ValueError: if shapes do not match, a query is not finite, or `k` is out of range.
@@ -276,7 +276,7 @@ class RetrievalIndex:
 
         Returns:
             The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
-            an approximate index finds fewer than k rows.
+                an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.

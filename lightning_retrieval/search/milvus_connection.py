@@ -116,7 +116,7 @@ class MilvusConnection:
             time.sleep(BETWEEN_LOADS)
 
     def close(self) -> None:
-        """Close the connection. Closing the last one to a file also stops Milvus Lite, which writes its data in memory."""
+        """Close the connection. Closing the last one to a file also stops Milvus Lite, which first writes its data."""
         if self._client is None:
             return
         self._client.close()

@@ -255,7 +255,7 @@ class MilvusStore:
 
         Returns:
             The cosine similarities and the ids. If an approximate index finds fewer than k rows, -inf and -1 fill the
-            rest.
+                rest.
 
         Raises:
             ValueError: if shapes do not match, a query is zero or not finite, or `k` is out of range.
@@ -276,7 +276,7 @@ class MilvusStore:
 
         Returns:
             The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
-            an approximate index finds fewer than k rows.
+                an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
