@@ -456,7 +456,7 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
 
 
 def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
-    """Raise if a given setting differs from the setting of the index to update."""
+    """Raise if a setting was given that is not the setting of the index to update."""
     for name, default in asdict(IndexSettings()).items():
         given, found = getattr(settings, name), getattr(index, name, default)
         if given not in (found, default):
