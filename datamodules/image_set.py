@@ -33,7 +33,7 @@ Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
 _FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items also have
-PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an unreadable image in evaluation
+PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
 
 
 class ImageSet(Dataset[dict[str, Any]]):

@@ -299,7 +299,7 @@ class ListLines:
 
 
 def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
-    """Convert a box x, y, width, height to left, top, right, bottom in pixels; None if invalid or too large."""
+    """Convert a box x, y, width, height to left, top, right, bottom in pixels, rounded outwards; None if invalid."""
     try:
         x, y, width, height = map(float, texts)
         box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)

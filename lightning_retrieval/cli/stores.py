@@ -190,10 +190,11 @@ class FaissFolder:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """Context with the existing index, to change its rows; the index is saved on exit.
+        """Context with the existing index, to change its rows; the index is saved at the end, but not after an error.
 
         Raises:
-            ValueError: if the settings differ from those of the index, or another process has changed it meanwhile.
+            ValueError: if `rows_in_memory` is given, the other settings differ from those of the index, or another
+                process has changed it meanwhile.
         """
         if self._settings.rows_in_memory is not None:
             raise ValueError(

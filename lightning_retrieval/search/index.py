@@ -145,7 +145,8 @@ class RetrievalIndex:
     Raises:
         ValueError: if a number is out of range, faiss does not know the factory string or a parameter, or it does not
             support inner products for this factory string.
-        TypeError: if a number is not an integer, or `about` holds anything but plain values.
+        TypeError: if a number is not an integer, `factory` or `parameters` is not a string, or `about` holds anything
+            but plain values.
 
     Example:
         >>> import torch
