@@ -2,9 +2,9 @@
 
 The constructor of a data module takes the arguments of its base class as `**settings`, so that each argument is defined
 once. For type checkers and editors, a `TypedDict` lists their names and types. At run time, the signature of a class
-lists them with the defaults of the base class; `help`, notebooks and `inspect.signature` show this signature. The
-constructor of the last base class takes `**unknown` and calls `check_no_unknown_arguments`, because Python's own error
-would name the base class instead of the user's class.
+lists them with the defaults of the base class; `help`, notebooks and `inspect.signature` show this signature. A
+constructor that does not pass further arguments on takes them as `**unknown` and calls `check_no_unknown_arguments`,
+because Python's own error would name the base class instead of the user's class.
 """
 
 import difflib
@@ -189,7 +189,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
             and K.
         pin_memory: whether batches are copied to page-locked memory, which makes the transfer to a GPU faster; if None,
             only if there is a GPU.
-        persistent_workers: whether workers stay alive between epochs; None means True.
+        persistent_workers: whether workers stay alive between epochs; None means True if there are workers.
 
     Raises:
         ValueError: if a number is out of its range, `sampler` is unknown, or `persistent_workers` is True without
@@ -202,7 +202,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         continues with the next batch; it raises an error if the list of training images has changed meanwhile.
     """
 
-    published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # for `check`
+    published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # of each set, for `check`
 
     def __init__(
         self,

@@ -206,9 +206,9 @@ class HuggingFaceImages(ImageDataModule):
         category_column: the column of coarser classes, for `sampler="category"`; None for none.
         split_names: maps a use to the name of a split, such as `{"train": "train", "test": "validation"}`. If None, all
             splits are used under their names; `"validation"` becomes `"val"`.
-        test_fraction: fraction of the classes, between 0 and 1, that form the test set; the data set's splits are then
-            ignored. If None, the data set's splits are used; if there is only one, and `split_names` does not assign it
-            to evaluation, half of its classes form the test set.
+        test_fraction: fraction of the classes, between 0 and 1, that form the test set, in whichever split they are. If
+            None, the data set's splits are used; if there is only one, and `split_names` does not assign it to
+            evaluation, half of its classes form the test set.
         split_seed: determines which classes form the test set.
         settings: arguments of `ImageDataModule`, except `root`, and of `RetrievalDataModule`.
 

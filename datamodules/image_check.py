@@ -71,7 +71,7 @@ class DataReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no file is missing or unreadable, there is no problem, and all counts equal published counts."""
+        """Whether no file is missing or unreadable, there is no problem, and counts are as published, if published."""
         for found, published in self.splits.values():
             if published and found not in published:
                 return False

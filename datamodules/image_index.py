@@ -450,9 +450,9 @@ def read_cached(
         settings: plain values; a change of them invalidates the cache too.
         folder: the folder of the cache, which is created if it does not exist. If a file in it is damaged, a warning is
             issued and the file is replaced.
-        root: the folder that the paths of the images are relative to. If a sample of the images of a split does not
-            exist there, the images have been moved, for example to another accepted directory structure, and the index
-            is read again. If None, this is not checked.
+        root: the folder that the paths of the images are relative to. If none of a few images of a split exists there,
+            the images have been moved, for example to another accepted directory structure, and the index is read
+            again. If None, this is not checked.
         owner: prefix of error messages and warnings.
 
     Raises:

@@ -381,7 +381,7 @@ class ImageDataModule(RetrievalDataModule):
         return normalized_batch(moved, lambda images: convert(self.preparation.normalize(images)))
 
     def _set_of_loader(self, dataset: Any) -> Any:
-        """In a run, the set of the images in uint8, if `transfer_batch_to_device` can normalise them equally."""
+        """In a run, the set of the images in uint8, if `transfer_batch_to_device` can normalise them alike."""
         if isinstance(dataset, ImageSet) and self._run_preparation.sends_uint8(self, dataset.transform):
             return dataset.in_uint8()
         return dataset

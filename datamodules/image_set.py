@@ -33,7 +33,7 @@ Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
 _FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items also have
-PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an unreadable evaluation batch
+PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
 
 
 class ImageSet(Dataset[dict[str, Any]]):
@@ -134,7 +134,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return len(self.index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """An image with its annotations; for a skipped image, only its path, under `skipped` (see `collate`)."""
+        """An image with its annotations; the item of a skipped image has its path under `skipped`, see `collate`."""
         position = range(len(self))[index]
         try:
             image = self.input_of_transform(position)
@@ -151,9 +151,9 @@ class ImageSet(Dataset[dict[str, Any]]):
         return item
 
     def in_uint8(self: Self) -> Self:
-        """The same set with images in uint8, not normalised, if the transform has a method `to_uint8`.
+        """The same set with images in uint8, not normalised, if the transform has `to_uint8`, like a `Preparation`.
 
-        Its items have a further entry `unnormalized`. A data module normalises such batches on the device of the run.
+        Its items then have a further entry `unnormalized`. A data module normalises such batches on the run's device.
         """
         other = copy.copy(self)
         other._gives_uint8 = True

@@ -120,7 +120,7 @@ def parse_numbers(table: TextTable, column: Literal["category", "camera"]) -> ND
 
 
 def parse_boxes(table: TextTable) -> NDArray[np.int32] | None:
-    """The box of each image, shape (rows, 4); None without the column `box` and the columns of the four sides."""
+    """The box of each image, shape (rows, 4); None if neither `box` nor the sides are columns."""
     columns = table.columns
     if "box" in columns:
         texts = columns["box"]
@@ -156,7 +156,7 @@ def parse_box(text: str) -> tuple[int, ...] | None:
 
 
 def check_unique_images(table: TextTable, images: Sequence[str], boxes: NDArray[np.int32] | None) -> None:
-    """Check that no image is listed twice with the same box, because it would be ranked for itself."""
+    """Check that no image is listed twice with the same box, because it would be in its own ranked list."""
     keys: Sequence[Any] = images
     if boxes is not None:
         keys = list(zip(images, map(tuple, boxes.tolist())))

@@ -126,7 +126,7 @@ class SeededIndex(int):
     """A dataset index that carries the random seed of its item.
 
     It behaves like an `int`, so a dataset that ignores the seed works unchanged. Arithmetic with it (as in
-    `ConcatDataset`) returns a plain `int`.
+    `ConcatDataset`) returns a plain `int`, and `Subset` replaces it by one of its own indices, both without the seed.
 
     Args:
         value: the index.

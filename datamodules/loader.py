@@ -154,7 +154,7 @@ def loader_settings(
     Args:
         num_workers: number of processes that load images.
         pin_memory: whether batches are copied to page-locked memory; if None, only if there is a GPU.
-        persistent_workers: whether workers stay alive between epochs; None means True.
+        persistent_workers: whether workers stay alive between epochs; None means True if there are workers.
         collate_fn: makes a batch of items; None for `collate_images`.
     """
     if collate_fn is None:
@@ -392,7 +392,8 @@ def _difference_of_labels(
     Args:
         sampler: the sampler of the global batches.
         drawn: dataset indices of the global batch that was drawn.
-        labels: (batch, levels), the labels of the batch that was loaded. One level must have the sampler's classes.
+        labels: (batch, levels), the labels of the batch that was loaded. It is enough if one level has the sampler's
+            classes.
         ids: ids of the loaded batch, or None. If they are dataset indices, they identify the rows of a batch that was
             reordered. If they are indices of another list of these images, they do not.
     """

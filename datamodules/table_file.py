@@ -299,7 +299,7 @@ class ListLines:
 
 
 def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
-    """Convert a box x, y, width, height to left, top, right, bottom in pixels; None if one is not a finite number."""
+    """Convert a box x, y, width, height to left, top, right, bottom in pixels, rounded outwards; None if invalid."""
     try:
         x, y, width, height = map(float, texts)
         box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
@@ -311,7 +311,7 @@ def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
 
 
 SEARCH_DEPTH = 2  # levels of subfolders that are searched for a suggestion
-MAX_ENTRIES = 1000  # the subfolders of larger folders are not searched
+MAX_ENTRIES = 1000  # of a folder; the subfolders after these are not searched
 
 
 def find_file(

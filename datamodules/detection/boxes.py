@@ -105,7 +105,7 @@ class BoxIndex:
         return ImageObjects(self._boxes[begin:end], self._labels[begin:end], self._difficult[begin:end])
 
     def count_objects(self, *, difficult: bool = False) -> int:
-        """Number of objects, with or without difficult objects."""
+        """Number of objects; difficult objects are only counted if `difficult` is True."""
         if check_bool("BoxIndex", "difficult", difficult):
             return len(self._labels)
         return int((~self._difficult).sum())

@@ -40,7 +40,7 @@ class CocoDetection(BoxDataModule):
     Raises:
         FileNotFoundError: if a file does not exist.
         ValueError: if a file is not valid JSON (the message has the line) or not in COCO's format (the message has the
-            id of the entry), or if the splits have different categories.
+            id or the number of the entry), or if the splits have different categories.
 
     Example:
         >>> import json

@@ -129,7 +129,7 @@ class SceneArtist:
     def _free_box(
         self, extent: tuple[int, int], boxes: Sequence[tuple[int, int, int, int]], generator: np.random.Generator
     ) -> tuple[int, int, int, int] | None:
-        """A random box of this width and height with at most `MAX_OVERLAP`; None if none was found."""
+        """A random box of this size that overlaps each other box by at most `MAX_OVERLAP`; None if none was found."""
         width, height = extent
         for _ in range(TRIES):
             left = int(generator.integers(0, self.image_size - width + 1))

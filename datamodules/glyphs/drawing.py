@@ -89,7 +89,7 @@ def _in_folder(path: Path) -> Iterator[None]:
         ) from None
 
 
-DRAWING_VERSION = 1  # increase this number when the drawing changes: it is part of the cache file's name
+DRAWING_VERSION = 1  # increase this number when the drawing changes: the name of the cache file depends on it
 
 
 # Images, labels and fonts, as in `GlyphImages`.
@@ -125,9 +125,9 @@ class GlyphImages:
 def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
     """Load the glyph images, which are drawn at the first call (some seconds) and then read from a cache.
 
-    The cache is an `.npz` file with its SHA-256 next to it. Its name contains a hash of the drawing's version, the
-    table of classes, the fonts and the versions of the renderer, so that caches of several versions can coexist. A
-    damaged or incomplete cache is drawn again. Several processes may call this function at the same time.
+    The cache is an `.npz` file. Its name contains a hash of the drawing's version, the table of classes, the fonts and
+    the versions of the renderer, so that caches of several versions can coexist. If the file is damaged or incomplete,
+    the images are drawn again. Several processes may call this function at the same time.
 
     Args:
         cache_dir: folder of the cache, created if it does not exist. If None, `lightning-retrieval` in the user's cache
@@ -135,7 +135,7 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
 
     Raises:
         OSError: if there is no cache yet and `cache_dir` cannot be created or written; raised before anything is drawn.
-            It is an error of the system, such as `PermissionError` or `NotADirectoryError`.
+            It has the type of the system's error, such as `PermissionError` or `NotADirectoryError`.
         ValueError: if `cache_dir` is an empty string.
         TypeError: if `cache_dir` is not a string, a path or None.
         FileNotFoundError: if matplotlib's installation has no fonts, or the user has no home folder.

@@ -171,7 +171,7 @@ class Glyphs(RetrievalDataModule):
     def check(self) -> DataReport:
         """Compare the counts of images and classes with the table of classes, and look for missing fonts.
 
-        The images are drawn if they are not in the cache. Counts differ with other versions of fonts and renderer.
+        The images are drawn if they are not in the cache. Counts may differ with other versions of fonts and renderer.
         """
         report = DataReport()
         counts_of_table = table_counts()

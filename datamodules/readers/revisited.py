@@ -317,7 +317,7 @@ class _Revisited(ImageDataModule):
         return report
 
     def _pickle(self) -> Path:
-        """The path of the ground truth: the official name, or the only `gnd_*.pkl` in a folder."""
+        """The path of the ground truth: the official name, or the only other `gnd_*.pkl` in a folder."""
         official = f"gnd_{self.city}.pkl"
         for folder in (self.folder, self.folder / self.city, self.folder / self.original_city):
             if (folder / official).exists():

@@ -89,7 +89,7 @@ class VehicleID(ImageDataModule):
         CVPR 2016.
     """
 
-    published_counts = MappingProxyType(  # as in the papers, and as counted by fast-reid's reader
+    published_counts = MappingProxyType(  # as in the papers, and as fast-reid's reader counts in the same lists
         {
             "train": [(110_178, 13_134), (113_346, 13_164)],
             "small": [(7_332, 800), (6_493, 800)],

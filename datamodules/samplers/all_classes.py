@@ -11,7 +11,7 @@ from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, sh
 
 
 def largest_equal_count(sizes: Integers, total: int) -> int:
-    """The largest number n such that min(n, size), summed over all sets, is at most `total`.
+    """The largest number n, up to the largest size, such that min(n, size), summed over all sets, is at most `total`.
 
     Args:
         sizes: the sizes of the sets, ascending.
@@ -64,7 +64,7 @@ class AllClassesSampler(GlobalBatchSampler):
 
     Source:
         Revaud, Almazan, Rezende and de Souza, Learning with Average Precision: Training Image Retrieval with a Listwise
-        Loss, ICCV 2019, section 4.2. The paper takes one image of each class; the choice of further images is ours.
+        Loss, ICCV 2019, section 4.2. The choice of the images beyond the first of each class is ours.
     """
 
     draws_classes = True

@@ -102,8 +102,8 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     Relations:
         `RetrievalDataLoader` compares the labels of the first batch with these labels. A difference is an error if
         `draws_classes` is True, as in the samplers of this library that draw several images of a class, else a warning.
-        `.sampler` is the sampler itself, so that Lightning's `set_epoch` also works with a plain `DataLoader(dataset,
-        batch_sampler=...)` in one process. With several processes, use `RetrievalDataLoader`.
+        `.sampler` is the sampler itself, so that Lightning's `set_epoch` also reaches it through a plain
+        `DataLoader(dataset, batch_sampler=...)` in one process. With several processes, use `RetrievalDataLoader`.
     """
 
     draws_classes: ClassVar[bool] = False

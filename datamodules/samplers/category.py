@@ -22,7 +22,7 @@ from lightning_retrieval.datamodules.samplers.base import (
 )
 
 _MAX_LISTED = 1_000_000  # above this number, combinations are drawn one by one instead of listed
-_COMBINATION_STREAM = 1  # in the seed (seed, refill, 1): not the random numbers of the batches
+_COMBINATION_STREAM = 1  # seeds (seed, refill, 1), so that combinations and batches differ in their random numbers
 
 
 def shuffled_order(generator: np.random.Generator, size: int) -> Integers:

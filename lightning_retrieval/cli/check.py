@@ -40,7 +40,8 @@ def check(args: Sequence[str]) -> int:
         args: `--data NAME --root DIR` and other settings of the data module; `Glyphs` has no root.
 
     Returns:
-        The exit code: 0 if the data set is complete and has the published counts, 1 if not, 2 if it cannot be read.
+        The exit code: 0 if no problem was found and all counts are published counts, 1 if not, 2 if the data set cannot
+            be read.
     """
     data_module, settings = _parse(args)
     try:

@@ -112,7 +112,7 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             css=CSS,
             show_error=True,
             footer_links=[],
-            max_file_size=f"{MEGABYTES}mb",  # shown on the page before an upload
+            max_file_size=f"{MEGABYTES}mb",  # the page rejects larger files before it uploads them
             app_kwargs={"middleware": [Middleware(RequestCheck, host=host)]},
             ssr_mode=False,  # server-side rendering would bypass the check
             quiet=True,  # Gradio would recommend an argument that the command does not have

@@ -136,14 +136,14 @@ def embed_images(
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
         devices: number of devices of each node, each of which gets a process.
         num_nodes: number of machines.
-        precision: precision of the network: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
+        precision: precision of the network, as named by Lightning: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
         ModuleNotFoundError: if pyarrow is missing.
         ValueError: if the folder holds embeddings of another model or list of images, or a damaged file, if processes
             have different images, or an argument is invalid.
-        ConnectionError: if another process has died.
+        ConnectionError: if another process has ended early.
 
     Cost:
         Memory in each process for the embeddings of one shard and for the list of images.
@@ -219,7 +219,7 @@ def _fabric(device: str | None, *, devices: int, num_nodes: int, precision: str)
     immediately if another process was killed.
 
     Raises:
-        ValueError: if there are fewer devices, or a device does not support the precision.
+        ValueError: if there are fewer devices than asked for, or a device does not support the precision.
     """
     accelerator, numbers = _accelerator(device, devices)
     settings: dict[str, Any] = {}
@@ -264,7 +264,10 @@ def _accelerator(device: str | None, devices: int) -> tuple[str, int | list[int]
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Context without Lightning's log messages about Fabric, which the user has not called."""
+    """Context without Lightning's log messages about Fabric, which the user has not called.
+
+    Which of the two loggers Lightning uses depends on what is imported.
+    """
     loggers = errors_only(logging.getLogger("pytorch_lightning")), errors_only(logging.getLogger("lightning_fabric"))
     with loggers[0], loggers[1], warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning_fabric")

@@ -240,8 +240,8 @@ def _reason(error: Exception) -> str:
 class ImageEmbedder:
     """A model that is ready to embed image files; made from a checkpoint by `load`.
 
-    `about` describes the model with plain values: its checkpoint, its transform, and who chose the transform. It is
-    saved with an index.
+    `about` describes the model with plain values: its checkpoint, its transform, and where the choice of the
+    transform came from (see `choose_transform`). It is saved with an index.
     """
 
     owner: str

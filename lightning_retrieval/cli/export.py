@@ -111,7 +111,7 @@ def export_model(
     """Export the model of a checkpoint to ONNX and to a program of `torch.export`, and compare both with the model.
 
     The programs include the whitening and the scales of the model. `preparation.json` describes the preparation of
-    images for the programs; the metadata of the ONNX file hold the same text.
+    images for the programs; the metadata of the ONNX file hold the same values.
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`. LoRA adapters are merged first.

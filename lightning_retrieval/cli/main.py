@@ -8,7 +8,8 @@
     lightning-retrieval search --index INDEX IMAGE...
     lightning-retrieval demo --index INDEX
 
-The module of a subcommand is imported only after its options have been parsed, so that help does not wait for torch.
+The modules of `embed`, `export`, `index`, `search` and `demo` are imported only after the options have been parsed, so
+that their help does not wait for torch.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def main(args: Any = None) -> None:
             config.
 
     Raises:
-        TypeError: if `args` is not a sequence of strings, for example a single string.
+        TypeError: if `args` is a single string or a number.
     """
     given = args
     if args is None:

@@ -176,7 +176,7 @@ def make_parser(command: str) -> CommandParser:
 
 
 def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit unless the options are either for images or for embeddings."""
+    """Exit unless `--output` is given, and either the options for images or those for embeddings."""
     needed = ["output"]
     if options.embeddings is None:
         needed += ["checkpoint", "images"]

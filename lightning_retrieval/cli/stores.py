@@ -190,10 +190,11 @@ class FaissFolder:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """Context with the existing index, to change its rows; the index is saved on exit.
+        """Context with the existing index, to change its rows; the index is saved at the end, but not after an error.
 
         Raises:
-            ValueError: if the settings differ from those of the index, or another process has changed it meanwhile.
+            ValueError: if `rows_in_memory` is given, the other settings differ from those of the index, or another
+                process has changed it meanwhile.
         """
         if self._settings.rows_in_memory is not None:
             raise ValueError(
@@ -456,7 +457,7 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
 
 
 def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
-    """Raise if a given setting differs from the setting of the index to update."""
+    """Raise if a setting was given that is not the setting of the index to update."""
     for name, default in asdict(IndexSettings()).items():
         given, found = getattr(settings, name), getattr(index, name, default)
         if given not in (found, default):

@@ -66,7 +66,7 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
 
 
 def most_parts() -> int:
-    """The maximum number of parts: half of the files that this process may open, as a merge opens all parts."""
+    """The maximum number of parts: at most half of the files that this process may open, as a merge opens all parts."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MOST_PARTS
@@ -175,7 +175,9 @@ def add_on_disk(
     rows_in_memory: int,
     version: NewVersion,
 ) -> list[Any]:
-    """Add rows to trained, empty shards on disk, distributed as by `add_to_shards`, and write each shard to a file.
+    """Add rows to trained, empty shards, moving them to the disk in parts, and write each shard to a file.
+
+    Each shard gets the rows that `add_to_shards` would add to it.
 
     Args:
         shards: the shards; `check_disk_build` must have accepted one of them.

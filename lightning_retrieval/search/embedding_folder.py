@@ -227,7 +227,7 @@ class EmbeddingFolder:
         """Begin a folder, or continue one with the same manifest.
 
         Raises:
-            ValueError: if the folder holds embeddings with another manifest, or other files.
+            ValueError: if the folder holds embeddings with another manifest or other files, or the path is a file.
         """
         check_output(owner, path)
         folder = cls(owner, path, manifest)
@@ -396,7 +396,7 @@ class EmbeddingFolder:
             return _pairs(json.loads(metadata[UNREADABLE])), metadata.get(IMAGE_FILES, b"").decode()
 
     def _origin(self, shard: int) -> str:
-        """The origin that the file of a shard records: the number of the shard and a digest of the manifest."""
+        """The origin recorded in a shard's file: a digest of how the embeddings were made, and the shard's number."""
         manifest = self.manifest
         what = [manifest.model_sha256, dict(manifest.preparation), manifest.images_sha256, manifest.shard_size]
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
@@ -408,7 +408,7 @@ class EmbeddingFolder:
 
 
 def check_output(owner: str, path: Path) -> None:
-    """Raise unless a path does not exist, is an empty folder, or is a folder of embeddings.
+    """Raise unless embeddings may be written to a path: it is new, an empty folder, or a folder of embeddings.
 
     Raises:
         ValueError: if the path is a file, or a folder that holds anything else.
@@ -440,7 +440,7 @@ def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:
 
 
 def _check_kinds(manifest: EmbeddingManifest) -> None:
-    """Raise TypeError if a manifest has a field of the wrong type."""
+    """Raise TypeError if a field of a manifest has a wrong type or a value that this library does not write."""
     counts = (manifest.images, manifest.dim, manifest.shard_size - 1)
     texts = (manifest.images_sha256, manifest.model_sha256, manifest.precision)
     is_valid = min(counts) >= 0 and manifest.file_format in FILE_FORMATS and manifest.dtype in DTYPES

@@ -143,9 +143,10 @@ class RetrievalIndex:
         about: plain values by name that are saved with the index, such as the checkpoint that made the embeddings.
 
     Raises:
-        ValueError: if a number is below 1, faiss does not know the factory string or a parameter, or it does not
+        ValueError: if a number is out of range, faiss does not know the factory string or a parameter, or it does not
             support inner products for this factory string.
-        TypeError: if a number is not an integer, or `about` holds anything but plain values.
+        TypeError: if a number is not an integer, `factory` or `parameters` is not a string, or `about` holds anything
+            but plain values.
 
     Example:
         >>> import torch
@@ -165,9 +166,10 @@ class RetrievalIndex:
     Cost:
         `docs/scaling.md` lists the bytes of a row and the time of a search for each kind of factory string.
 
-    Threads: Threads may search, add and remove at the same time. Calls are atomic, and searches run in parallel.
-    `search_with_paths` is one call, so another thread cannot remove a row between the search and the look-up of its
-    path.
+    Threads:
+        Threads may search, add and remove at the same time. Each call is atomic: it sees the index before or after each
+        of the others. Searches run in parallel. `search_with_paths` is one call, so another thread cannot remove a row
+        between the search and the look-up of its path.
 
     Relations:
         The commands `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no
@@ -189,7 +191,7 @@ class RetrievalIndex:
         self.shards = check_integer(OWNER, "shards", shards, least=1, most=MOST_SHARDS)
         self.about = plain_values(OWNER, about)
         self.recall: float | None = None
-        """Recall@10 against exact search, see `add`; None for an exact index."""
+        """Recall@10 against exact search, see `add`; None for an exact index, and until it is measured."""
         self.mapped = False
         """Whether the files are mapped into memory; such an index cannot be changed."""
         self.faiss_indexes = self._empty_shards()
@@ -255,7 +257,7 @@ class RetrievalIndex:
 
         Returns:
             The cosine similarities, approximate if the index stores approximate vectors, and the ids. If an approximate
-            index finds fewer than k rows, -inf and -1 fill the rest.
+                index finds fewer than k rows, -inf and -1 fill the rest.
 
         Raises:
             ValueError: if shapes do not match, a query is not finite, or `k` is out of range.
@@ -274,8 +276,8 @@ class RetrievalIndex:
             k: as for `search`.
 
         Returns:
-            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and for
-                padding if an approximate index finds fewer than k rows.
+            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
+                an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
@@ -300,14 +302,14 @@ class RetrievalIndex:
         *,
         rows_in_memory: int = ROWS_IN_MEMORY,
     ) -> None:
-        """Like `add` and `save`, for an empty IVF index that becomes larger than memory; it is then memory-mapped.
+        """Like `add` and `save`, for an empty IVF index that gets larger than memory. Afterwards it is memory-mapped.
 
         Args:
             folder: as for `save`.
             embeddings: as for `add`.
             ids: as for `add`; if None, the integers from 0.
             paths: as for `add`.
-            rows_in_memory: number of rows whose codes are held in memory, >= 65,536.
+            rows_in_memory: maximum number of rows whose codes are held in memory, >= 65,536.
 
         Raises:
             ValueError: as in `add` and `save`; also if the index is not IVF with Flat, SQ or PQ, or is not empty.

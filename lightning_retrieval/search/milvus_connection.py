@@ -40,7 +40,7 @@ CALLING = 60.0  # timeout of a call, in seconds
 LONG_CALLING = 3600.0  # timeout in seconds of a call that writes, loads or indexes a whole collection
 LONG = ("flush", "load_collection", "create_index")
 LOADS, BETWEEN_LOADS = 5, 0.5  # maximum number of attempts to load a collection, and seconds between them
-_connections: Counter[Path] = Counter()  # open connections of this process to each file
+_connections: Counter[Path] = Counter()  # number of open connections of this process to each file
 _changing = threading.Lock()
 
 
@@ -100,7 +100,7 @@ class MilvusConnection:
     def load(self, collection: str) -> None:
         """Load a collection, so that it can be searched.
 
-        Loading fails while a thread of Milvus Lite writes a file of the index, so it is tried several times.
+        Reading may fail while a thread of Milvus Lite writes a file of the index, so it is then tried again.
 
         Raises:
             ValueError: if the connection is closed.
@@ -116,7 +116,7 @@ class MilvusConnection:
             time.sleep(BETWEEN_LOADS)
 
     def close(self) -> None:
-        """Close the connection. Closing the last one to a file also stops Milvus Lite, which then writes its data."""
+        """Close the connection. Closing the last one to a file also stops Milvus Lite, which first writes its data."""
         if self._client is None:
             return
         self._client.close()
@@ -209,9 +209,9 @@ def _is_locked(file: Path) -> bool:
 
 
 def _import_pymilvus(with_lite: bool) -> Any:
-    """Import pymilvus. If this is the first import, remove the log handlers of pymilvus and Milvus Lite.
+    """Import pymilvus. If this is the first import, only the handlers of the program get what it and Milvus Lite log.
 
-    These handlers would print each error with its traceback, although the error is also raised.
+    Their own handlers, which are removed, would print each error with its traceback, although it is also raised.
     """
     was_loaded = "pymilvus" in sys.modules
     with optional_import(MISSING):
@@ -240,7 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 EXACT = "FLAT"
-LITE_KINDS = ("FLAT", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8", "AUTOINDEX")  # Milvus Lite ignores others
+LITE_KINDS = ("FLAT", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8", "AUTOINDEX")  # Lite also accepts other names
 KINDS = (*LITE_KINDS, "IVF_PQ", "IVF_RABITQ", "HNSW_PQ", "HNSW_PRQ", "SCANN", "DISKANN", "GPU_CAGRA", "GPU_IVF_FLAT")
 LARGEST = 999_999_999  # largest parameter; Milvus uses 32-bit integers
 EXAMPLES = "'Flat', 'HNSW,M=32,efConstruction=200' or 'IVF_FLAT,nlist=1024'"
@@ -334,7 +334,7 @@ class Metadata:
 
 
 def check_store(uri: str, name: str, factory: str, parameters: str) -> None:
-    """Raise unless these arguments of `MilvusStore.create` are valid."""
+    """Raise unless `MilvusStore.create` can write an index of this name to the store, with these settings."""
     index_kind(factory, of_lite=is_file(uri))
     search_parameters(parameters)
     with closing(MilvusConnection(uri, may_create=True)) as connection:
@@ -498,5 +498,5 @@ def _check_fields(connection: MilvusConnection, collection: str, fields: list[di
     if found != (dim, METRIC):
         raise ValueError(
             f"{OWNER}: the collection {collection!r} in {connection.shown} must have {dim} dimensions and the metric "
-            f"{METRIC}, like its index, got {found[0]} and {found[1]}; {REBUILD}."
+            f"{METRIC}, as the index needs them, got {found[0]} and {found[1]}; {REBUILD}."
         )

@@ -108,8 +108,9 @@ class MilvusStore:
         ModuleNotFoundError: if pymilvus or milvus-lite is not installed.
         FileNotFoundError: if there is no such file, or no such index in the store.
         ConnectionError: if no server answers at the address, or another process has opened the file.
-        ValueError: if the collection `name` is not an index, or has the wrong dimension or metric; for a file, also if
-            the number of rows is not the recorded one.
+        ValueError: if `uri` is neither a path that ends in `.db` nor an address, or the collection `name` is not an
+            index, or its dimension or metric was changed; for a file, also if the index does not have the number of
+            rows that it had when it was published or last changed.
         TypeError: if `uri` or `name` is not a string.
 
     Example:
@@ -127,8 +128,8 @@ class MilvusStore:
         `docs/scaling.md` compares the speed with faiss.
 
     Relations:
-        `RetrievalIndex` keeps an index in memory and in a folder, without a database. The commands `lightning-retrieval
-        index`, `search` and `demo` use Milvus with `--store milvus:URI`.
+        `RetrievalIndex` keeps an index in memory and in a folder, without a database. With `--store milvus:URI`, the
+        commands `lightning-retrieval index`, `search` and `demo` use Milvus.
     """
 
     def __init__(self, uri: str, name: str) -> None:
@@ -254,7 +255,7 @@ class MilvusStore:
 
         Returns:
             The cosine similarities and the ids. If an approximate index finds fewer than k rows, -inf and -1 fill the
-            rest.
+                rest.
 
         Raises:
             ValueError: if shapes do not match, a query is zero or not finite, or `k` is out of range.
@@ -267,15 +268,15 @@ class MilvusStore:
     def search_with_paths(
         self, queries: Float[Tensor, "query dim"], k: int
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
-        """Like `search`, with the path of each row found. No process can remove the rows before the paths are read.
+        """Like `search`, with the path of each row found, even if a process removes the row meanwhile.
 
         Args:
             queries: as for `search`.
             k: as for `search`.
 
         Returns:
-            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and for
-                padding if an approximate index finds fewer than k rows.
+            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
+                an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
@@ -410,7 +411,7 @@ class MilvusStore:
     def _nearest(self, queries: NDArray[np.float32], k: int, fields: list[str]) -> Any:
         """The hits of each query, with these fields.
 
-        The request states the metric, because Milvus Lite would otherwise accept any metric of the client.
+        The request states the metric, because Milvus Lite computes whichever metric a client asks for.
         """
         parameters = {"metric_type": milvus.METRIC, "params": milvus.search_parameters(self.parameters)}
         return self._call(

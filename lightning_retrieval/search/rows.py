@@ -34,7 +34,7 @@ class FolderRows:
         folder: a folder in which no shard is missing.
 
     Raises:
-        ValueError: if a file is missing, is damaged or belongs to another folder, or if an embedding is not finite.
+        ValueError: if a file is missing, is damaged or belongs to another folder.
 
     Cost:
         Memory for the rows of one file and, for every row, its path and 8 bytes.

@@ -187,7 +187,7 @@ def _of_this_process(missing: list[int]) -> list[int]:
 
 
 def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
-    """Raise if the manifest of a process differs from that of rank 0, except in the paths of files."""
+    """Raise if the manifest of a process differs from that of rank 0, except in `about`: paths may differ."""
     expected = replace(manifests[0], about={})
     for number, manifest in enumerate(manifests):
         if replace(manifest, about={}) == expected:

@@ -42,7 +42,9 @@ Read = TypeVar("Read")
 
 
 def check_folder(owner: str, folder: Path) -> None:
-    """Raise unless a path does not exist, is an empty folder, or holds an index, which may be damaged or incomplete.
+    """Raise unless an index may be written to a path: it is new, an empty folder, or holds an index.
+
+    The index may be damaged or incomplete.
 
     Raises:
         ValueError: if the path is a file, or a folder that holds anything else.
