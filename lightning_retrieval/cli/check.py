@@ -46,7 +46,7 @@ def check(args: Sequence[str]) -> int:
     data_module, settings = _parse(args)
     try:
         report = data_module(**settings).check()
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     for line in str(report).splitlines():

@@ -366,9 +366,9 @@ class RetrievalIndex:
                 kind of index, such as HNSW.
             TypeError: if ids are not integers.
         """
-        check_not_mapped(self.mapped, "remove from")
         removed = np.unique(integer_ids(OWNER, ids))
         with self._lock.editing():
+            check_not_mapped(self.mapped, "remove from")
             positions = self._table.positions(removed)
             faiss_index.remove_from_shards(self.faiss_indexes, self.factory, removed)
             self._table.remove(positions)
@@ -418,11 +418,12 @@ class RetrievalIndex:
             ValueError: if the folder holds anything else, another process writes to it, or the index is memory-mapped.
             OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
         """
-        check_not_mapped(self.mapped, "save")
         path = check_path(OWNER, "folder", folder)
-        with self._lock.reading(), new_version(path) as version:
-            version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
-            version.publish({name: getattr(self, name) for name in SETTINGS})
+        with self._lock.reading():
+            check_not_mapped(self.mapped, "save")
+            with new_version(path) as version:
+                version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
+                version.publish({name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":

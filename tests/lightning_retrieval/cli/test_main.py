@@ -246,6 +246,13 @@ def test_glyphs_need_no_root(capsys):
     assert (code == 0) == all(row[1:3] == row[3:] for row in rows[1:])  # as with the fonts of the table
 
 
+def test_a_package_that_check_needs_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    code, out, err = run(capsys, "check", "--data", "HuggingFaceImages", "--path", "user/birds")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "pip install 'lightning-retrieval[" in err
+
+
 def test_data_modules_are_known_by_name(capsys):
     assert list(DATA_MODULES) == sorted(data_modules())
     code, _, err = run(capsys, "check", "--data", "Nothing", "--root", "x")
