@@ -114,7 +114,7 @@ class ResumableCSVLogger(CSVLogger):
 
     @rank_zero_only
     def log_before_checkpoint(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write a row before the checkpoint of its step. Lightning logs the row again later, which is then ignored."""
+        """Write a row before the checkpoint of its step. Lightning logs it again later; it is written only once."""
         self.experiment.log_early(dict(metrics), step)
 
     @property
@@ -133,12 +133,15 @@ def other_loggers(configured: Any) -> list[Any]:
 
 
 class _ContinuedFile(ExperimentWriter):
-    """Appends rows to `metrics.csv`; a row replaces earlier rows with the same metrics for the same step."""
+    """Appends rows to `metrics.csv`.
+
+    A row that shares a metric with rows of an earlier start for the same step replaces these rows.
+    """
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
         self._file = Path(self.metrics_file_path)
-        self._replaceable: dict[str, list[set[str]]] = {}  # metrics of earlier rows, by step
+        self._replaceable: dict[str, list[set[str]]] = {}  # metrics of rows that may be logged again, by step
         self._written_early: dict[str, Any] | None = None  # a row that Lightning has not logged yet
         if self._file.exists():
             self._read_earlier()
@@ -207,7 +210,7 @@ class _ContinuedFile(ExperimentWriter):
 
 
 def _put(rows: list[Mapping[str, Any]], new: Mapping[str, Any]) -> None:
-    """Replace the rows for the same step that share a metric with the new row; without any, append the new row."""
+    """Put a row in place of the rows for the same step that share a metric with it; append it if there are none."""
     replaced = []
     for position, row in enumerate(rows):
         if str(row["step"]) == str(new["step"]) and _metrics_of(row) & _metrics_of(new):

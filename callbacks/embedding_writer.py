@@ -272,7 +272,7 @@ def wait_for_other_processes(owner: str) -> None:
     """Wait until all processes have written their files.
 
     Raises:
-        ConnectionError: if a process ended before it had written all its files.
+        ConnectionError: if a process ended before it had written all its files, or is late.
     """
     try:
         gather_objects(None)
@@ -306,7 +306,7 @@ class EmbeddingWriter(pl.Callback):
             the numbers of ids or labels and of embeddings differ, or images do not come in the order of their ids.
         ModuleNotFoundError: when the prediction begins, if pyarrow is not installed and the format is Parquet.
         TypeError: if `predict_step` does not return a dict with `embeddings`.
-        ConnectionError: at the end, if another process has died.
+        ConnectionError: at the end, if another process has ended early or is late.
 
     Example:
         >>> import pytorch_lightning as pl, torch
@@ -426,7 +426,7 @@ class EmbeddingWriter(pl.Callback):
         return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
 
     def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
-        """The manifest of the folder to write; raises if the loader cannot be distributed."""
+        """The manifest of the folder to write; raises if the files cannot be written with these settings and loader."""
         if self.file_format == "parquet":
             load_pyarrow(self.owner)
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):

@@ -155,7 +155,7 @@ def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
 
 
 def _leading_metrics(results: Mapping[str, float]) -> list[str]:
-    """For each set, the name of mAP, or of the first metric if there is no mAP."""
+    """The names of mAP in all sets; if no set has one, the name of the first metric that is not a count."""
     leading = [name for name in results if name.rpartition("/")[2] == "mAP"]
     return leading or [name for name in results if not is_count(name)][:1]
 

@@ -109,7 +109,10 @@ def _levels(tensor: Tensor, transform: Any) -> Tensor:
 
 
 def _normalization(transform: Any, channels: int) -> Preparation | None:
-    """A `Preparation` that can undo the normalisation of a transform: the transform, or one made from its last step."""
+    """A `Preparation` that can undo the normalisation of a transform: the transform, or one made from its last step.
+
+    None if that is not possible.
+    """
     transform = getattr(transform, "current", transform)  # a data module's transform, which may change
     if isinstance(transform, Preparation) and transform.channels == channels:
         return transform

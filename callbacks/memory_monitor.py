@@ -56,9 +56,9 @@ class MemoryMonitor(pl.Callback):
 
     Relations:
         The embeddings are those of `forward`, as stored by the memory. A run that is resumed after the memory has begun
-        takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared distance;
-        for embeddings on the unit sphere it is twice the drift here. Another callback with an attribute `begins_memory
-        = True` may call `CrossBatchMemory.begin` instead, on all processes.
+        takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared distance of
+        the same pairs of embeddings; on the unit sphere it is twice the drift here. Another callback with an attribute
+        `begins_memory = True` may call `CrossBatchMemory.begin` instead, on all processes.
     """
 
     begins_memory = True  # RetrievalModule requires such a callback for a memory with start_step="auto"
@@ -94,7 +94,7 @@ class MemoryMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Embed the probe if an interval is over. This is done before a step, when the state of a step is complete."""
+        """Embed the probe if an interval is over: before the step, so that the state is that after a complete step."""
         memory: Any = pl_module.memory
         if self._images is None:
             images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]

@@ -37,7 +37,7 @@ class LearnWhitening(pl.Callback):
 
     Raises:
         ValueError: if the module has no whitening, if there are too few images, or if the training images are not
-            known: `validate`, `test` and `predict` need a data module with a `train_set`.
+            known: to learn a whitening, `validate`, `test` and `predict` need a data module with a `train_set`.
         TypeError: if `images` is not an integer.
 
     Example:
@@ -48,8 +48,8 @@ class LearnWhitening(pl.Callback):
         >>> callbacks = [LearnWhitening(images=5000), RetrievalEvaluation()]
 
     Cost:
-        Each time, the images are embedded once. Each process keeps the embeddings of its images, and sends only sums of
-        their products. For a whitening class of your own, each process gathers all embeddings
+        Each time, the images are embedded once. Each process keeps the embeddings of its images, and sends sums of
+        their products instead of the embeddings. For a whitening class of your own, each process gathers all embeddings
         (`Whitening.fit_over_processes`).
 
     Relations:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Settings outside this range overflow or underflow in float32, so that a loss becomes NaN.
+# With settings outside this range, a formula overflows or underflows in float32, so that a loss becomes NaN.
 SMALLEST, LARGEST = 1e-12, 1e12
 LARGEST_INTEGER = 2**63 - 1  # limit of int64
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, limits of common file systems
@@ -134,7 +134,7 @@ def check_counts(owner: str, name: str, values: Sequence[Any], *, may_be_empty: 
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """Return `value`; raise unless it is one of `choices`. 0 does not equal False here, and 1 does not equal True."""
+    """Return the one of `choices` that equals `value`; raise if none does. Here 0 is not False, and 1 is not True."""
     plain = value
     if _is_integer(value):
         plain = int(value)

@@ -20,7 +20,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def size_for(device: torch.device, *, cpu: int, accelerator: int) -> int:
-    """The amount of work that a device does at a time: enough to fit a CPU's caches, or to be worth a kernel launch.
+    """How much a device computes at a time: little enough for a CPU's caches, or enough to be worth a kernel launch.
 
     It depends only on the type of the device, so that a run can be reproduced on another machine.
     """
@@ -171,7 +171,7 @@ def together(work: Callable[[], Any]) -> list[Any]:
 
     Raises:
         Exception: on all processes, the exception of the first process on which the function failed.
-        RuntimeError: instead of this exception, with its type and message, if it cannot be pickled.
+        RuntimeError: instead of this exception, with its type and message, if pickle does not copy it faithfully.
     """
     value, error = None, None
     try:
@@ -186,7 +186,7 @@ def together(work: Callable[[], Any]) -> list[Any]:
 
 
 def _as_sent(error: Exception) -> Exception:
-    """The exception, or a RuntimeError with its type and message if it cannot be pickled."""
+    """The exception, or a RuntimeError with its type and message if pickle fails or changes the message."""
     if world_size() == 1:
         return error
     try:
@@ -207,7 +207,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:
-    """Whether this version of Python can deadlock if it forks while another thread registers with the interpreter.
+    """Whether a child may wait forever if this version of Python forks while another thread registers with Python.
 
     This is issue 112275 of CPython. The threads of the gloo backend register after each collective operation. So a data
     loader that starts its workers soon after a collective operation may never get its first batch.

@@ -27,8 +27,8 @@ _locks: set[IO[str]] = set()  # open files whose locks this process holds
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Context with a new file that replaces `path` on exit.
 
-    The content is flushed to the disk before the file gets its name. If the block raises, `path` does not change. A
-    killed process leaves a temporary file, named `.<random>.tmp`.
+    The content is flushed to the disk before the file gets its name. If the block raises, `path` does not change. Only
+    a killed process leaves a temporary file, named `.<random>.tmp`.
 
     Raises:
         OSError: if the file cannot be written.
@@ -246,7 +246,7 @@ def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = Fa
 
 
 def _close_locks() -> None:
-    """In a forked child, release the files whose locks belong to the parent.
+    """In a forked child, close the files whose locks belong to the parent.
 
     Their descriptors are redirected to /dev/null, so that closing the Python file objects later closes no other file.
     """

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 def optional_import(message: str) -> Iterator[None]:
     """Context that replaces the error of a failed import by one sentence.
 
-    If the package is installed but its import fails, for example because of a shared library, the reason is added in
-    parentheses.
+    If the package is installed but its import fails, for example because a shared library is missing, the reason is
+    added in parentheses.
 
     Args:
         message: a sentence, with full stop, on what needs the package and how to install it.

@@ -1,7 +1,6 @@
 """`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
 
 import argparse
-import importlib
 import inspect
 import re
 import sys
@@ -18,6 +17,7 @@ from jsonargparse import DefaultHelpFormatter
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities import rank_zero_info
 
+from lightning_retrieval import callbacks, datamodules, losses
 from lightning_retrieval.callbacks.csv_logger import (
     ResumableCSVLogger,
     RowsBeforeCheckpoints,
@@ -467,11 +467,10 @@ def _class_meant(name: str) -> str | None:
 
 def _classes() -> dict[str, str]:
     """The paths of the models, losses, callbacks and data modules of this library, by the names of the classes."""
-    paths: dict[str, str] = {}
-    for package in ("", ".losses", ".callbacks", ".datamodules"):
-        package = f"lightning_retrieval{package}"
-        for name in importlib.import_module(package).__all__:
-            paths.setdefault(name, f"{package}.{name}")
+    paths = {"RetrievalModule": "lightning_retrieval.RetrievalModule"}
+    for package in (losses, callbacks, datamodules):
+        for name in package.__all__:
+            paths[name] = f"{package.__name__}.{name}"
     return paths
 
 

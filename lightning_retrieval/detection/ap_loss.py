@@ -58,8 +58,8 @@ class DetectionAPLoss(nn.Module):
 
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
-        margin: alpha, >= 0: an object counts as above the others only if it scores this much higher. The scores are
-            probabilities.
+        margin: alpha, from 0 to 100: an object counts as above the others only if it scores this much higher. The
+            scores are probabilities.
         interclass_coef: weight of L_APC, which ranks the scores of all classes in one list, from 0 to 1.
         batch_memory: number of past batches whose scores extend the lists, >= 0.
         weight: weight of the loss, > 0, relative to the losses of the boxes and of the region proposals.

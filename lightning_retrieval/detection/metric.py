@@ -212,16 +212,16 @@ def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
 class COCOMetrics(DetectionMetric):
     """AP, AP50, and the AP50 of each class, by COCO's rules.
 
-    An image that several processes evaluate, because a distributed sampler repeats it, is counted once, by the
-    `image_id` of its target.
+    An image that several processes evaluate, because a distributed sampler repeats it, is recognised by the `image_id`
+    of its target and counted once.
 
     Args:
         classes: number of classes, >= 1, with labels from 1; 0 is background.
         kwargs: arguments of `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if `classes` is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
-            a score or a box is not finite.
+        ValueError: if `classes` is out of its range; in `update`, if shapes do not match, a label is out of its range,
+            or a score or a box is not finite.
         TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
         ModuleNotFoundError: if faster-coco-eval is not installed.
 

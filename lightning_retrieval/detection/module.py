@@ -37,8 +37,8 @@ class DetectionModule(OptimizedModule):
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
-        metrics: a metric with `update(detections, targets)`, which computes a dict of numbers and the tensor
-            `AP50_per_class`; None for `COCOMetrics`.
+        metrics: a metric with `update(detections, targets)`, which computes a dict of scalar tensors and, optionally,
+            the vector `AP50_per_class`; None for `COCOMetrics`.
         seed: the regions sampled in a step are a function of (seed, epoch, batch, rank); if None, the seed of
             `seed_everything`, else 0.
 

@@ -145,7 +145,7 @@ def make_body(name: str, pretrained: bool) -> Any:
 
     Raises:
         ModuleNotFoundError: if timm is not installed.
-        ValueError: if timm does not have this backbone, or it does not have these maps.
+        ValueError: if timm does not have this backbone, or the backbone does not have these maps.
     """
     with optional_import(
         'PyramidFasterRCNN: timm must be installed for `backbone_name`: pip install "lightning-retrieval[timm]".'

@@ -46,7 +46,7 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
             raise TypeError(f"RankedRoIHeads: `loss` must be a module such as DetectionAPLoss, got {short_repr(loss)}.")
         nn.Module.__init__(self)
         for name, value in vars(roi_heads).items():
-            if isinstance(value, dict):  # copied, so that the loss is not added to the original heads
+            if isinstance(value, dict):  # layers, parameters, hooks: the original heads must not get the loss
                 value = value.copy()
             self.__dict__[name] = value
         self.loss = loss

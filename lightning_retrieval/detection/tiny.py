@@ -21,7 +21,7 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
     Args:
         num_classes: number of classes of objects, >= 1, without the background.
         width: channels of the first layer, >= 1.
-        image_size: length of the sides to which images are resized, in pixels, >= 32.
+        image_size: length of the longer side to which images are resized, in pixels, >= 32.
         rois_per_image: number of regions that the classifier is trained with in each image, >= 1.
         score_thresh: detections with a lower score are dropped, >= 0.
         detections_per_image: largest number of detections, >= 1.

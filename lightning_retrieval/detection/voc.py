@@ -73,8 +73,8 @@ def voc_average_precision(
         outcomes: the `Outcome` of each detection.
         objects: number of objects of the class that are not difficult.
         eleven_points: use the rule until VOC 2009: the mean, over the recalls 0, 0.1, ..., 1, of the highest precision
-            at this or a higher recall. If False, the rule since VOC 2010: the mean over all recalls, which is the area
-            under the monotone precision-recall curve.
+            at this or a higher recall. If False, the rule since VOC 2010: the mean of these precisions over all
+            recalls, which is the area under the precision-recall curve made monotone.
 
     Returns:
         The AP, NaN without objects.

@@ -1,8 +1,8 @@
-"""Quantises ONNX files to int8: smaller, and faster on CPUs, at a cost in accuracy that must be measured.
+"""Quantises ONNX files to eight bits: smaller, and faster on CPUs, at a cost in accuracy that must be measured.
 
-A convolutional network gets static quantisation: int8 weights and activations, with ranges determined from calibration
-images. A network with attention gets dynamic quantisation of its matrix products, since fixed ranges reduce the
-accuracy of transformers considerably.
+A convolutional network gets static quantisation: int8 weights and uint8 activations, with ranges determined from
+calibration images. A network with attention gets dynamic quantisation of its matrix products, since fixed ranges reduce
+the accuracy of transformers considerably.
 """
 
 import logging
@@ -21,7 +21,7 @@ STATIC_OPERATIONS = ["Conv", "Gemm", "MatMul", "MaxPool", "Add"]
 
 
 def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> str:
-    """Write an int8 copy of an ONNX file.
+    """Write an eight-bit copy of an ONNX file.
 
     Args:
         source: the file.

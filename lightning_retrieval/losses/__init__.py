@@ -1,4 +1,4 @@
-"""Losses over ranked lists. Each implements the formula of a paper on top of one base class."""
+"""Losses over ranked lists: formulas of papers, and this library's log rank, on top of one base class."""
 
 from lightning_retrieval.losses.base import RetrievalLoss
 from lightning_retrieval.losses.binned_ap import FastAPLoss, QuantizedAPLoss

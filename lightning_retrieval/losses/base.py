@@ -68,7 +68,7 @@ class RetrievalLoss(BatchLoss, ABC):
 
     @abstractmethod
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        """The paper's formula: the value of each query's list, which has at least one positive."""
+        """The formula of the loss: the value of each query's list, which has at least one positive."""
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         """Number of elements of the formula's largest tensor, for each query. It determines the size of the blocks.

@@ -3,8 +3,8 @@
 FastAP (Cakir, He, Xia, Kulis, Sclaroff: "Deep Metric Learning to Rank", CVPR 2019).
 
 The squared distances d^2 = 2 - 2 s between unit vectors, from 0 to 4, are put into soft histograms, and AP is a sum
-over the bins (eq. 14). With h_j the weight in bin j, H_j the weight up to and including it, and h+_j and H+_j those of
-the positives,
+over the bins (eq. 14). Let h_j be the weight in bin j, H_j the weight up to and including bin j, and h+_j and H+_j the
+same for the positives:
 
     FastAP = 1 / N+ * sum over j of H+_j h+_j / H_j,   loss = 1 - mean over queries
 
@@ -111,7 +111,7 @@ def fast_ap(lists: ScoreBlock, *, num_bins: int) -> Float[Tensor, " query"]:
     """1 - FastAP of each list (equation 14).
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         num_bins: number of intervals of the squared distances from 0 to 4, >= 2.
     """
     # d^2 = 2 - 2 s falls as s rises: bins of d^2 from 0 to 4 are bins of s from 1 to -1.

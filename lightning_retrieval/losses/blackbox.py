@@ -24,15 +24,15 @@ with l(x) = log(1 + x) or log(1 + log(1 + x)).
 
 The official code has a memory of tau past batches (`BatchMemoryRecallLoss`). It appends the stored score rows to those
 of the batch, as further queries; no list becomes longer, and the stored rows have no gradient. It has two effects.
-Ranks are divided by the number of rows, now tau + 1 times as large, so x becomes (tau + 1) x; and the mean is over tau
-+ 1 times as many positives. If all batches have the same numbers of queries and positives, the gradient is therefore
-that of the weighting l((tau + 1) x) / (tau + 1) without a memory, whatever the stored scores are. `batch_memory` is
-this tau.
+First, ranks there are divided by the number of rows, which is now tau + 1 times as large, so x becomes (tau + 1) x.
+Second, the mean is over tau + 1 times as many positives. If all batches have the same numbers of queries and positives,
+the gradient is therefore that of the weighting l((tau + 1) x) / (tau + 1) without a memory, whatever the stored scores
+are. `batch_memory` is this tau.
 
 Differences from the official code, for all losses that use this file: the margin is not random; nothing is added to the
 number of positives; lambda acts on the gradient of the mean, so a loss weight or a gradient scale does not change the
-direction of the gradient; ties count against the model; ranks are divided by the list's length (in the official recall
-loss, by the number of queries).
+direction of the gradient; ties count against the model; ranks are divided by the list's length (the official recall
+loss divides them by the number of queries).
 """
 
 from collections.abc import Sequence
@@ -68,9 +68,10 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
 
     Args:
         scores: lists along the last dimension; half precision is converted to float32, in which ranks are exact.
-        lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
+        lambda_: length of the interpolation, > 0, for gradients with respect to ranks divided by the list's length.
+
     Raises:
-        ValueError: if `lambda_` is not a finite number > 0, or a score is not finite.
+        ValueError: if `lambda_` is not from 1e-12 to 1e12, or a score is not finite.
         TypeError: if `lambda_` is not a number, or `scores` is not a floating-point tensor of at least one dimension.
 
     Example:
@@ -114,7 +115,7 @@ class SortedLists(NamedTuple):
 
 
 def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
-    """Prepare a block of lists for ranking, without a gradient. Lists are sorted only if a query has many positives.
+    """Prepare a block of lists for ranking, without a gradient. All are sorted if one query has many positives.
 
     Args:
         lists: a block of ranked lists.
@@ -279,7 +280,10 @@ def _count_at_least(
     *,
     strictly: bool = False,
 ) -> Int[Tensor, " pos"]:
-    """For each value, the number of entries of its query's sorted row that are at least as large, or larger."""
+    """For each value, the number of entries of its query's sorted row that are at least as large.
+
+    If `strictly`, only larger entries are counted.
+    """
     # searchsorted searches row by row, so the values need one row per query.
     column = positives.column()
     rows = _in_rows(positives, column, values, 0.0)

@@ -101,8 +101,8 @@ class BlackboxMAPLoss(nn.Module):
         (0.0, 1)
 
     Relations:
-        Without a memory, this loss equals `BlackboxAPLoss.from_scores` of the transposed matrix. If images are ranked
-        for images, extend the lists with `CrossBatchMemory`, which stores embeddings.
+        Without a memory, this loss equals `BlackboxAPLoss.from_scores` of the transposed matrix. If the queries are
+        images, extend the lists with `CrossBatchMemory`, which stores embeddings.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class BlackboxMAPLoss(nn.Module):
         return settings_repr(self)
 
     def _lambda_of(self, weight: float) -> float:
-        """lambda times the weight of a term, but at least the smallest lambda that a loss accepts."""
+        """lambda times the weight of a term, but at least the smallest lambda allowed, which changes no rank anyway."""
         return max(self.lambda_ * weight, SMALLEST)
 
     def _sort_memory(self, scores: Tensor) -> None:

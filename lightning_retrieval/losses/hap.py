@@ -122,7 +122,8 @@ class HAPLoss(UpperStepLoss):
     Args:
         alpha: exponent of the relevance: larger values give finer levels more weight, > 0.
         tau: temperature of the sigmoid, > 0.
-        rho: slope of H^- above `delta`, > 0.
+        rho: slope of H^- above `delta`, > 0. H^- is the function that counts the items which share fewer levels with
+            the query than the item that is ranked; `SupAPLoss` counts negatives by it.
         delta: the difference of scores above which H^- is linear, > 0.
         offset: value of H^- just above `delta`, >= 0; if None, H^- is continuous there.
         start: added to the sigmoid above 0, >= 0; H^- is an upper bound of the step function if this is at least 0.5.
@@ -134,8 +135,9 @@ class HAPLoss(UpperStepLoss):
         include_self: rank the query in its own list, as the official code does. Only for comparison with it.
 
     Raises:
-        ValueError: if `alpha`, `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is negative, a
-            slope is not finite, or the number of slopes is not three; when called, if the label levels do not nest.
+        ValueError: if `alpha`, `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is not from 0 to
+            1e12, a slope is not finite, or the number of slopes is not three; when called, if the label levels do not
+            nest.
         TypeError: if one of them is not a number.
 
     Example:

@@ -75,7 +75,8 @@ class RankedLists(ABC):
     def count_positives(self) -> tuple[Int[Tensor, " query"], Int[Tensor, " query"]]:
         """Number of relevant candidates of each query, on the device and on the CPU.
 
-        This is the only call in which a loss waits for the device, so it also raises if the inputs are not finite.
+        This is the only call in which a loss waits for the device, except that losses of graded relevance also read the
+        levels. So this call also raises if the inputs are not finite.
         """
         counts = self._count_on_device()
         finite = torch.stack([values.isfinite().all() for values in self.given.values()])

@@ -43,7 +43,7 @@ def log_rank(lists: ScoreBlock, *, tau: float, lambda_: float) -> Float[Tensor, 
     """The mean over the positives of each list of log(1 + rn_i) + lambda (1 - s_i).
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         tau: temperature of the softplus, > 0.
         lambda_: weight of 1 - s_i, >= 0.
     """

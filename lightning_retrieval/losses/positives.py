@@ -60,7 +60,7 @@ class Positives:
         return position - torch.searchsorted(self.query, self.query)
 
     def pairs(self) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
-        """All pairs of positives of the same query, each with itself included, as two vectors of indices."""
+        """All pairs of positives of the same query, including each with itself, as indices of positives."""
         first = torch.searchsorted(self.query, self.query)  # (pos,): the first positive of the same query
         count = torch.searchsorted(self.query, self.query, right=True) - first  # (pos,)
         end = count.cumsum(0)  # (pos,): where the pairs of each positive end
@@ -100,7 +100,7 @@ class ScoreBlock:
 
 
 def joined(parts: Sequence[Positives]) -> tuple[Positives, Int[Tensor, " pos"]]:
-    """The positives of the same queries in several lists, merged, and the index of each in the concatenated lists."""
+    """The positives of the same queries in several lists, merged, and the position of each in the joined `parts`."""
     query, order = torch.cat([part.query for part in parts]).sort(stable=True)
     index = torch.cat([part.index for part in parts])[order]
     counts = torch.stack([part.counts for part in parts]).sum(0)

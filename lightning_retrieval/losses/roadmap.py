@@ -89,7 +89,7 @@ def count_upper(
 def upper_step(
     t: Float[Tensor, "..."], *, tau: float, rho: float, delta: float, offset: float | None, start: float
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """H^-(t) and its slope: a sigmoid, raised by `start` above 0, and above `delta` a line of slope `rho`.
+    """H^-(t) and its slope. H^- is a sigmoid, plus `start` above 0; above `delta` it is a line of slope `rho`.
 
     Conditions are float tensors of 0 and 1, which is much faster on a CPU than `torch.where`.
     """
@@ -212,7 +212,10 @@ class PairLoss(RetrievalLoss):
 
     @abstractmethod
     def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
-        """For each query and term, the sum of the term over the query's pairs, and the number of these pairs."""
+        """For each query and term, the sum of the term over the query's pairs, and the number of these pairs.
+
+        The loss is the sum of the means of all terms.
+        """
 
     def query_losses(
         self, lists: ScoreBlock, pairs_per_query: Float[Tensor, " term"] | None = None
@@ -410,8 +413,8 @@ class ROADMAPLoss(WeightedSum):
     def official(cls) -> WeightedSum:
         """SupAP + calibration with the official settings.
 
-        The query is in its own list, the offset is 1.44, the means run over the violating pairs, and both weights are
-        1.
+        The query is in its own list, the offset is 1.44, both weights are 1, and the means of the calibration run over
+        the pairs that violate their bound.
         """
         sup_ap = SupAPLoss(offset=1.44, include_self=True)
         return WeightedSum({"sup_ap": (1.0, sup_ap), "calibration": (1.0, CalibrationLoss(pair_mean="nonzero"))})

@@ -219,7 +219,7 @@ class EmbeddingMetric(Metric):
     ) -> Bool[Tensor, "query row"]:
         """Whether each of these gallery images is in the list of each of these queries, relevant or not.
 
-        The query itself is excluded and, if there are cameras, images with its label and camera.
+        The query itself is excluded and, if there are cameras, images with its (finest) label and camera.
 
         Args:
             lists: queries and gallery.

@@ -1,6 +1,7 @@
 """Computes the curves of an evaluation set: precision over recall, and histograms of the scores of pairs.
 
-Like `compute`, both are collective operations of the metric's processes. The results do not depend on their number.
+Like `compute`, both are collective operations of the metric's processes. The results do not depend on the number of
+processes.
 """
 
 import torch

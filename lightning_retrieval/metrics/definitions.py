@@ -65,7 +65,7 @@ def average_precision_at_k(ranks: PositiveRanks, k: int, divisor: Divisor = "min
     Args:
         ranks: ranks of the positives.
         k: largest rank that counts.
-        divisor: `"min(k, R)"` (Google Landmarks), for which the value is 1 if the list begins with only positives;
+        divisor: `"min(k, R)"` (Google Landmarks), with which the value is 1 if the first min(k, R) are positives;
             `"hits"`, the number of positives with a rank of at most k (torchmetrics, open-metric-learning); or `"R"`,
             the number of positives (pytorch-metric-learning, trec_eval).
     """

@@ -1,9 +1,9 @@
 """Gathers the rows of an evaluation set from all processes, and merges duplicates so that each image occurs once.
 
 Labels, ids, roles and the like are gathered, so that every process has all of them. Embeddings may fill most of a
-device, so they stay on their process, in the original batches. Rows are first chosen and sorted by their indices; then
-they are merged and normalised in a single copy. With several processes, all choose the same rows, and each gets a shard
-of the chosen rows.
+device, so they stay on their process, in the original batches. Which rows are chosen, and in which order, is decided
+with indices alone; the rows are then sorted, merged and normalised in a single copy. With several processes, all choose
+the same rows, and each gets a shard of the chosen rows.
 """
 
 from collections.abc import Iterator, Sequence

@@ -147,7 +147,7 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
 
     Returns:
         `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64. All are
-            on the CPU if the device of the ids does not support float64.
+        on the CPU if the device of the ids does not support float64.
     """
     shape = (len(metrics), len(lists.query_ids))
     device = float64_device(lists.query_ids.device)
@@ -257,11 +257,11 @@ class RetrievalMetrics(EmbeddingMetric):
 
         Returns:
             `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and `"R@k"` for each k, and
-                `extra_metrics`, each a float64 scalar in [0, 1], and `"skipped_queries"`, the number of queries without
-                any relevant candidate. With labels of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over
-                the queries with a candidate of any level, and `"mAP/level1"` and so on: mAP if images that share the
-                label of this level are relevant. For each of `dims`, the same metrics as `"mAP/16d"` and so on. If all
-                queries are skipped, values are NaN and a warning is issued.
+            `extra_metrics`, each a float64 scalar in [0, 1], and `"skipped_queries"`, the number of queries without any
+            relevant candidate. With labels of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the
+            queries with a candidate of any level, and `"mAP/level1"` and so on: mAP if images that share the label of
+            this level are relevant. For each of `dims`, the same metrics of the first dimensions, named `"mAP/16d"` and
+            so on. If all queries are skipped, values are NaN and a warning is issued.
         """
         collected, _ = self._gather_collected()
         rows = merge_duplicates(collected)
@@ -288,9 +288,9 @@ class RetrievalMetrics(EmbeddingMetric):
             `"ids"` and `"labels"` (query,) int64, and float64 values (query,): `"AP"`, `"AP@R"`, `"R-Precision"`,
             `"RR"`, `"NDCG"`, `"AP@k"` for each k of `map_ks`, `"first_hit"` (the rank of the first positive), `"R@k"`
             for each k of `ks`, `extra_metrics` (`"INP"` for mINP, `"RR@k"` for MRR@k), and with labels of several
-                levels `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... Values are NaN if the query has no
-                relevant candidate. All processes must call this, unless they have already called `compute`, and all get
-                the values of all queries. `dims` has no effect here.
+            levels `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... Values are NaN if the query has no relevant
+            candidate. All processes must call this, unless they have already called `compute`, and all get the values
+            of all queries. `dims` has no effect here.
         """
         if self._cached_values is None:
             self.compute()
@@ -348,8 +348,8 @@ def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) ->
 class RandomGalleryMetrics(RetrievalMetrics):
     """`RetrievalMetrics` whose gallery is one random image of each label and whose queries are all other images.
 
-    The gallery is drawn several times, and the values are means over the draws. The draws depend only on `seed` and the
-    ids. Images without a role, such as unreadable images, are skipped; otherwise roles are ignored.
+    The gallery is drawn several times, and the values are means over the draws. The draws depend only on `seed` and on
+    the ids and labels. Images without a role, such as unreadable images, are skipped; otherwise roles are ignored.
 
     Args:
         ks: the k of R@k, each >= 1.

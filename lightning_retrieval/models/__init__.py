@@ -1,4 +1,4 @@
-"""Models: an embedder with any backbone, pooling, whitening, and a network for glyphs."""
+"""Models: an embedder with any backbone, image preparation, pooling, whitening, and a network for glyphs."""
 
 from lightning_retrieval.models.backbones import GlyphNet
 from lightning_retrieval.models.embedder import Embedder

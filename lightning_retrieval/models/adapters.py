@@ -89,7 +89,10 @@ def merge_adapters(backbone: nn.Module) -> None:
 
 
 def _attention_layers(backbone: nn.Module) -> list[str]:
-    """The names of the linear layers of attention, except `nn.MultiheadAttention`, which does not call its layers."""
+    """The names of the linear layers of attention, except those in an `nn.MultiheadAttention`.
+
+    It uses the weights of its layers without calling them as modules.
+    """
     found = []
     hidden: tuple[str, ...] = ()
     for name, module in backbone.named_modules():

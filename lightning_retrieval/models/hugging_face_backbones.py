@@ -258,7 +258,7 @@ def _prefix_tokens(model: nn.Module) -> dict[str, int]:
 
 
 def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str, Any]:
-    """The preparation in the folder or on the hub, scaled to the requested image size."""
+    """The arguments of `Preparation` for the image processor in the folder or on the hub; empty if there is none."""
     if "model_type" in request.arguments:
         return {}
     kind = transformers.image_processing_utils.ImageProcessingMixin

@@ -122,12 +122,13 @@ def without_prefixes(
 ) -> dict[str, Tensor]:
     """Remove the prefixes that wrappers of a network have added to the names of tensors.
 
-    Other tensors of a file with such prefixes, such as those of a head or a loss, are dropped.
+    If a prefix is removed, tensors whose names do not begin with it, such as those of a head or a loss, are dropped.
 
     Args:
         tensors: maps names in the file to tensors.
         names: names of the network's tensors.
-        prefixes: prefixes to remove, in any order and number, unless names of the network begin with them.
+        prefixes: prefixes to remove, in any order and number, until the network has one of the names. A prefix with
+            which names of the network begin is kept.
     """
     found = dict(tensors)
     while not any(name in names for name in found):
@@ -142,10 +143,10 @@ def without_prefixes(
 
 
 def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collection[str]) -> None:
-    """Raise if a parameter or a running statistic of a backbone has not been loaded from a file.
+    """Raise if a parameter or a running statistic of a backbone has not been loaded from a file or a hub.
 
     Args:
-        path: path of the file.
+        path: path of the file, or what was loaded from the hub, for the error message.
         network: name of the backbone in error messages.
         backbone: the backbone, without a classifier.
         missing: names of its tensors that have not been loaded.

@@ -81,8 +81,8 @@ def whitening_of_pairs(
 ) -> PrincipalComponents:
     """m, the first `dim` rows of P, and the variances along them.
 
-    The sign of each row of P is arbitrary; it is chosen so that the largest entry is positive. With several processes,
-    this is a collective operation.
+    The sign of each row of P is arbitrary; it is chosen so that the entry with the largest absolute value is positive.
+    With several processes, this is a collective operation.
     """
     L = torch.linalg.cholesky(S)
     half = torch.linalg.solve_triangular(L, covariance_about(rows, m), upper=False)  # L^-1 C
@@ -130,7 +130,7 @@ class SupervisedWhitening(WhiteningOfSums):
         `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
         `lightning_retrieval.callbacks.LearnWhitening` fits it to training images and their labels before each
         validation. `PCAWhitening` needs no labels. The official code learns from unit rows; here, rows are not
-        normalised before.
+        normalised first.
 
     Source:
         Mikolajczyk and Matas, ICCV 2007; Radenovic, Tolias and Chum, TPAMI 2019, and `whitenlearn` of its code,

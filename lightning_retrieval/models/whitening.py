@@ -97,8 +97,9 @@ def rows_of_all_processes(rows: Float[Tensor, "local dim"]) -> FitRows:
 
 
 def check_on_all_processes(owner: str, check: Callable[[], None], embeddings: Tensor, labels: Tensor | None) -> None:
-    """Raise the same error on all processes unless rows are valid, with the same shape and dtype, on each process.
+    """Raise the same error on all processes unless the rows of each are valid, and all have the same form.
 
+    The form is the dtype and the shape apart from the number of rows, of embeddings and of labels.
     With several processes, this is a collective operation.
 
     Args:
@@ -140,8 +141,8 @@ class PrincipalComponents(NamedTuple):
 def principal_components(rows: FitRows, dim: int) -> PrincipalComponents:
     """The `dim` principal directions of the rows with the largest variance, computed and returned in float64.
 
-    The sign of a direction is arbitrary; it is chosen so that the largest entry is positive, so that all machines
-    agree. With several processes, this is a collective operation.
+    The sign of a direction is arbitrary; it is chosen so that the entry with the largest absolute value is positive, on
+    which all machines agree. With several processes, this is a collective operation.
     """
     mean = rows.sum(rows.local.sum(0, dtype=torch.float64)) / len(rows)
     variances, components = top_directions(covariance_about(rows, mean), dim)
@@ -169,7 +170,7 @@ def top_directions(
 
 
 def with_positive_largest_entry(components: Float[Tensor, "dim from_dim"]) -> Float[Tensor, "dim from_dim"]:
-    """Choose the sign of each row so that its largest entry is positive, so that all machines agree."""
+    """Give each row the sign with which its entry of largest absolute value is positive, so that all machines agree."""
     largest_entry = components.gather(1, components.abs().argmax(1, keepdim=True))  # (dim, 1)
     return components * largest_entry.sign()
 
@@ -366,8 +367,8 @@ class PCAWhitening(WhiteningOfSums):
 
     Raises:
         ValueError: if a number is out of its range; in `fit`, if there are too few rows, `dim` is larger than their
-            dimension, a number is not finite, or the variance is 0 in a direction that is divided by it; when called,
-            if nothing has been learned or the dimension differs.
+            dimension, a number is not finite, or a direction that is to be scaled has no variance beyond rounding
+            errors; when called, if nothing has been learned or the dimension differs.
         TypeError: if `dim` is not an integer, or the embeddings are not floating point.
 
     Example:

@@ -3,8 +3,8 @@
 A description is first checked as a whole (`check_plain_data`, which imports nothing). Then each class in it is looked
 up and compared with the type annotation of its argument. Only then is anything built.
 
-A file cannot cause a function to be called: `timm.create_model` and torchvision's model builders in a description are
-translated into networks without pretrained weights.
+A file cannot choose a function to be called, with two exceptions: `timm.create_model` and torchvision's model builders
+are called, but always without pretrained weights.
 """
 
 import collections.abc
@@ -39,9 +39,9 @@ def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
         kind: the required class.
 
     Raises:
-        TypeError: if the value is neither, or describes an object of another class.
-        ValueError: if a file may not name the class, or if the description is incomplete, so that the object must be
-            passed.
+        TypeError: if the value is neither, or describes an object that is not of this class.
+        ValueError: if a file may not name the class or a setting, or if the description is incomplete, so that the
+            object itself must be passed.
     """
     if _is_description(value):
         check_plain_data(owner, name, value)
@@ -297,7 +297,7 @@ def _place(annotation: Any) -> _Place:
 
 
 def _classes(annotations: Iterable[Any]) -> list[type[Any]]:
-    """The classes in annotations, which may be unions, except classes of plain values."""
+    """The classes in annotations, which may be unions, except protocols; `nn.Module` for `Any` and `object`."""
     found: list[type[Any]] = []
     for annotation in annotations:
         if get_origin(annotation) in (Union, types.UnionType):

@@ -2,7 +2,8 @@
 
 - A class is accepted if its module is in `PACKAGES`, or belongs to the user (`_is_of_user`), and if it is a subclass of
   the type of the argument. It is looked up only after its path has been accepted.
-- A file cannot cause a function to be called; `load_function` is only for names given by the user.
+- A file cannot choose a function to be called. The only exceptions are `timm.create_model` and torchvision's model
+  builders, which are called without pretrained weights. `load_function` is only for names given by the user.
 - Settings that make another library run code or load files are invalid (`FORBIDDEN`, addresses, names of kernels).
 """
 
@@ -40,7 +41,7 @@ _PUBLIC_PARENTS = ("timm.data", "torch.nn")  # parent packages from which some o
 
 # Settings with which another library would run code, or read a file or an address that the description chooses.
 FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
-_ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # prefixes of names that another library would look up
+_ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # parts of names that another library would look up elsewhere
 _MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # limits for plain data
 _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
 
@@ -57,8 +58,8 @@ def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...
         packages: modules whose classes a file may name, in addition to the user's modules.
 
     Raises:
-        ValueError: if a class path belongs to a module that a file may not name, or a setting would make another
-            library run code, read a file or open an address.
+        ValueError: if a class path belongs to a module that a file may not name, a setting would make another library
+            run code, read a file or open an address, or lists and dicts are nested too deeply.
         TypeError: if the value contains anything but plain data.
     """
     pending, seen = [(name, value, 0)], 0
@@ -203,7 +204,11 @@ def is_below(module: str, packages: Iterable[str]) -> bool:
 
 
 def _is_of_user(module: str) -> bool:
-    """Whether the user has named or imported a module that is not part of Python or of a required library."""
+    """Whether a module is the user's.
+
+    It is if it is the script, if the user has named it, or if it is imported and is not part of Python or of a required
+    library.
+    """
     if module in _MAIN or is_below(module, named_by_user):
         return True
     top_level = module.partition(".")[0]
@@ -213,7 +218,10 @@ def _is_of_user(module: str) -> bool:
 
 @functools.cache
 def _required_modules() -> frozenset[str]:
-    """The top-level modules of this library and all its requirements, with all extras; if unknown, of all packages."""
+    """The top-level modules of this library, its requirements with all extras, and their requirements.
+
+    If the requirements of this library are unknown, the top-level modules of all packages.
+    """
     owners = importlib.metadata.packages_distributions()
     pending = ["lightning-retrieval"]
     found: set[str] = set()
@@ -241,7 +249,7 @@ def _normalized(requirement: str) -> str:
 
 
 def _look_up(path: str, packages: tuple[str, ...]) -> Any:
-    """The object with a path; modules are imported only if they are in one of the packages."""
+    """The object at a path; modules are imported only if they are in one of the packages."""
     found = imported_object(path, packages)
     module, _, attribute = path.rpartition(".")
     if found is not None:
@@ -252,7 +260,10 @@ def _look_up(path: str, packages: tuple[str, ...]) -> Any:
 
 
 def imported_object(path: str, packages: tuple[str, ...] = PACKAGES) -> Any:
-    """The object with a path in imported modules. The path may not pass through a module that a file may not name."""
+    """The object at a path in modules that are already imported; None if there is none.
+
+    Also None if the path passes through a module that a file may not name, since its attributes may be other modules.
+    """
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:length]))

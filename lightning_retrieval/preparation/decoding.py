@@ -1,4 +1,4 @@
-"""Decodes image files, rotates images upright and crops them to their boxes.
+"""Lists the suffixes of image files, decodes the files, rotates images upright and crops them to their boxes.
 
 Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the same pixels: both use libjpeg-turbo.
 """
@@ -89,8 +89,8 @@ def read_image(
             upright image. For TIFF files there is no difference, because Pillow rotates them itself.
         background: red, green and blue of the colour behind transparent pixels.
         least_size: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box, still has
-            this height and width, see `reduce_scale`; the box is then rounded outwards to whole pixels. None for the
-            full scale.
+            at least this height and width, see `reduce_scale`; the box is then rounded outwards to whole pixels. None
+            for the full scale.
 
     Raises:
         ValueError: if the box is outside the image, or the range of the pixel values is unknown (see `to_rgb`).

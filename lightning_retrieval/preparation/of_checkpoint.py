@@ -1,4 +1,4 @@
-"""Chooses the preparation for the model of a checkpoint outside of training: always the one of its evaluation."""
+"""Chooses the preparation for the model of a checkpoint outside of training: if recorded, always that of evaluation."""
 
 import sys
 from pathlib import Path

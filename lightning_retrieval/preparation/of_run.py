@@ -6,7 +6,7 @@
                                                           v
                                                   record_preparation   ->  the module and its checkpoints
 
-`follow` ignores the preparation that the same run has recorded: it depends on the model before the run.
+`follow` ignores the preparation that the same run has recorded: the choice depends on the model before the run.
 """
 
 import dataclasses
@@ -152,15 +152,16 @@ class RunPreparation:
         self._serialised = None
 
     def serialised(self) -> dict[str, Any]:
-        """The evaluation transform as plain data; the same object until the transform changes."""
+        """The evaluation transform as plain data; the same object until `follow` chooses again."""
         if self._serialised is None:
             self._serialised = serialise_transform(self.evaluation.current)
         return self._serialised
 
     def sends_uint8(self, datamodule: pl.LightningDataModule, transform: Any) -> bool:
-        """Whether a loader yields uint8, which requires that no hook of the run changes batches before the device.
+        """Whether a loader yields images of uint8, which are normalised on the device.
 
-        The transform must normalise with the mean and the standard deviation of the evaluation.
+        This is so during a run in which no hook changes batches before they are moved to the device, if the transform
+        normalises with the mean and the standard deviation of the evaluation.
 
         Args:
             datamodule: the data module, which normalises the images of its batches on the device.

@@ -5,7 +5,7 @@ write and which torch resizes fastest.
 
 Colours are converted to 8-bit RGB; transparent pixels show a background. JPEGs may be decoded at a half, a quarter or
 an eighth of their size, which libjpeg does much faster than at full size. libjpeg averages squares of pixels, almost
-like a box filter, so the pixels after resizing differ.
+like a box filter, so the pixels after resizing differ from those at full size.
 
 Resizing and cropping equal torchvision's, bit for bit, without importing torchvision, which takes as long as importing
 all models. On some processors, the oldest supported releases of torchvision resize uint8 in floating point, with
@@ -225,7 +225,7 @@ def check_pixels(owner: str, name: str, pixels: Any) -> None:
 
 
 def check_normalized(owner: str, images: Tensor) -> None:
-    """Raise if images are uint8, which means that they have not been normalised.
+    """Raise unless images are floating point; images of uint8 have not been normalised.
 
     Args:
         owner: prefix of error messages.

@@ -13,8 +13,8 @@ The preparations of the papers, by name:
 | `"ap_gem"` | the image as it is: Revaud et al., ICCV 2019 |
 | `"glyphs"` | 32 x 32, grey, values from 0 to 1: the data module `Glyphs` |
 
-Sizes and pixels equal those of torchvision's `Resize` and `CenterCrop`: with bilinear interpolation, applied to tensors
-(values differ by at most 1 of 255 from those for PIL images); with any other interpolation, applied to PIL images.
+Sizes and pixels equal those of torchvision's `Resize` and `CenterCrop`: with bilinear interpolation and three channels,
+applied to tensors (values differ by at most 1 of 255 from those for PIL images); otherwise, applied to PIL images.
 """
 
 from collections.abc import Sequence
@@ -65,9 +65,9 @@ class Preparation:
     Args:
         image_size: height and width of the centre crop, or one number for both, from 1 to 16,384 pixels. None does not
             crop.
-        resize: size of the image before the crop: one number for its short side, or height and width. If None: 256 /
-            224 of `image_size` for the short side, as in the papers; `image_size` itself if that is a pair; no resizing
-            if that is None too.
+        resize: size of the image before the crop: one number for its short side, or height and width. If None, the
+            short side is 256 / 224 of `image_size`, as in the papers; if `image_size` is a pair, images are resized to
+            it; if that is None too, they are not resized.
         interpolation: interpolation of resizing: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos"`, `"box"` or
             `"hamming"`.
         mean: subtracted from each channel, whose values are from 0 to 1; default: ImageNet's.

@@ -38,8 +38,8 @@ _UNKNOWN = "a transform that cannot be imported by a name"
 class AlbumentationsTransform:
     """A transform of albumentations as a function from a PIL image.
 
-    albumentations has its own random generator. It is seeded from torch's generator, which `ImageSet` seeds for each
-    training image.
+    albumentations has its own random generator. It is seeded with the seed of torch's generator, which `ImageSet` sets
+    for each training image.
 
     Args:
         transform: `albumentations.Compose` or another transform; it should end with
@@ -213,7 +213,7 @@ def check_serialised_transform(owner: str, serialised: Any) -> None:
         serialised: the result of `serialise_transform`, unless the file is damaged or forged.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if they describe no transform, or hold a name that is not permitted.
         TypeError: if they are not plain data.
     """
     plain_data.check_plain_data(owner, "transform", serialised, plain_data.TRANSFORM_PACKAGES)

@@ -13,8 +13,8 @@ paper nor its code states the strengths, so these are our choice. The `Preparati
 evaluation.
 
 If evaluation takes tensors of uint8, so do all transforms but `"ap_gem"`, because torchvision's colour jitter differs
-for tensors. With `Preparation(reduced_scale=True)`, JPEGs are decoded at a scale at which no random crop has to be
-enlarged.
+for tensors. With `Preparation(reduced_scale=True)`, JPEGs are decoded at a scale at which the first transform that
+resizes them does not enlarge them.
 """
 
 import math

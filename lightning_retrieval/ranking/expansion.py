@@ -9,8 +9,8 @@ negative s is undefined (NaN in the official code); its weight is 0 here. Of row
 first in the gallery are the nearest.
 
 Scores are computed tile by tile. A tile has the same scores on any number of processes (`ranked_lists.py`), so the
-result is equal to the last digit. A sharded gallery is gathered block by block, while each process keeps the nearest
-rows of its queries.
+result is the same for any number, to the last digit. A sharded gallery is gathered block by block, while each process
+keeps the nearest rows of its queries.
 
 `QueryExpansion` and `DatabaseAugmentation` are the public interface; the functions hold the arithmetic.
 """
@@ -115,7 +115,10 @@ class _NearestOfBlock:
 
 
 def highest_columns(scores: Float[Tensor, "query column"], k: int) -> Int[Tensor, "query chosen"]:
-    """The columns of the `k` highest scores of each row, in ascending order; of equal scores, the first columns."""
+    """The columns of the `k` highest scores of each row, in ascending order; all columns if there are at most `k`.
+
+    Of columns with equal scores, the first are chosen.
+    """
     width = scores.shape[1]
     if k >= width:
         return torch.arange(width, device=scores.device).expand(len(scores), width)
@@ -208,7 +211,7 @@ def _similarities(
 
 def _weights(s: Float[Tensor, "query k"], alpha: float) -> Float[Tensor, "query k"]:
     """s^alpha; where that is undefined, 0 without a gradient."""
-    exists = s > 0  # excludes s = 0, where the gradient may be infinite
+    exists = s > 0  # excludes s = 0: 0^alpha is 0, but its gradient may be infinite
     if float(alpha).is_integer():
         exists = s > -torch.inf
     return torch.where(exists, torch.where(exists, s, 1.0).pow(alpha), 0.0)

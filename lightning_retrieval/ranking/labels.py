@@ -93,7 +93,7 @@ class Extent(NamedTuple):
     Attributes:
         begin: index of the first image that shares the coarsest label of any of the queries.
         end: index after the last such image.
-        width: the largest number of such images for one query, at least 1.
+        width: the largest number of images that share the coarsest label of one query, at least 1.
     """
 
     begin: int
@@ -159,7 +159,7 @@ class LabelledLists:
         return [Extent(*extent) for extent in extents.tolist()]
 
     def positives(self, queries: Int[Tensor, " query"], width: int) -> BlockPositives:
-        """The positives of these queries, padded to `width` columns."""
+        """The positives of these queries, padded to `width` columns; no query may have more."""
         column = self.columns(queries, width)
         is_padding = column >= self._last[queries, None]
         is_excluded = column == self.self_index[queries, None]
@@ -171,13 +171,13 @@ class LabelledLists:
         return BlockPositives(column, level.masked_fill(is_excluded | is_padding, 0), is_excluded)
 
     def columns(self, queries: Int[Tensor, " query"], width: int) -> Int[Tensor, "query pos"]:
-        """The indices of the `width` images that begin with those sharing the coarsest label of each query."""
+        """For each query, `width` consecutive indices from the first image on that shares its coarsest label."""
         return self._first[queries, None] + torch.arange(width, device=queries.device)
 
     def _shared_levels(
         self, queries: Int[Tensor, " query"], column: Int[Tensor, "query pos"]
     ) -> Int[Tensor, "query pos"]:
-        """The number of label levels that each query shares with the images of its columns, at least the last level."""
+        """The number of label levels that each query shares with the images of its columns; meaningless at padding."""
         if self.query_labels.shape[1] == 1:
             return torch.ones_like(column)
         labels = self.gallery_labels[column.clamp(max=len(self.gallery_labels) - 1)]  # (query, pos, level)

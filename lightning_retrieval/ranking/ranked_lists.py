@@ -2,10 +2,10 @@
 
 Scores are computed for one block of queries and some columns of the gallery (a tile) at a time; the full (query,
 gallery) matrix never exists. The blocks of queries are distributed over the processes in turn. A sharded gallery is
-gathered block by block, twice. The first time, only blocks with positives are gathered: the scores of the positives are
-the thresholds. The second time, all blocks are gathered, and the candidates that reach each threshold are counted. If
-the thresholds of all queries would take too much memory, this is repeated for groups of query blocks. With one process,
-a group is one block of queries, and the whole gallery is one block.
+gathered block by block, twice. The first time, only blocks with positives of any process's queries are gathered: the
+scores of the positives are the thresholds. The second time, all blocks are gathered, and the candidates that reach each
+threshold are counted. If the thresholds of all queries would take too much memory, both are repeated for one group of
+query blocks after another. With one process, a group is one block of queries, and the whole gallery is one block.
 
 The last digits of a matrix product depend on its shape. Three rules make scores independent of how the work is
 partitioned. First, all blocks of queries have the same number of rows (64 or more), with padding in the last block, so
@@ -38,7 +38,7 @@ _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
 _COLUMNS_OF_A_POSITIVE = 32
 _KEPT_TILES = 4  # maximum number of tiles with positives to keep instead of computing them twice
 _CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # minimum number of products into which a gallery block is divided
-_MAX_GROUP_POSITIVES = 1 << 24  # positives of a group per process, 9 bytes each
+_MAX_GROUP_POSITIVES = 1 << 24  # maximum number of positives of a group on one process, 9 bytes each
 
 
 class ScoreTiles:
@@ -286,7 +286,7 @@ class RankedBlock:
 def _groups(
     queries: ShardedRows, gallery: ShardedRows, extents: Sequence[Extent], rows: int
 ) -> Iterator[tuple[int, int]]:
-    """The groups of query blocks that are ranked together, as ranges of block numbers, the same on all processes."""
+    """The blocks of queries that are ranked together: ranges of the block numbers of each process, equal on all."""
     processes = queries.shard.count
     blocks = math.ceil(len(extents) / processes)
     first, positives = 0, 0

@@ -4,7 +4,7 @@ The rank of a positive is the number of candidates that score at least as high, 
 the model. `count_at_least` counts these candidates in a tile of scores. The counts of the tiles of a list add up, so a
 list may be divided in any way (`lightning_retrieval.ranking.ranked_lists`).
 
-The products that are ranked are computed in IEEE float32, whatever precision training uses (`ieee_products`).
+Matrix products that decide an order are computed in IEEE float32, whatever precision training uses (`ieee_products`).
 `torch.set_float32_matmul_precision("high")`, which Lightning recommends, lets GPUs compute float32 products in TF32,
 with 10 bits of mantissa. That is good enough for a network, but it makes different scores equal, and changes the ranks
 of a third of the queries of a large set.
@@ -69,7 +69,8 @@ def _count_reaching(
 ) -> Int[Tensor, "query pos"]:
     """`count_at_least` for few scores: those that reach the worst positive of their row. One search covers all rows.
 
-    The keys of the search have the row in their upper 32 bits and the score in their lower 32 bits.
+    The keys of the search have the row in their upper 32 bits and the score in their lower 32 bits, so that the keys of
+    all rows are in one order.
     """
     rows, width = positives.shape
     reaching = _true_positions(reaches_worst)
@@ -222,5 +223,5 @@ class PositiveRanks:
         )
 
     def sum_at_least(self, weights: Shaped[Tensor, "query pos"]) -> Shaped[Tensor, "query pos"]:
-        """For each positive, the sum of the weights of all positives that score at least as high, itself included."""
+        """For each positive, the sum of the weights of all columns, also padding, that score at least as high as it."""
         return sum_from_here(weights).gather(1, self.first_tied)

@@ -3,12 +3,12 @@
 Embeddings are normalised only here (`normalize`).
 
 Each process holds about the same number of rows of an evaluation set. The rows are sorted by their labels. Blocks of
-consecutive rows are distributed over the processes in turn, so that a large class is divided evenly. All rows together
-are never needed, only block by block; such a block is gathered from all processes.
+consecutive rows are distributed over the processes in turn, so that a large class is divided evenly. Ranking needs the
+full rows only block by block; such a block is gathered from all processes.
 
 Ranks are counted on the device of the labels, and metrics are computed from them in float64. Apple's GPUs (MPS) do not
-support float64: there, ranks and metrics' values, which are few compared with the scores, are copied to the CPU
-(`float64_device`).
+support float64: there, the ranks, which are few compared with the scores, and the metrics' values are copied to the
+CPU (`float64_device`).
 """
 
 import math
@@ -28,8 +28,9 @@ _GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are g
 def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
     """L2-normalise the rows, in float32 or better.
 
-    A row of zeros stays zero and gets a finite gradient. If the squares of a row would overflow or underflow, the row
-    is scaled first, which changes neither the result nor its gradient.
+    A row of zeros stays zero and gets a finite gradient; a row of subnormal numbers alone does not change. Any other
+    row is first divided by its largest absolute value, so that its squares neither overflow nor all underflow; this
+    changes neither the result nor its gradient.
 
     Args:
         embeddings: one row for each item. Half precision is widened to float32.

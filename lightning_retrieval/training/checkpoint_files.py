@@ -43,18 +43,19 @@ LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have n
 def check_checkpoint(owner: str, checkpoint: Any) -> None:
     """Raise if a checkpoint file is damaged.
 
-    Paths that do not exist, remote addresses and streams that cannot be rewound are not checked here.
+    Paths that do not exist, remote addresses and streams that cannot be rewound are not checked here, and neither are
+    files from before torch 1.6, which have no checksums.
 
     Args:
         owner: prefix of error messages.
         checkpoint: a path, or a stream.
 
     Raises:
-        ValueError: if the file is truncated, or a checksum does not match.
+        ValueError: if the file is truncated or not one of `torch.save`, or a checksum in it does not match its content.
 
     Cost:
-        The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has no checksums and
-        counts as damaged.
+        The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has wrong checksums
+        and counts as damaged.
     """
     damage = find_damage(checkpoint)
     if damage is not None:
@@ -96,7 +97,7 @@ def check_map_location(owner: str, map_location: Any) -> None:
 
     Raises:
         ValueError: if it is a string that is not the name of a device.
-        TypeError: if it is of any other type.
+        TypeError: if it is none of these.
     """
     if isinstance(map_location, str):
         try:
@@ -178,16 +179,16 @@ class VerifiedCheckpoints(CheckpointIO):
         """Write a checkpoint."""
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Verify a checkpoint and load it. It cannot run code unless the caller passes `weights_only=False`.
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Verify a checkpoint and load it. With `weights_only` None or True, nothing in it can run code.
 
         Raises:
             ValueError: if the file is damaged.
         """
         check_checkpoint(self.owner, path)
-        if kwargs.get("weights_only", False) is None:  # for a remote address, Lightning would treat None as False
-            kwargs["weights_only"] = True
-        return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
+        if weights_only is None:  # for a remote address, Lightning would treat None as False
+            weights_only = True
+        return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint."""
@@ -233,7 +234,7 @@ def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Add the pretrained weights of the module that loads a checkpoint of adapters to the checkpoint.
+    """Add the pretrained weights to a checkpoint of adapters, from the module that will load it.
 
     Args:
         owner: prefix of error messages.
@@ -241,7 +242,8 @@ def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) 
         checkpoint: changed in place.
 
     Raises:
-        ValueError: if the adapters were trained with other weights, or the record of these weights is invalid.
+        ValueError: if the adapters were trained with another backbone or other weights, or the checkpoint's record of
+            these weights is invalid.
     """
     if BASE_WEIGHTS not in checkpoint:
         return
@@ -394,7 +396,7 @@ class FullCheckpoints:
 
 
 def _full_state(state: Any) -> Any:
-    """Replace the sharded tensors of a nested state: by full tensors on the first process, else by empty ones."""
+    """A nested state in which sharded tensors are replaced: by full ones on the first process, else by empty ones."""
     if isinstance(state, dict):
         full = copy.copy(state)  # also copies the attribute with the versions of modules
         for key, value in state.items():

@@ -23,7 +23,7 @@ PREPARATION = "preparation"  # key of a checkpoint: the preparation of images in
 
 
 class CheckpointedModule(pl.LightningModule):
-    """A module whose checkpoints hold plain values, so that they load with `weights_only=True`, and are verified."""
+    """A module whose checkpoints hold plain values, for `weights_only=True`, and are verified before loading."""
 
     # The preparation of images in evaluation, as plain data; None if the data module did not record it.
     preparation: dict[str, Any] | None = None
@@ -76,8 +76,8 @@ class CheckpointedModule(pl.LightningModule):
 
         Raises:
             FileNotFoundError: if there is no file at a path.
-            ValueError: if the path is a folder, the file is damaged, it names a class that a file may not name, or an
-                object must be passed again.
+            ValueError: if the path is a folder, the file is damaged, it names a class or a setting that a file may not
+                name, or an object must be passed again.
             TypeError: if `strict` or `weights_only` is not True, False or None, another argument is neither a path nor
                 a device, or the checkpoint describes an object of the wrong kind for an argument.
         """
@@ -110,7 +110,7 @@ class CheckpointedModule(pl.LightningModule):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self._with_complete_parts(described)
 
     def _with_complete_parts(self, hyperparameters: dict[str, Any]) -> dict[str, Any]:
-        """Hyperparameters in which each submodule that can describe itself (`init_args`) does so completely.
+        """Hyperparameters with the complete description of each submodule that has the method `init_args`.
 
         A config may give only the name of a model, whose structure was then read from a hub or a folder. A complete
         description needs neither of them.
@@ -194,7 +194,7 @@ def module_of_checkpoint(
         given: constructor arguments that replace those of the checkpoint.
 
     Raises:
-        ValueError: if it names a class that a file may not name, or an object must be passed again.
+        ValueError: if it names a class or a setting that a file may not name, or an object must be passed again.
         TypeError: if it describes an object of the wrong kind for an argument.
     """
     owner = cls.__name__

@@ -58,7 +58,7 @@ def largest_chunk_size(
         reserve: bytes of device memory to keep free for later use, such as the optimizer's state and the loss; >= 0.
 
     Raises:
-        ValueError: if `inputs` is empty, `keep_graphs` < 1 or `reserve` < 0.
+        ValueError: if `inputs` is empty or part of a graph, `keep_graphs` < 1 or `reserve` < 0.
         TypeError: if `embed` is not callable, `inputs` is not a tensor, or `keep_graphs` or `reserve` is not an
             integer.
         torch.OutOfMemoryError: if not even chunks of one row fit.
@@ -118,8 +118,8 @@ def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve
 def _free_memory(device: torch.device) -> None:
     """Free the memory of a failed trial. Its exception must be deleted first: the traceback references its tensors.
 
-    After a failed backward pass, autograd's thread for the device keeps exception and traceback alive for a while. It
-    releases them before it starts another backward pass.
+    After a failed backward pass, autograd's thread for the device keeps the exception and its traceback alive for a
+    while. It starts another backward pass only after it has released them.
     """
     if device.type != "cpu":
         with torch.enable_grad():

@@ -6,8 +6,8 @@ RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
 
 1. embed the batch chunk by chunk without a graph, and keep the random state that each chunk started with;
 2. compute the loss of all embeddings together, and its gradient with respect to them;
-3. embed chunk by chunk again, with a graph and the same random numbers, and propagate the rows of that gradient for
-   each chunk.
+3. embed chunk by chunk again, with a graph and the same random numbers, and back-propagate each chunk's rows of that
+   gradient.
 
 The last `keep_graphs` chunks keep their graphs from stage 1, so they are embedded only once. Stage 3 processes the last
 chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time, and the order in which
@@ -111,7 +111,7 @@ class RunningStatistics:
         before = self.changes.get((layer, name), torch.zeros_like(change))
         if change.is_floating_point():
             self.changes[layer, name] = before + fraction * change
-        else:  # number of batches: increased once per batch, unless every chunk skipped the layer
+        else:  # the number of batches grows as for one chunk, and not at all if every chunk skipped the layer
             self.changes[layer, name] = before.maximum(change)
 
 
@@ -126,7 +126,7 @@ def chunked_backward(
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """Compute the gradients of `loss(embed(inputs)).backward()` with the graphs of only a few chunks in memory.
+    """Add to `.grad` what `loss(embed(inputs)).backward()` would add, with the graphs of only a few chunks in memory.
 
     Args:
         embed: maps inputs (n, ...) to embeddings (n, D), each row independently. A layer that mixes the rows of its
@@ -139,7 +139,7 @@ def chunked_backward(
         keep_graphs: number of chunks whose graphs are kept, >= 1; each of them is embedded only once. Does not affect
             the gradients.
         least_chunks: minimum number of chunks to embed, >= 1, for networks that wait for other processes in each pass.
-            If there are fewer, the first chunk is embedded again, with a gradient of 0.
+            For each missing chunk, the first chunk is embedded again, with a gradient of 0.
         backward: back-propagates the scalar; in half precision, a function that first scales it.
         last_backward: returns a context for the backward pass of the last chunk, which completes the gradients of
             `embed`'s parameters.
@@ -148,8 +148,8 @@ def chunked_backward(
         The value of the loss, without a graph.
 
     Raises:
-        ValueError: if `inputs` is empty, `chunk_size`, `keep_graphs` or `least_chunks` < 1, or the embeddings do not
-            have one row for each input.
+        ValueError: if `inputs` is empty or part of a graph, `chunk_size`, `keep_graphs` or `least_chunks` < 1, the
+            embeddings do not have one row for each input, or the loss is not a scalar.
         TypeError: if `inputs` is not a tensor, `chunk_size`, `keep_graphs` or `least_chunks` is not an integer, or a
             function is not callable.
 

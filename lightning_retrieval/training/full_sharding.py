@@ -1,5 +1,4 @@
-"""Support for networks that are sharded over the processes by PyTorch's FSDP2 (`fully_shard`), with
-`ModelParallelStrategy`.
+"""Networks that PyTorch's FSDP2 (`fully_shard`) shards over the processes, with `ModelParallelStrategy`.
 
 Each process keeps one shard of each parameter, of its gradient and of the optimizer's state. Each block of layers
 gathers its parameters before its forward and its backward pass, and frees them afterwards. Each process adds up the
@@ -105,7 +104,9 @@ def has_sharded_parameters(module: nn.Module) -> bool:
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
-    """The blocks of a network, each of which gathers its parameters at once: elements of the outermost lists of layers.
+    """The blocks of a network, which are the elements of its outermost lists of layers.
+
+    The parameters of a block are gathered together.
 
     Args:
         network: lists are its `nn.Sequential` and `nn.ModuleList`. Lists within a list are searched too. An element
@@ -238,7 +239,10 @@ class ShardedParts:
                 part.set_requires_gradient_sync(False, recurse=False)
 
     def least_chunks(self, chunks: int, device: torch.device) -> int:
-        """The number of chunks that every process must embed, since all gather parameters together: the maximum of all.
+        """The number of chunks that every process must embed at least.
+
+        If the network is sharded, this is the largest number of all processes, since they gather parameters together.
+        Else it is 1.
 
         Args:
             chunks: number of chunks that this process needs.

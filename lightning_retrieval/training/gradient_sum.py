@@ -29,16 +29,17 @@ BUCKET_BYTES = 25 * 2**20  # as DDP
 class GradientSum:
     """Replaces the gradients of one step by their sums over the processes.
 
-    Call `overlapped` around the last backward pass, then `finish`. `overlapped` is optional: without it, the result is
-    the same, to the last bit. The buckets depend only on the parameters, so that a resumed run sums in the same order.
+    Call `overlapped` around the last backward pass, then `finish`. If no parameter is sharded, `overlapped` is
+    optional: the result is the same without it, to the last bit. The buckets depend only on the parameters, so that a
+    resumed run sums in the same order.
 
     Args:
         parameters: parameters whose gradients are summed. Those that do not require a gradient, and those that are
             sharded over the processes, are ignored.
         of_loss: the parameters of the loss: no backward pass of a chunk completes their gradients.
         sharded: the modules whose parameters are sharded; they sum their gradients themselves, in `overlapped`.
-        bucket_bytes: size from which a bucket is full. A last bucket that is not full is summed by `finish`, with the
-            values of the step.
+        bucket_bytes: size from which a bucket is full. The gradients of the other parameters, among them all of the
+            loss, are summed by `finish`; those with the dtype of the step's values are summed together with them.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class GradientSum:
     def finish(self, values: Float[Tensor, " value"]) -> Float[Tensor, " value"]:
         """Replace each `.grad` by its sum over the processes, and return the sum of `values`.
 
-        Where a parameter has no gradient on a process, zero is added. A parameter without a gradient on all processes
-        still has none afterwards.
+        A process that has no gradient for a parameter adds zero. If no process has a gradient for a parameter, it has
+        none afterwards either.
 
         Args:
-            values: the values of this process; summed together with the gradients that are in no full bucket.
+            values: the values of this process; summed together with the gradients of their dtype in no full bucket.
         """
         if world_size() == 1:
             return values

@@ -143,7 +143,9 @@ def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
 
 
 def broadcast_buffers_before_forward(trainer: Any) -> None:
-    """Copy the buffers of rank 0 to all ranks, at the next forward pass of DDP or, without DDP, at once.
+    """Copy the buffers of rank 0 to all ranks: with DDP in its next forward pass, with `ModelParallelStrategy` now.
+
+    `ModelParallelStrategy` itself never copies them.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -282,7 +284,7 @@ class ManualTraining(OptimizedModule):
         strategy.training_step = CheckedSteps(strategy, self)  # type: ignore[method-assign]
         if isinstance(strategy, ModelParallelStrategy):
             FullCheckpoints(owner, strategy).install()
-        # All state of a step is complete when it ends, so checkpoints after a step can be resumed from.
+        # All state of a step is complete when it ends, so a run can be resumed from a checkpoint after any step.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
         # `configure_model` is overridden, but does nothing under the strategies that this callback supports.
         warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides the")

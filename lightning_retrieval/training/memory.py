@@ -1,8 +1,8 @@
 """A memory of past batches, which makes ranked lists longer than a batch.
 
-Late in training, embeddings drift slowly, so stored embeddings of past steps are ranked much like new ones (Wang et
-al., "Cross-Batch Memory for Embedding Learning" (XBM), CVPR 2020; Ramzi et al., ROADMAP, NeurIPS 2021). Stored
-embeddings carry no gradient: they are references, never queries.
+After an initial phase of training, embeddings drift slowly, so stored embeddings of past steps are ranked much like
+new ones (Wang et al., "Cross-Batch Memory for Embedding Learning" (XBM), CVPR 2020; Ramzi et al., ROADMAP, NeurIPS
+2021). Stored embeddings carry no gradient: they are references, never queries.
 
 Difference from the official code of both: here, `references` returns one list per query, of the batch (with a gradient)
 and the memory. The official code adds two losses: that of the batch, and that of its queries against the memory, which

@@ -55,7 +55,8 @@ class RetrievalModule(ManualTraining):
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
-        gradient_clip_val: limit for clipping, > 0; None does not clip. In half precision, gradients are unscaled first.
+        gradient_clip_val: largest norm or value of gradients, > 0; None does not clip. In half precision, gradients are
+            unscaled first.
         gradient_clip_algorithm: clip the `"norm"` of all gradients together, or each `"value"`.
         head_lr_factor: ratio of the learning rate of `embedder.head` to that of the rest, > 0 (FastAP, CVPR 2019: 10).
         layer_decay: ratio of the learning rate of each layer of `embedder.backbone` to that of the next layer, from
@@ -190,8 +191,8 @@ class RetrievalModule(ManualTraining):
     def unpack_batch(self, batch: Any) -> Unpacked:
         """Split a batch of the DataLoader into images, labels, and dataset indices of the images (or None).
 
-        Labels have shape (batch,), or (batch, levels), finest first. A batch must be `(images, labels)`, `(images,
-        labels, ids)` or a dict with these keys; override this method for any other form.
+        Labels have shape (batch,), or (batch, levels), finest first. A batch must be `(images, labels)`,
+        `(images, labels, ids)` or a dict with these keys; override this method for any other form.
         """
         return unpack(type(self).__name__, batch)
 

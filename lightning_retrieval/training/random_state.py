@@ -32,7 +32,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Context that repeats the random numbers drawn after construction; restores the present state on exit."""
+        """Context that repeats the random numbers drawn after construction; on exit, the state on entry is restored."""
         before = RandomState()
         self._restore()
         try:

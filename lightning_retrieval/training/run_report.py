@@ -46,11 +46,11 @@ def step_traffic(
         weights: number of elements that are gathered in a step, if the network is sharded over the processes.
 
     Returns:
-        The bytes of each kind of traffic: (W - 1) / W x B (D x bytes + 16) for gathering the batch, where label and id
-            have 8 bytes each; (W - 1) / W x B D x bytes for the exchange of gradients of embeddings; 2 (W - 1) / W x
-            parameters x bytes for the all-reduce of gradients. In a sharded network, the all-reduce is replaced by (W -
-            1) / W x weights x bytes for gathering weights and (W - 1) / W x parameters x bytes for the reduce-scatter
-            of gradients.
+        The bytes of each kind of traffic, by its name. With f = (W - 1) / W, these are f x B (D x bytes + 16) for
+            gathering the batch, where label and id have 8 bytes each; f x B D x bytes for the exchange of gradients of
+            embeddings; and 2 f x parameters x bytes for the all-reduce of gradients. In a sharded network, the
+            all-reduce is replaced by f x weights x bytes for gathering weights, and f x parameters x bytes for the
+            reduce-scatter of gradients, of which each process gets its shard.
 
     Example:
         >>> from lightning_retrieval.training.run_report import step_traffic

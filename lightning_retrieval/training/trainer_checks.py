@@ -1,4 +1,4 @@
-"""Checks for settings of a `RetrievalModule` and flags of a Trainer that do not work with ranked lists of the batch."""
+"""Checks for settings of a module and flags of a Trainer that do not work with ranked lists of the global batch."""
 
 from typing import Any, get_args
 

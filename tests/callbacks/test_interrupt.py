@@ -143,9 +143,19 @@ def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_pa
     assert trainer.saved == [("last-interrupted.ckpt", 4)]
 
 
-def interrupted_fit(folder):
+LAUNCHERS = {
+    "fit": [sys.executable, "-m", "lightning_retrieval.cli"],
+    "torchrun": [
+        sys.executable,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "lightning_retrieval.cli"),
+    ],
+}
+
+
+def interrupted_fit(folder, launcher):
     """Run the command, and interrupt it in its third step as a terminal does; its exit code and output."""
-    command = [sys.executable, "-m", "lightning_retrieval.cli", "fit", "--config", str(write_example(folder)), *SHORT]
+    command = [*LAUNCHERS[launcher], "fit", "--config", str(write_example(folder)), *SHORT]
     started = StartedCommand(command, folder)
     interrupted = False
     try:
@@ -184,7 +194,7 @@ def test_two_processes_leave_a_checkpoint_and_continue_from_it(tmp_path, run_pro
     (tmp_path / "whole").mkdir()
     write_example(tmp_path / "whole")
     assert run_processes(fit, 2, tmp_path / "whole", backend=None) == [list(range(STEPS)), []]
-    code, output = interrupted_fit(tmp_path)
+    code, output = interrupted_fit(tmp_path, "fit")
     assert code == EXIT_CODE, output[-3000:]
     left = checkpoint(tmp_path, 0, "last-interrupted")
     assert 3 <= left["global_step"] < STEPS, output[-3000:]
@@ -194,3 +204,10 @@ def test_two_processes_leave_a_checkpoint_and_continue_from_it(tmp_path, run_pro
     assert resumed["global_step"] == whole["global_step"] == STEPS
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value), name
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_leave_a_checkpoint(tmp_path):
+    code, output = interrupted_fit(tmp_path, "torchrun")
+    assert code == 1, output[-3000:]  # torchrun's own code
+    assert 3 <= checkpoint(tmp_path, 0, "last-interrupted")["global_step"] < STEPS, output[-3000:]

@@ -82,8 +82,8 @@ def test_error_for_an_unknown_or_missing_command_names_every_command(args, capsy
         ("fit --data=Glyph", "lightning_retrieval.datamodules.Glyphs"),
         ("fit --data=lightning_retrieval.datamodules.Glyphs --data.samples_per_clas=2", "samples_per_class"),
         ("fit --trainer.callbacks+=lightning_retrieval.callbacks.APMonitr", "lightning_retrieval.callbacks.APMonitor"),
-        ("fit --model=RetrievalModule --model.loss=ROADMAP", "lightning_retrieval.ROADMAPLoss"),
-        ("fit --model=RetrievalModule --model.loss=SmoothApLos", "lightning_retrieval.SmoothAPLoss"),
+        ("fit --model=RetrievalModule --model.loss=ROADMAP", "lightning_retrieval.losses.ROADMAPLoss"),
+        ("fit --model=RetrievalModule --model.loss=SmoothApLos", "lightning_retrieval.losses.SmoothAPLoss"),
         ("fit --model=RetrievalModule --model.loss=lightning_retrieval.SmoothAPLoss --model.loss.tauu=1", "tau"),
     ],
 )

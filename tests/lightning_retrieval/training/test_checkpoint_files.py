@@ -167,8 +167,12 @@ def test_a_trainer_unpickles_no_code_of_an_address(tmp_path, monkeypatch):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
+            address = f"http://127.0.0.1:{server.server_port}/model.ckpt"
+            for arguments in ((), (None,), (None, None)):
+                with pytest.raises(pickle.UnpicklingError, match=r"^Weights only load failed"):
+                    run.strategy.checkpoint_io.load_checkpoint(address, *arguments)
             with pytest.raises(pickle.UnpicklingError, match=r"^Weights only load failed"):
-                run.strategy.load_checkpoint(f"http://127.0.0.1:{server.server_port}/model.ckpt", weights_only=None)
+                run.strategy.load_checkpoint(address, weights_only=None)
         finally:
             server.shutdown()
             thread.join()
