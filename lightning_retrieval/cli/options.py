@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
         """The options; the program ends here with help, or with an error."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0]
+            name = next((argument for argument in unknown if argument != "--"), "--")
             if name.startswith("-"):
                 name = name.partition("=")[0]
             self.error(f"unrecognized argument {name or repr(name)}{did_you_mean(name, option_names(self))}")

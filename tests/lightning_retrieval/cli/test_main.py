@@ -133,7 +133,7 @@ def made_loss(tau: float = 1.0) -> SmoothAPLoss:
 
 @pytest.mark.parametrize(
     ("args", "shown"),
-    [(["a\nb"], r"a\nb"), (["--x\ny=1"], r"--x\ny"), ([""], "''"), (["=b"], "=b")],
+    [(["a\nb"], r"a\nb"), (["--x\ny=1"], r"--x\ny"), ([""], "''"), (["=b"], "=b"), (["--", "b"], "b")],
 )
 def test_an_unknown_argument_is_shown_in_one_line(args, shown, capsys):
     code, out, err = run(capsys, "demo", "--index=a", *args)
