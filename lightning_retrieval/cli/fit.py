@@ -1,6 +1,7 @@
 """`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
 
 import argparse
+import inspect
 import re
 import sys
 import textwrap
@@ -31,7 +32,7 @@ from lightning_retrieval.cli.options import did_you_mean, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.files import folder_lock, new_file, reason
-from lightning_retrieval.plain_data import constructor_parameters, load_function
+from lightning_retrieval.plain_data import constructor_parameters, is_variadic, load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # --model RetrievalModule
@@ -55,9 +56,12 @@ NAME_WIDTH = 47  # columns for the name, if the description is on the same line
 INDENT = 4  # further indentation, in columns, of a description on separate lines
 FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
 # Reports of jsonargparse.
-UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: ([\w.]+)|module '\S+' has no attribute '(\w+)'")
+UNKNOWN_CLASS = re.compile(
+    r"Expected a dot import path string: (\w+)(?=\s|$)|module 'lightning_retrieval[\w.]*' has no attribute '(\w+)'"
+)
 SUGGESTION = re.compile(r"^ *((?:there is no class|\w+ has no argument) .*\?)$", flags=re.MULTILINE)  # our own
 UNKNOWN_ARGUMENT = re.compile(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
+CLASS_SIMILARITY = 0.75  # SupConLoss and TripletLoss are less similar to classes of this library
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
 
@@ -438,17 +442,27 @@ def _suggestion(message: str) -> str | None:
         return of_nested[1]
     name = UNKNOWN_CLASS.search(message)
     if name is not None:
-        last = (name[1] or name[2]).rpartition(".")[2]
-        meant = did_you_mean(last, _classes())
-        return meant and f"there is no class {last}{meant}"
+        return _class_meant(name[1] or name[2])
     argument = UNKNOWN_ARGUMENT.search(message)
     if argument is None:
         return None
     path, unknown = argument.groups()
     module, _, name_of_class = path.rpartition(".")
-    cls = getattr(sys.modules[module], name_of_class)  # jsonargparse has imported it
-    meant = did_you_mean(unknown, [parameter.name for parameter in constructor_parameters(cls)])
+    cls = getattr(sys.modules.get(module), name_of_class, None)  # jsonargparse has imported its module
+    if not inspect.isclass(cls):  # a function, or a class inside a class
+        return None
+    names = [parameter.name for parameter in constructor_parameters(cls) if not is_variadic(parameter)]
+    meant = did_you_mean(unknown, names)
     return meant and f"{name_of_class} has no argument {unknown}{meant}"
+
+
+def _class_meant(name: str) -> str | None:
+    """A sentence on an unknown class, or None if it may be a class of the user, whose module is missing."""
+    classes = _classes()
+    if any(name.endswith(known) for known in classes if name != known):  # MyRetrievalModule
+        return None
+    meant = did_you_mean(name, classes, similarity=CLASS_SIMILARITY)
+    return meant and f"there is no class {name}{meant}"
 
 
 def _classes() -> dict[str, str]:

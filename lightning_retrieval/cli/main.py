@@ -53,12 +53,13 @@ def main(args: Any = None) -> None:
     given = args
     if args is None:
         given = sys.argv[1:]
-    if isinstance(given, (str, bytes, int, float)):
+    is_list = isinstance(given, (list, tuple))
+    if isinstance(given, (str, bytes, int, float)) or (is_list and not all(isinstance(arg, str) for arg in given)):
         raise TypeError(
             f"main: `args` must be a list of strings, such as ['fit', '--config', 'a.yaml'], got {given!r} "
             f"({type(given).__name__})."
         )
-    if isinstance(given, (list, tuple)):
+    if is_list:
         command = _parse_command(given)
         if command in OTHER_COMMANDS:
             code = _run(command, given[1:])

@@ -76,12 +76,13 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
     return message
 
 
-def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str]) -> str:
+def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similarity: float = 0.6) -> str:
     """The end of a message about an unknown name: the most similar of these names, or nothing.
 
     Args:
         name: what was given.
         names: the names that exist; of a mapping its keys, and its values are shown.
+        similarity: the least ratio of difflib, from 0 to 1.
 
     Example:
         >>> did_you_mean("indx", ["fit", "index"])
@@ -91,7 +92,7 @@ def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str]) -> str:
     if not isinstance(shown, Mapping):
         shown = {other: other for other in names}
     by_lower_case = {other.lower(): text for other, text in shown.items()}
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=similarity)
     if not close:
         return ""
     return f"; did you mean {by_lower_case[close[0]]}?"
@@ -104,8 +105,10 @@ class CommandParser(argparse.ArgumentParser):
         """The options; the program ends here with help, or with an error."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            self.error(f"unrecognized argument {name}{did_you_mean(name, option_names(self))}")
+            name = next((argument for argument in unknown if argument != "--"), "--")
+            if name.startswith("-"):
+                name = name.partition("=")[0]
+            self.error(f"unrecognized argument {name or repr(name)}{did_you_mean(name, option_names(self))}")
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -118,7 +121,7 @@ def one_line(program: str, message: str) -> str:
     end = "."
     if message.endswith("?"):
         end = ""
-    return f"{program}: error: {message}{end} See {program} --help.\n"
+    return f"{program}: error: {printable(message)}{end} See {program} --help.\n"
 
 
 def unknown_option(parser: argparse.ArgumentParser, message: str) -> str:

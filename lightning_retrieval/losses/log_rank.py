@@ -8,7 +8,7 @@ is at least 1 / (1 + N_i). AP is the mean of the precisions of a query's positiv
            <= mean_i log(1 + N_i)
            <= mean_i log(1 + rn_i),   rn_i = sum over negatives j of softplus((s_j - s_i) / tau) / ln 2
 
-because softplus(x) / ln 2 is nowhere below the step: it is 1 at 0 and positive everywhere. The loss of a query is
+because softplus(x) / ln 2 is nowhere below the step: it is positive, increasing, and 1 at 0. The loss of a query is
 
     l = mean over its positives i of log(1 + rn_i) + lambda (1 - s_i)
 
@@ -61,7 +61,9 @@ def softplus_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"
     """softplus(t), summed over j, and its slope sigma(t).
 
     softplus(t) is max(t, 0) - log(max(sigma(t), 1 - sigma(t))), which cannot overflow. The argument of the logarithm is
-    from 1/2 to 1, so that products of 32 of them can be taken before it: logarithms take longer than all the rest.
+    from 1/2 to 1, so that products of 32 of them can be taken before it, but not in float16, where they would be 0:
+    logarithms take longer than all the rest. In float32, each term has an error of up to 6e-8, so that a softplus below
+    that may count as 0; the slope has no such error.
     """
     slope = t.sigmoid()
     linear_part = t.clamp_(min=0).sum(1)

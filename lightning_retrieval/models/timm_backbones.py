@@ -10,6 +10,7 @@ import importlib.metadata
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -259,7 +260,10 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
     """
     network = f"timm/{request.name}"
     # With another number of classes, timm skips the classifier and loads all other weights.
-    weights = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": tensors, "num_classes": -1}}
+    given = dict(request.arguments)
+    overlay = {**(given.pop("pretrained_cfg_overlay", None) or {}), "state_dict": tensors, "num_classes": -1}
+    request = replace(request, arguments=given)
+    weights = {"pretrained": True, "pretrained_cfg_overlay": overlay}
     try:
         with _noted_loading() as missing:
             model = _flexible_model(timm, request, request.name, weights)

@@ -16,6 +16,7 @@ from lightning_retrieval.cli.check import DATA_MODULES, data_modules
 from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
 from lightning_retrieval.cli.options import TRANSFORMS, command_line_message, printable
 from lightning_retrieval.datamodules import RetrievalDataModule
+from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.models import Preparation
 from tests.lightning_retrieval.cli.example_config import IGNORED
 from tests.lightning_retrieval.cli.glyph_commands import run
@@ -36,7 +37,7 @@ CLASSES = [
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("args", ["fit --config a.yaml", b"fit", 3])
+@pytest.mark.parametrize("args", ["fit --config a.yaml", b"fit", 3, [1], ["index", None]])
 def test_arguments_that_are_no_list_raise(args):
     with pytest.raises(TypeError, match=r"^main: `args` must be a list of strings, such as \['fit', .*, got .*\)\.$"):
         main(args)
@@ -80,6 +81,8 @@ def test_error_for_an_unknown_or_missing_command_names_every_command(args, capsy
         ("fit --modle=a", "--model"),
         ("fit --data=Glyph", "lightning_retrieval.datamodules.Glyphs"),
         ("fit --data=lightning_retrieval.datamodules.Glyphs --data.samples_per_clas=2", "samples_per_class"),
+        ("fit --trainer.callbacks+=lightning_retrieval.callbacks.APMonitr", "lightning_retrieval.callbacks.APMonitor"),
+        ("fit --model=RetrievalModule --model.loss=ROADMAP", "lightning_retrieval.losses.ROADMAPLoss"),
         ("fit --model=RetrievalModule --model.loss=SmoothApLos", "lightning_retrieval.losses.SmoothAPLoss"),
         ("fit --model=RetrievalModule --model.loss=lightning_retrieval.SmoothAPLoss --model.loss.tauu=1", "tau"),
     ],
@@ -89,6 +92,55 @@ def test_an_error_for_an_unknown_name_suggests_a_similar_one(args, meant, capsys
     assert code == 2
     assert f"did you mean {meant}?" in err
     assert "Expected" not in err
+
+
+LOSS = "fit --model=RetrievalModule --model.loss="
+
+
+@pytest.mark.parametrize(
+    ("args", "reported"),
+    [
+        (f"{LOSS}SupConLoss", "Expected a dot import path string: SupConLoss"),
+        (f"{LOSS}TripletLoss", "Expected a dot import path string: TripletLoss"),
+        (f"{LOSS}MySmoothAPLoss", "Expected a dot import path string: MySmoothAPLoss"),
+        (f"{LOSS}torch.nn.Embeding", "module 'torch.nn' has no attribute 'Embeding'"),
+        (f"{LOSS}{__name__}.Outer.Loss --model.loss.alpa=1", "Option 'alpa' is not accepted"),
+        (f"{LOSS}{__name__}.made_loss --model.loss.arg=1", "Option 'arg' is not accepted"),
+        (f"{LOSS}{__name__}.OpenLoss --model.loss.kwarg=1", "Option 'kwarg' is not accepted"),
+    ],
+)
+def test_a_name_that_may_be_the_users_keeps_the_full_report(args, reported, capsys):
+    code, _, err = run(capsys, *args.split())
+    assert code == 2
+    assert reported in err
+    assert "did you mean" not in err
+
+
+class Outer:
+    class Loss(SmoothAPLoss):
+        def __init__(self, alpha: float = 1.0):
+            super().__init__(alpha)
+
+
+class OpenLoss(SmoothAPLoss):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
+def made_loss(tau: float = 1.0) -> SmoothAPLoss:
+    return SmoothAPLoss(tau)
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [(["a\nb"], r"a\nb"), (["--x\ny=1"], r"--x\ny"), ([""], "''"), (["=b"], "=b"), (["--", "b"], "b")],
+)
+def test_an_unknown_argument_is_shown_in_one_line(args, shown, capsys):
+    code, out, err = run(capsys, "demo", "--index=a", *args)
+    assert (code, out) == (2, "")
+    assert (
+        err == f"lightning-retrieval demo: error: unrecognized argument {shown}. See lightning-retrieval demo --help.\n"
+    )
 
 
 def test_index_names_all_missing_options(capsys):

@@ -60,6 +60,16 @@ def test_every_tensor_is_that_of_the_file(backbone):
 
 
 @INSTALLED
+def test_an_overlay_of_timms_settings_does_not_replace_the_weights(monkeypatch):
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", None)  # the hub
+    overlay = {"mean": (0.1, 0.2, 0.3)}
+    embedder = Embedder(BACKBONE, 8, weights=WEIGHTS, backbone_args={"pretrained_cfg_overlay": overlay})
+    _, tensors = timm_backbones.packaged_tensors(timm, NAME, WEIGHTS)
+    assert all(value.equal(tensors[name]) for name, value in embedder.backbone.model.state_dict().items())
+    assert embedder.preparation.mean == (0.1, 0.2, 0.3)
+
+
+@INSTALLED
 def test_neither_the_package_is_imported_nor_the_random_state_used():
     code = f"""
 import sys, torch
