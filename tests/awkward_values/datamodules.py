@@ -131,8 +131,6 @@ def folder_settings():
     return {
         "root": folder("images", lambda root: write_folders(root, names)),
         "test_fraction": 0.5,
-        "categories": False,
-        "split_seed": 0,
         "transform": "plain",
         "train_transform": SMALL,
         "eval_transform": SMALL,
@@ -225,22 +223,7 @@ CALLS = {
     ],
     "DataReport": [constructor("DataReport", use=str)],
     "GlyphDataset": [constructor("GlyphDataset")],
-    "Glyphs": [
-        Call(
-            "Glyphs",
-            Glyphs,
-            lambda: {
-                "classes_per_batch": 4,
-                "samples_per_class": 2,
-                "eval_batch_size": 4,
-                "num_workers": 0,
-                "seed": 0,
-                "augment": True,
-                "channels": 1,
-                "cache_dir": None,
-            },
-        )
-    ],
+    "Glyphs": [Call("Glyphs", Glyphs, lambda: {"seed": 0, "cache_dir": None})],
     "ImageIndex": [Call("ImageIndex", ImageIndex, index_columns)],
     "ImageSet": [
         Call(
@@ -250,9 +233,6 @@ CALLS = {
                 "index": ImageIndex(["a.png"], [0]),
                 "root": folder("pictures", write_one_image),
                 "transform": SMALL,
-                "on_error": "raise",
-                "load_truncated": False,
-                "boxes_before_rotation": False,
             },
             use=lambda images: images[0]["images"],
             raises={"transform": ("a class",)},
@@ -265,7 +245,7 @@ CALLS = {
         Call(
             "ImageTable",
             functools.partial(ImageTable, **QUICK),
-            lambda: {"root": folder("listed", write_list), "table": "table.csv", "test_fraction": 0.5, "split_seed": 0},
+            lambda: {"root": folder("listed", write_list), "table": "table.csv", "test_fraction": 0.5},
             signature=ImageTable,
             use=first_test_image,
             raises={"table": ("a file",)},  # which the error names, and its line
@@ -280,11 +260,9 @@ CALLS = {
                 "config": None,
                 "revision": None,
                 "image_column": "image",
-                "label_column": "label",
                 "category_column": "label",
                 "split_names": {"train": "train"},
                 "test_fraction": 0.5,
-                "split_seed": 0,
             },
             signature=HuggingFaceImages,
             use=first_row_without_a_network,
