@@ -192,8 +192,7 @@ def first_row_without_a_network(data):
 
 def scenes():
     return {
-        "num_classes": 3, "image_size": 64, "max_objects": 2, "frequency_exponent": 0.9, "max_rotation": 5.0,
-        "clutter": 2, "train_size": 4, "eval_size": 2, "scene_seed": 1, **OF_BOXES,
+        "num_classes": 3, "image_size": 64, "max_objects": 2, "train_size": 4, "eval_size": 2, **OF_BOXES,
     }  # fmt: skip
 
 
