@@ -33,6 +33,8 @@ from lightning_retrieval.cli.main import main as main_of_command
 
 REPOSITORY = Path(__file__).parents[1]
 NODES, STEPS, PER_EPOCH = 2, 40, 20
+if "--quick" in sys.argv:
+    STEPS, PER_EPOCH = 16, 8
 LONGEST = 180  # seconds in which a run must make progress
 
 CONFIG = f"""

@@ -73,12 +73,12 @@ def search_command(folder: Path, count: int) -> list[str]:
 
 def main() -> None:
     options = arguments("CPU seconds that the commands need to start.")
-    runs, warm_up, count = 5, 1, IMAGES
+    runs, warm_up, count, helps = 5, 1, IMAGES, HELP
     if options.quick:
-        runs, warm_up, count = 1, 0, 20
+        runs, warm_up, count, helps = 1, 0, 20, HELP[:1]
     with tempfile.TemporaryDirectory() as folder:
         commands = {"imports alone": IMPORTS, "search": search_command(Path(folder), count)}
-        for given in HELP:
+        for given in helps:
             commands[" ".join(given)] = [*PROGRAM, *given]
         times = interleaved_cpu(commands, runs, warm_up)
     floor = times.pop("imports alone")

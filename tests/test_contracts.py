@@ -7,6 +7,7 @@ that each public name has one.
 
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import pickle
@@ -296,11 +297,14 @@ TABLE = {
 PUBLIC = public_objects()
 
 
+glyph_images = functools.cache(load_glyph_images)  # reading them takes long, and nothing changes them
+
+
 def settings_of(name):
     """The settings of a table entry, made anew."""
     settings = {}
     for key, value in TABLE[name].settings.items():
-        settings[key] = value() if value is load_glyph_images else copy.deepcopy(value)
+        settings[key] = glyph_images() if value is load_glyph_images else copy.deepcopy(value)
     return settings
 
 

@@ -59,10 +59,6 @@ class Tool:
         return "right in part"
 
 
-def bar(kind):
-    return of_callbacks.unchanged(kind, enable_progress_bar=True)
-
-
 CALLBACKS = {
     "BackboneFinetuning": Tool(
         of_callbacks.backbone_finetuning, {"the property `backbone`": callbacks.BackboneFinetuning()}
@@ -94,11 +90,11 @@ CALLBACKS = {
     "ModelSummary": Tool(of_callbacks.unchanged(callbacks.ModelSummary, enable_model_summary=True)),
     "OnExceptionCheckpoint": Tool(of_callbacks.on_exception_checkpoint),
     "ProgressBar": Tool(of_callbacks.progress_bar),
-    "RichModelSummary": Tool(of_callbacks.rich(callbacks.RichModelSummary, enable_model_summary=True)),
-    "RichProgressBar": Tool(of_callbacks.rich(callbacks.RichProgressBar, enable_progress_bar=True)),
+    "RichModelSummary": Tool(of_callbacks.unchanged(callbacks.RichModelSummary, "rich", enable_model_summary=True)),
+    "RichProgressBar": Tool(of_callbacks.unchanged(callbacks.RichProgressBar, "rich", enable_progress_bar=True)),
     "SpikeDetection": Tool(wrong={"leave it out": callbacks.SpikeDetection()}),
     "StochasticWeightAveraging": Tool(wrong={"EMAWeightAveraging": callbacks.StochasticWeightAveraging(swa_lrs=0.1)}),
-    "TQDMProgressBar": Tool(bar(callbacks.TQDMProgressBar)),
+    "TQDMProgressBar": Tool(of_callbacks.unchanged(callbacks.TQDMProgressBar, enable_progress_bar=True)),
     "ThroughputMonitor": Tool(of_callbacks.throughput_monitor),
     "Timer": Tool(of_callbacks.timer),
     "WeightAveraging": Tool(of_callbacks.average),
@@ -304,27 +300,17 @@ def starting_others(rank, world_size, strategy):
     return [without_dropout(devices=2, strategy=strategy)]
 
 
-def assert_same_as_one_process(results):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "processes", "arguments"),
+    [(by_launcher, 2, ()), (on_two_nodes, 2, ()), (starting_others, 1, ("ddp_fork",))],
+)
+def test_several_processes_train_the_same(function, processes, arguments, run_processes):
     weights, metric = without_dropout()
-    for of_rank in results:
+    for of_rank in run_processes(function, processes, *arguments, backend=None):
         for found, found_metric in of_rank:
             torch.testing.assert_close(found, weights, rtol=0, atol=1e-5)
             assert found_metric == pytest.approx(metric, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_train_the_same(run_processes):
-    assert_same_as_one_process(run_processes(by_launcher, 2, backend=None))
-
-
-@pytest.mark.slow
-def test_two_nodes_train_the_same(run_processes):
-    assert_same_as_one_process(run_processes(on_two_nodes, 2, backend=None))
-
-
-@pytest.mark.slow
-def test_processes_that_the_trainer_starts_train_the_same(run_processes):
-    assert_same_as_one_process(run_processes(starting_others, 1, "ddp_fork", backend=None))
 
 
 def test_a_run_can_be_sent_to_a_process_that_is_spawned():

@@ -8,14 +8,12 @@ from tests.awkward_values.calls import Call, constructor
 def evaluation_settings():
     return {
         "ks": (1, 7),
-        "before_fit": True,
         "map_ks": (5,),
         "map_divisor": "R",
         "extra_metrics": ("mINP",),
         "dims": (2, 4),
         "query_expansion": QueryExpansion(),
         "database_augmentation": DatabaseAugmentation(),
-        "embeddings_on_cpu": False,
     }
 
 

@@ -1,5 +1,6 @@
 """A valid call of something public, and what is wrong with its answer to an awkward value."""
 
+import copy
 import functools
 import inspect
 import math
@@ -24,6 +25,7 @@ from tests.test_contracts import PUBLIC, settings_of
 SECONDS = 10.0  # that a call may take, also on a busy machine
 ERRORS = (ValueError, TypeError, FileNotFoundError)
 INT_FOR_FLOAT = BeartypeConf(is_pep484_tower=True)
+EMPTY = inspect.Parameter.empty
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -34,8 +36,8 @@ class Call:
     Args:
         owner: what error messages must name, a class or a function.
         function: is called with keyword arguments only.
-        arguments: makes the arguments anew for each call. All parameters of the signature must be among them, except
-            `**settings`, of which any may be.
+        arguments: makes arguments anew for each call. The parameters of the signature that are not among them stand at
+            their defaults; those without a default, or whose default is None, must be among them.
         signature: the function or class whose annotations say which values are valid; `function` itself if None.
         use: is called with the result and returns what must be right: neither None nor NaN nor infinite.
         accepts: {argument: names of awkward values} that are right in spite of the annotation.
@@ -60,9 +62,24 @@ class Call:
     def signed(self):
         return self.signature or self.function
 
+    @property
+    def parameters(self):
+        """{name: default} of the parameters of the signature."""
+        signed = self.signed
+        if isinstance(signed, type) and issubclass(signed, ShownArguments):
+            signed = signed.__init__  # without the arguments of its base class, which has a table of its own
+        parameters = inspect.signature(signed).parameters.values()
+        named = {parameter.name: parameter.default for parameter in parameters if parameter.kind not in VARIABLE}
+        return {name: default for name, default in named.items() if name not in ("self", "cls")}
+
+    def valid(self):
+        """The arguments of the call."""
+        defaults = {name: default for name, default in self.parameters.items() if default is not EMPTY}
+        return {**copy.deepcopy(defaults), **self.arguments()}
+
 
 def constructor(name, **exceptions):
-    """The call of a class with the settings of its entry in the table of contracts, which must be all that it has."""
+    """The call of a class with the settings of its entry in the table of contracts."""
     return Call(name, PUBLIC[name], functools.partial(settings_of, name), **exceptions)
 
 
@@ -77,7 +94,7 @@ def complaints(call):
     if problem:
         return [*found, problem]
     hints = annotations(call.signed)
-    for argument, valid in call.arguments().items():
+    for argument, valid in call.valid().items():
         if argument in call.without:
             continue
         for name, value in awkward_values(valid).items():
@@ -93,26 +110,22 @@ def complaints(call):
 def numpy_integers_that_raise(call):
     """One line for each integer of the valid call in whose place one of NumPy's raises an error."""
     found = []
-    for argument, valid in call.arguments().items():
+    for argument, valid in call.valid().items():
         if type(valid) is not int:
             continue
         try:
             with time_limit(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                call.use(call.function(**{**call.arguments(), argument: np.int64(valid)}))
+                call.use(call.function(**{**call.valid(), argument: np.int64(valid)}))
         except Exception as error:
             found.append(f"{call.owner}: {argument}=np.int64({valid}) raised {type(error).__name__}: {error}")
     return found
 
 
 def missing_arguments(call):
-    """A line if parameters of the signature are not in the table."""
-    signed = call.signed
-    if isinstance(signed, type) and issubclass(signed, ShownArguments):
-        signed = signed.__init__  # without the arguments of its base class, which has a table of its own
-    parameters = inspect.signature(signed).parameters.values()
-    named = {parameter.name for parameter in parameters if parameter.kind not in VARIABLE} - {"self", "cls"}
-    missing = sorted(named - call.arguments().keys())
+    """A line if parameters that need a value are not in the table."""
+    needed = {name for name, default in call.parameters.items() if default is EMPTY or default is None}
+    missing = sorted(needed - call.arguments().keys())
     if missing:
         return [f"{call.owner}: the table gives no value for {missing}"]
     return []
@@ -122,7 +135,7 @@ def problem_of_valid_call(call):
     """What is wrong with the result of the valid call, None if nothing."""
     with time_limit(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = call.use(call.function(**call.arguments()))
+        result = call.use(call.function(**call.valid()))
     if not is_right(result):
         return f"{call.owner}: the valid call returns {result!r}"
     return None
@@ -137,7 +150,7 @@ def problem_of(call, argument, value, fits):
         value: the awkward value.
         fits: whether the value is valid as far as its type goes. Others must not be accepted.
     """
-    arguments = {**call.arguments(), argument: value}
+    arguments = {**call.valid(), argument: value}
     accepted = False
     try:
         with time_limit(), warnings.catch_warnings():

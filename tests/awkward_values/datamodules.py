@@ -131,8 +131,6 @@ def folder_settings():
     return {
         "root": folder("images", lambda root: write_folders(root, names)),
         "test_fraction": 0.5,
-        "categories": False,
-        "split_seed": 0,
         "transform": "plain",
         "train_transform": SMALL,
         "eval_transform": SMALL,
@@ -194,8 +192,7 @@ def first_row_without_a_network(data):
 
 def scenes():
     return {
-        "num_classes": 3, "image_size": 64, "max_objects": 2, "frequency_exponent": 0.9, "max_rotation": 5.0,
-        "clutter": 2, "train_size": 4, "eval_size": 2, "scene_seed": 1, **OF_BOXES,
+        "num_classes": 3, "image_size": 64, "max_objects": 2, "train_size": 4, "eval_size": 2, **OF_BOXES,
     }  # fmt: skip
 
 
@@ -225,22 +222,7 @@ CALLS = {
     ],
     "DataReport": [constructor("DataReport", use=str)],
     "GlyphDataset": [constructor("GlyphDataset")],
-    "Glyphs": [
-        Call(
-            "Glyphs",
-            Glyphs,
-            lambda: {
-                "classes_per_batch": 4,
-                "samples_per_class": 2,
-                "eval_batch_size": 4,
-                "num_workers": 0,
-                "seed": 0,
-                "augment": True,
-                "channels": 1,
-                "cache_dir": None,
-            },
-        )
-    ],
+    "Glyphs": [Call("Glyphs", Glyphs, lambda: {"seed": 0, "cache_dir": None})],
     "ImageIndex": [Call("ImageIndex", ImageIndex, index_columns)],
     "ImageSet": [
         Call(
@@ -250,9 +232,6 @@ CALLS = {
                 "index": ImageIndex(["a.png"], [0]),
                 "root": folder("pictures", write_one_image),
                 "transform": SMALL,
-                "on_error": "raise",
-                "load_truncated": False,
-                "boxes_before_rotation": False,
             },
             use=lambda images: images[0]["images"],
             raises={"transform": ("a class",)},
@@ -265,7 +244,7 @@ CALLS = {
         Call(
             "ImageTable",
             functools.partial(ImageTable, **QUICK),
-            lambda: {"root": folder("listed", write_list), "table": "table.csv", "test_fraction": 0.5, "split_seed": 0},
+            lambda: {"root": folder("listed", write_list), "table": "table.csv", "test_fraction": 0.5},
             signature=ImageTable,
             use=first_test_image,
             raises={"table": ("a file",)},  # which the error names, and its line
@@ -280,11 +259,9 @@ CALLS = {
                 "config": None,
                 "revision": None,
                 "image_column": "image",
-                "label_column": "label",
                 "category_column": "label",
                 "split_names": {"train": "train"},
                 "test_fraction": 0.5,
-                "split_seed": 0,
             },
             signature=HuggingFaceImages,
             use=first_row_without_a_network,

@@ -18,12 +18,6 @@ from tests.awkward_values.calls import Call
 LOGITS = torch.tensor([[0.0, 2.0, 0.0], [0.0, 1.0, 3.0], [1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
 
 
-def loss_settings():
-    return {
-        "lambda_": 0.5, "margin": 0.1, "interclass_coef": 0.3, "batch_memory": 2, "weight": 5.0, "gather": True
-    }  # fmt: skip
-
-
 def loss_of_batch(loss):
     return loss(LOGITS, torch.tensor([1, 2, 0, 2]))
 
@@ -60,33 +54,23 @@ def module_settings():
         "loss": DetectionAPLoss(),
         "optimizer": functools.partial(torch.optim.SGD, lr=0.1),
         "lr_scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1),
-        "lr_scheduler_interval": "step",
-        "lr_scheduler_frequency": 2,
         "lr_scheduler_monitor": "val/AP50",
         "metrics": VOCMetrics(2),
         "seed": 3,
     }
 
 
-def tiny_settings():
-    return {
-        "num_classes": 2, "width": 2, "image_size": 32, "rois_per_image": 4, "score_thresh": 0.1,
-        "detections_per_image": 3,
-    }  # fmt: skip
-
-
 def pyramid_settings():
     return {
         "num_classes": 2, "backbone_name": "test_resnet", "pretrained": False, "min_size": 32, "max_size": 32,
         "pyramid_channels": 8, "head_features": 8,
-        "rois_per_image": 4, "score_thresh": 0.1, "detections_per_image": 3,
     }  # fmt: skip
 
 
 CALLS = {
     "COCOMetrics": [Call("COCOMetrics", COCOMetrics, lambda: {"classes": 3}), evaluation(COCOMetrics)],
     "DetectionAPLoss": [
-        Call("DetectionAPLoss", DetectionAPLoss, loss_settings, use=loss_of_batch),
+        Call("DetectionAPLoss", DetectionAPLoss, use=loss_of_batch),
         Call(
             "DetectionAPLoss",
             lambda class_logits, labels: DetectionAPLoss()(class_logits, labels),
@@ -107,9 +91,9 @@ CALLS = {
     "RankedRoIHeads": [
         Call("RankedRoIHeads", RankedRoIHeads, lambda: {"roi_heads": tiny().roi_heads, "loss": DetectionAPLoss()})
     ],
-    "TinyFasterRCNN": [Call("TinyFasterRCNN", TinyFasterRCNN, tiny_settings, use=detect)],
+    "TinyFasterRCNN": [Call("TinyFasterRCNN", TinyFasterRCNN, lambda: {"num_classes": 2, "width": 2}, use=detect)],
     "VOCMetrics": [
-        Call("VOCMetrics", VOCMetrics, lambda: {"classes": 3, "iou_threshold": 0.5, "eleven_points": True}),
+        Call("VOCMetrics", VOCMetrics, lambda: {"classes": 3}),
         evaluation(VOCMetrics),
     ],
 }

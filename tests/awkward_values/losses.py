@@ -26,9 +26,6 @@ from lightning_retrieval.losses.batch_loss import QueryRange
 from lightning_retrieval.losses.third_party import ThirdPartyLoss
 from tests.awkward_values.calls import Call
 
-COMMON = {"reduction": "mean", "class_balanced": False, "include_self": False}
-H_MINUS = {"tau": 0.01, "rho": 100.0, "delta": 0.05, "offset": 1.44, "start": 0.5}
-
 
 class OwnLoss(RetrievalLoss):
     """A user's own loss: the mean score of the positives."""
@@ -91,15 +88,15 @@ def value_of_scores(loss):
     return loss(scores(), scores() > 0.5)
 
 
-def constructor(loss, settings):
-    return Call(loss.__name__, loss, lambda: dict(settings), use=value_of_batch)
+def constructor(cls, **settings):
+    return Call(cls.__name__, cls, lambda: settings, use=value_of_batch)
 
 
-def calls(loss, settings, relevant=lists):
+def calls(loss, relevant=lists, **settings):
     """The calls of a loss over ranked lists: constructor, batch, part of a batch, scores."""
     name, made = loss.__name__, loss(**settings)
     return [
-        constructor(loss, settings),
+        constructor(loss, **settings),
         Call(name, made, batch, signature=loss.forward),
         Call(name, made, part_of_batch, signature=loss.forward),
         Call(name, made.from_scores, relevant),
@@ -110,56 +107,33 @@ def terms():
     return {"ap": (1.0, SmoothAPLoss()), "pairs": (0.5, CalibrationLoss())}
 
 
+# They take their batches as `RetrievalLoss` and `PairLoss` do.
+FORMULAS = (
+    *(BlackboxAPLoss, BlackboxRecallLoss, CalibrationLoss, FastAPLoss, LogRankLoss, QuantizedAPLoss, RecallAtKLoss),
+    SmoothAPLoss,
+)
 CALLS = {
-    "RetrievalLoss": calls(OwnLoss, COMMON),
-    "PairLoss": calls(OwnPairLoss, {"pair_mean": "query", **COMMON}),
-    "SmoothAPLoss": calls(SmoothAPLoss, {"tau": 0.01, **COMMON}),
-    "FastAPLoss": calls(FastAPLoss, {"num_bins": 10, **COMMON}),
-    "QuantizedAPLoss": calls(
-        QuantizedAPLoss, {"num_bins": 10, "low": -1.0, "high": 1.0, "tie_aware": "full", **COMMON}
-    ),
-    "BlackboxAPLoss": calls(BlackboxAPLoss, {"lambda_": 4.0, "margin": 0.02, **COMMON}),
-    "BlackboxRecallLoss": calls(
-        BlackboxRecallLoss,
-        {"lambda_": 4.0, "margin": 0.02, "weighting": "log", "batch_memory": 1, "pair_mean": "query", **COMMON},
-    ),
-    "SupAPLoss": calls(SupAPLoss, {**H_MINUS, **COMMON}),
-    "CalibrationLoss": calls(CalibrationLoss, {"alpha": 0.9, "beta": 0.6, "pair_mean": "query", **COMMON}),
-    "HAPLoss": calls(
-        HAPLoss, {"alpha": 1.0, **H_MINUS, "hrank_slopes": (25.0, 0.5, 10.0), **COMMON}, lists_with_levels
-    ),
-    "LogRankLoss": calls(LogRankLoss, {"tau": 0.01, "lambda_": 1.0, **COMMON}),
-    "RecallAtKLoss": calls(RecallAtKLoss, {"ks": (1, 2), "tau_rank": 0.01, "tau_k": 1.0, **COMMON}),
-    "ROADMAPLoss": [
-        constructor(ROADMAPLoss, {"lambda_": 0.5, "sup_ap": None, "calibration": None, **COMMON}),
-        Call("SupAPLoss", ROADMAPLoss(), batch, signature=ROADMAPLoss.forward),  # its first term
-        Call("SupAPLoss", ROADMAPLoss().from_scores, lists),
-    ],
+    **{loss.__name__: [constructor(loss)] for loss in FORMULAS},
+    "RetrievalLoss": calls(OwnLoss),
+    "PairLoss": calls(OwnPairLoss, pair_mean="query", reduction="mean", class_balanced=False, include_self=False),
+    "SupAPLoss": [constructor(SupAPLoss, offset=1.44)],
+    "HAPLoss": calls(HAPLoss, lists_with_levels, offset=1.44, hrank_slopes=(25.0, 0.5, 10.0)),
+    "ROADMAPLoss": [constructor(ROADMAPLoss, sup_ap=None, calibration=None)],
     "WeightedSum": [
-        Call("WeightedSum", WeightedSum, lambda: {"losses": terms()}, use=value_of_batch),
+        constructor(WeightedSum, losses=terms()),
         Call("SmoothAPLoss", WeightedSum(terms()), batch, signature=WeightedSum.forward),
         Call("SmoothAPLoss", WeightedSum(terms()).from_scores, lists),
     ],
     "NestedLoss": [
-        Call(
-            "NestedLoss",
-            NestedLoss,
-            lambda: {"loss": SmoothAPLoss(), "dims": (1, 2), "weights": (1.0, 0.5)},
-            use=value_of_batch,
-        ),
+        constructor(NestedLoss, loss=SmoothAPLoss(), dims=(1, 2), weights=(1.0, 0.5)),
         Call("SmoothAPLoss", NestedLoss(SmoothAPLoss(), (1, 2)), batch, signature=NestedLoss.forward),
     ],
     "ThirdPartyLoss": [
-        Call("ThirdPartyLoss", ThirdPartyLoss, lambda: {"loss": ContrastiveLoss()}, use=value_of_batch),
+        constructor(ThirdPartyLoss, loss=ContrastiveLoss()),
         Call("ContrastiveLoss", ThirdPartyLoss(ContrastiveLoss()), batch, signature=ThirdPartyLoss.forward),
     ],
     "BlackboxMAPLoss": [
-        Call(
-            "BlackboxMAPLoss",
-            BlackboxMAPLoss,
-            lambda: {"lambda_": 4.0, "margin": 0.02, "interclass_coef": 0.5, "batch_memory": 1},
-            use=value_of_scores,
-        ),
+        Call("BlackboxMAPLoss", BlackboxMAPLoss, use=value_of_scores),
         Call(
             "BlackboxMAPLoss",
             BlackboxMAPLoss(batch_memory=1),

@@ -9,7 +9,6 @@ from tests.awkward_values.calls import Call, constructor
 COMMON = {
     "query_expansion": QueryExpansion(k=1),
     "database_augmentation": DatabaseAugmentation(k=1),
-    "embeddings_on_cpu": False,
 }
 TABLE = {"extra_metrics": ("precision@2", "mINP"), "map_divisor": "R", "dims": (1, 2)}
 

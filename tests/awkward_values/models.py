@@ -36,16 +36,12 @@ def embedder_settings():
         "backbone": "glyph_net",
         "embedding_dim": 4,
         "pooling": "gem",
-        "normalize": True,
         "weights": None,
-        "layer_norm": False,
-        "freeze_batch_norm": False,
         "feature_dim": None,
         "image_size": None,
         "preparation": {"image_size": 32},
         "backbone_args": {"width": 4},
         "lora": None,
-        "gradient_checkpointing": False,
     }
 
 
@@ -114,18 +110,18 @@ CALLS = {
     ],
     "Preparation": preparation_calls(),
     "GlyphNet": [
-        Call("GlyphNet", GlyphNet, lambda: {"width": 2, "in_channels": 1}, use=lambda network: network(images())),
+        Call("GlyphNet", GlyphNet, lambda: {"width": 2}, use=lambda network: network(images())),
         Call("GlyphNet", GlyphNet(width=2), lambda: {"images": images()}, signature=GlyphNet.forward, maps=True),
     ],
     "GeM": [
-        Call("GeM", GeM, lambda: {"p": 3.0, "eps": 1e-6, "learnable": True}, use=lambda pool: pool(features())),
+        Call("GeM", GeM, use=lambda pool: pool(features())),
         of_features(GeM()),
     ],
     "GlobalAvgPool": [of_features(GlobalAvgPool())],
     "GlobalMaxPool": [of_features(GlobalMaxPool())],
     "gem": [
-        Call("gem", gem, lambda: {"features": features(), "p": 3.0, "eps": 1e-6}, maps=True),
-        Call("gem", gem, lambda: {"features": features(), "p": torch.tensor([3.0]), "eps": 1e-6}, maps=True),
+        Call("gem", gem, lambda: {"features": features(), "p": 3.0}, maps=True),
+        Call("gem", gem, lambda: {"features": features(), "p": torch.tensor([3.0])}, maps=True),
     ],
     "PCAWhitening": whitening_calls(PCAWhitening, {"dim": 2, "power": 0.5}),
     "SupervisedWhitening": whitening_calls(SupervisedWhitening, {"dim": 2, "pairs_per_image": 2}),

@@ -3,25 +3,22 @@
 import csv
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.examples.scripts import imported
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--weights", "none", "--backbone", "squeezenet1_1", "--size", "32", "--epochs", "1", "--workers", "0"]
-MODULES = ("compare", "intervals", "own_images", "results_file")
 
 
 @pytest.fixture(scope="module")
 def compare():
-    sys.path.insert(0, str(EXAMPLES))
-    yield importlib.import_module("compare")
-    sys.path.remove(str(EXAMPLES))
-    for name in MODULES:
-        del sys.modules[name]
+    with imported(EXAMPLES, "compare") as script:
+        yield script
 
 
 @pytest.fixture

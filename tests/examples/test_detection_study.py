@@ -2,29 +2,24 @@
 
 import importlib
 import json
-import logging
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.examples.scripts import imported
+
 pytestmark = pytest.mark.slow
 
 RAMBO = Path(__file__).parents[2] / "examples" / "rambo"
-MODULES = ("detection_study", "detection_report", "study_experiments", "results_file", "intervals")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def study():
-    level, threads, path = logging.getLogger("pytorch_lightning").level, torch.get_num_threads(), list(sys.path)
-    sys.path.insert(0, str(RAMBO))
-    yield importlib.import_module("detection_study")
-    sys.path[:] = path
-    for name in MODULES:
-        del sys.modules[name]
-    logging.getLogger("pytorch_lightning").setLevel(level)
+    threads = torch.get_num_threads()
+    with imported(RAMBO, "detection_study") as script:
+        yield script
     torch.set_num_threads(threads)
 
 

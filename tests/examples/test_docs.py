@@ -14,14 +14,12 @@ Training stops after two batches and downloads no weights. Commands that create 
 `.ci/run` starts with them.
 """
 
-import configparser
 import doctest
 import functools
 import importlib
 import inspect
 import json
 import logging
-import pkgutil
 import re
 import runpy
 import shlex
@@ -35,14 +33,15 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
+from tests.source_tree import PACKAGES, REPOSITORY, module_name, syntax_trees
 from tests.test_surface import public_objects
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[2]
 PUBLIC = public_objects()
 PUBLIC_NAMES = {name.rpartition(".")[2] for name in PUBLIC}
 RESULTS = REPOSITORY / "benchmarks" / "results"
+TIMING = runpy.run_path(str(REPOSITORY / "benchmarks" / "timing.py"))
 DOCS = REPOSITORY / "docs"
 REFERENCE = sorted((DOCS / "api").glob("*.md"))
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -74,28 +73,10 @@ IGNORED = [  # what the library warns of in short runs
 ]
 
 
-def modules():
-    """The import names of all modules. setup.cfg lists the packages, since their folders have other names."""
-    setup = configparser.ConfigParser()
-    setup.read(REPOSITORY / "setup.cfg")
-    names = setup["options"]["packages"].split()
-    for package in list(names):
-        names += [
-            f"{package}.{module.name}" for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
-        ]
-    return sorted(set(names))
+MODULES = sorted(module_name(path) for path in syntax_trees(*PACKAGES))
 
 
-def test_all_modules_are_found():
-    files = [
-        path
-        for package in ("lightning_retrieval", "callbacks", "datamodules")
-        for path in (REPOSITORY / package).rglob("*.py")
-    ]
-    assert len(modules()) == len(files)
-
-
-@pytest.mark.parametrize("name", modules())
+@pytest.mark.parametrize("name", MODULES)
 def test_examples_of_docstrings(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     results = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
@@ -209,19 +190,15 @@ def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 
 
 @pages
-def test_files_of_a_page_are_used_by_it(page):
-    blocks = blocks_of(page.read_text(encoding="utf-8"))
+def test_every_block_of_a_page_is_found_and_every_file_is_used(page):
+    """A fence that is indented or starts in another way would not be run."""
+    text = page.read_text(encoding="utf-8")
+    blocks = blocks_of(text)
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(blocks)
     for index, block in enumerate(blocks):
         if block.title:
             name = block.title.removesuffix(".py")
             assert any(name in after.text for after in blocks[index + 1 :]), f"{block.title} is never read"
-
-
-@pages
-def test_every_fence_is_a_block(page):
-    """All code is found: a fence that is indented or starts in another way would not be run."""
-    text = page.read_text(encoding="utf-8")
-    assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(blocks_of(text))
 
 
 def links(text):
@@ -288,18 +265,11 @@ def test_every_line_of_the_decision_table_has_a_difference():
     assert all(quoted_differences(line) for line in lines)
 
 
-def seconds(value):
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
-
-
 def cell(value):
     """A value of a benchmark's JSON as the benchmark prints it."""
-    if value is None:
-        return ""
     if isinstance(value, dict):
-        spread = f"{seconds(value['lowest'])} to {seconds(value['highest'])}"
-        return f"{seconds(value['median'])} ({spread}, {value['runs']} runs)"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return str(TIMING["Timing"](**value))
+    return TIMING["_cell"](value)
 
 
 def markdown(results):
@@ -319,14 +289,11 @@ def test_a_measured_table_is_that_of_its_results(file):
     assert f"\n{table}\n" in (DOCS / "benchmarks.md").read_text(encoding="utf-8") + "\n"
 
 
-def broken(page, text):
-    paths = (target.split("#")[0] for target in links(text) if not re.match(r"[a-z]+:", target))
-    return [path for path in paths if path and not (page.parent / path).exists()]
-
-
 @pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_relative_links_have_a_target(page):
-    assert not broken(page, page.read_text(encoding="utf-8"))
+    targets = [target for target in links(page.read_text(encoding="utf-8")) if not re.match(r"[a-z]+:", target)]
+    paths = [target.split("#")[0] for target in targets]
+    assert not [path for path in paths if path and not (page.parent / path).exists()]
 
 
 def targets(nav):

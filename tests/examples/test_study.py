@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import importlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -18,24 +17,18 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.losses.third_party import original_loss
+from tests.examples.scripts import imported
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = ["--quick", "--jobs", "1"]
-MODULES = ("study", "study_experiments", "study_losses", "study_memory", "study_tuning", "study_report", "study_runs")
-MODULES += ("study_callbacks", "study_memory_encoders", "study_random", "results_file", "intervals")
 
 
 @pytest.fixture(scope="module")
 def study():
-    level = logging.getLogger("pytorch_lightning").level
-    sys.path.insert(0, str(EXAMPLES))
-    yield importlib.import_module("study")
-    sys.path.remove(str(EXAMPLES))
-    for name in MODULES:
-        del sys.modules[name]
-    logging.getLogger("pytorch_lightning").setLevel(level)
+    with imported(EXAMPLES, "study") as script:
+        yield script
 
 
 @pytest.fixture

@@ -239,10 +239,11 @@ def timer(folder):
     assert 0 < elapsed.time_elapsed("train") < 3600
 
 
-def unchanged(kind, **flags):
+def unchanged(kind, package="pytorch_lightning", **flags):
     """The witness of a callback that shows something and trains nothing."""
 
     def witness(folder):
+        pytest.importorskip(package)
         assert_unchanged(fit([kind()], **flags))
 
     return witness
@@ -260,14 +261,6 @@ class Bar(callbacks.ProgressBar):
 def progress_bar(folder):
     assert_unchanged(fit([Bar()], enable_progress_bar=True))
     assert Bar.shown["train/loss"] == pytest.approx(plain().metrics["train/loss"], rel=1e-2)
-
-
-def rich(kind, **flags):
-    def witness(folder):
-        pytest.importorskip("rich")
-        unchanged(kind, **flags)(folder)
-
-    return witness
 
 
 def moving_average(folder):
