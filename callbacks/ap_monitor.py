@@ -142,7 +142,7 @@ def find_surrogate(loss: nn.Module) -> RetrievalLoss | None:
 
 @torch.no_grad()
 def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Tensor, "3"]:
-    """Sums over this process's queries with a positive: of AP, of the AP predicted by the surrogate, and of 1.
+    """Three sums over this process's queries with a positive: AP, AP predicted by the surrogate, and their number.
 
     Args:
         surrogate: a loss that approximates AP, or None.
