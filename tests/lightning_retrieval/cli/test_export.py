@@ -33,7 +33,7 @@ def exported(glyphs, tmp_path_factory):
         Image.open(glyphs[0] / "images" / path).save(classes / str(position // 4) / f"{position}.png")
     args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--output={folder}", "--int8", f"--images={classes}"]
     printed = io.StringIO()
-    with redirect_stdout(printed), pytest.raises(SystemExit, match=r"^0$"):
+    with redirect_stdout(printed):
         main(["export", *args])
     (folder / "printed").write_text(printed.getvalue())
     return folder

@@ -100,8 +100,8 @@ LOSS = "fit --model=RetrievalModule --model.loss="
 @pytest.mark.parametrize(
     ("args", "reported"),
     [
-        (f"{LOSS}SupConLoss", "Expected a dot import path string: SupConLoss"),
-        (f"{LOSS}TripletLoss", "Expected a dot import path string: TripletLoss"),
+        (f"{LOSS}SupConnLoss", "Expected a dot import path string: SupConnLoss"),
+        (f"{LOSS}TriplesLoss", "Expected a dot import path string: TriplesLoss"),
         (f"{LOSS}MySmoothAPLoss", "Expected a dot import path string: MySmoothAPLoss"),
         (f"{LOSS}torch.nn.Embeding", "module 'torch.nn' has no attribute 'Embeding'"),
         (f"{LOSS}{__name__}.Outer.Loss --model.loss.alpa=1", "Option 'alpa' is not accepted"),

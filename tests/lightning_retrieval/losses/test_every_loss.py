@@ -21,7 +21,7 @@ from lightning_retrieval.losses import (
     blockwise,
 )
 from tests.awkward_values.calls import annotations
-from tests.awkward_values.losses import CALLS, COMMON
+from tests.awkward_values.losses import CALLS
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
     TABLE,
@@ -260,8 +260,8 @@ def settings_of(call):
     """{setting: the extreme values to try} of the constructor of a loss: numbers, and sequences of numbers."""
     found = {}
     hints = annotations(call.signed)
-    for name in call.arguments():
-        if name in {"losses", "weights", *COMMON} or "float" not in str(hints[name]):
+    for name in call.valid():
+        if name in {"losses", "weights"} or "float" not in str(hints[name]):
             continue
         found[name] = list(EXTREMES)
         if name == "hrank_slopes":
@@ -306,7 +306,7 @@ def problem(name, **changed):
     """What is wrong with a loss with these settings; None if the settings are refused or the loss is finite."""
     call = CONSTRUCTORS[name]
     try:
-        loss = call.function(**{**call.arguments(), **changed})
+        loss = call.function(**{**call.valid(), **changed})
     except ValueError as error:
         message = str(error)
         assert name in message, message

@@ -62,6 +62,11 @@ def test_a_transform_is_the_same_after_plain_data(name):
     assert isinstance(wanted, torch.Tensor)
 
 
+def test_a_transform_of_albumentations_is_shown_as_itself():
+    transform = albumentations_transform()
+    assert repr(transform) == repr(transform.transform)  # in the logged hyperparameters
+
+
 def own(image):
     return v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True)
 
