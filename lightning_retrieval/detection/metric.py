@@ -28,13 +28,15 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.optional_packages import optional_import
 
-MAX_IMAGES = 1 << 40  # per process and evaluation
+MAX_IMAGES = 1 << 40  # maximum number of images per process and evaluation
 LEAST_ID = -(1 << 63)
 
-# Columns. Images: key, id. Boxes: the box, score. Annotations of boxes: key of the image, is detection, label, ignored.
+# The number of columns and the dtype of each state. The columns are, for images: key and id; for boxes: the box and its
+# score; for annotations of boxes: key of the image, whether the box is a detection, label, and whether it is ignored.
 STATES = {"_images": (2, torch.int64), "_boxes": (5, torch.float32), "_annotations": (4, torch.int64)}
 
-# In float64, as in pycocotools, because overlaps and recalls often equal a threshold; torchmetrics' default is float32.
+# These thresholds are in float64, as in pycocotools, because overlaps and recalls often equal a threshold. By default,
+# torchmetrics has float32.
 OVERLAPS = np.linspace(0.5, 0.95, 10).tolist()
 RECALLS = np.linspace(0.0, 1.0, 101).tolist()
 
@@ -203,7 +205,7 @@ def _image_id(owner: str, value: Any) -> int:
 
 
 def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
-    """{key: rows with this key, in order}."""
+    """Map each key to the indices of the rows with this key, in order."""
     order = key.argsort(stable=True)
     keys, counts = torch.unique_consecutive(key[order], return_counts=True)
     return dict(zip(keys.tolist(), order.split(counts.tolist())))
@@ -237,7 +239,7 @@ class COCOMetrics(DetectionMetric):
         (tensor(1.), tensor([nan, 1.]))
 
     Cost:
-        52 bytes for each detection and each object.
+        Each detection and each object takes 52 bytes.
 
     Relations:
         `VOCMetrics` has the rules of Pascal VOC, which has difficult objects.
