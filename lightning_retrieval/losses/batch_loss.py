@@ -82,8 +82,8 @@ class RankedBatch:
 class BatchLoss(nn.Module):
     """Base class of `RetrievalLoss`, `WeightedSum`, `NestedLoss` and `ThirdPartyLoss`: a loss of a whole batch.
 
-    A subclass implements `of_batch`, which everything in this library calls. `terms` holds the unweighted terms of the
-    latest call by name; it is empty for a loss of one term.
+    A subclass implements `of_batch`, the method that the rest of this library calls. `terms` holds the
+    unweighted terms of the latest call by name, and is empty for a loss of one term.
     """
 
     terms: dict[str, Tensor]

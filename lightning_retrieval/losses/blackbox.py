@@ -189,7 +189,8 @@ class _PositiveRank(torch.autograd.Function):
         rank_among_positives = _count_positives_at_least(positives, s)
         rank = _count_negatives_at_least(lists, positives, s) + rank_among_positives
         length = torch.stack([part.length for part in lists]).sum(0)  # (query,)
-        scale = length.to(scores.dtype) * lambda_  # (query,): lambda, for ranks divided by the length
+        # `lambda_` is for ranks divided by the list's length; these ranks are not divided.
+        scale = length.to(scores.dtype) * lambda_  # (query,)
         ctx.save_for_backward(by_query, s, rank, scale)
         ctx.lists, ctx.positives, ctx.lambda_ = lists, positives, lambda_
         rank_among_positives = rank_among_positives.to(scores.dtype)

@@ -63,7 +63,7 @@ class BlockGroup:
     blocks: tuple[Block, ...]
 
     def split(self, scores: Float[Tensor, "group gallery"]) -> Iterator[tuple[Block, Float[Tensor, "block gallery"]]]:
-        """Each block with its scores: a view of the group's scores without a graph."""
+        """Each block with its scores, which are a view of the group's scores, without a graph."""
         sizes = [len(block.rows) for block in self.blocks]
         for block, of_block in zip(self.blocks, scores.split(sizes)):
             yield block, of_block.detach()

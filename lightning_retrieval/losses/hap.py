@@ -35,7 +35,7 @@ from lightning_retrieval.losses.smooth_ap import Step, count_above
 def hap(
     lists: ScoreBlock, *, alpha: float, h_minus: Step, hrank_slopes: tuple[float, ...] | None = None
 ) -> Float[Tensor, " query"]:
-    """1 - HAP of each list, with H^- in the ranks.
+    """1 minus the HAP of each list. H^- counts the items of lower levels in the ranks.
 
     Args:
         lists: ranked lists with at least one positive each; `relevant` is the number of label levels that an item

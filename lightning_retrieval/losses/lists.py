@@ -71,7 +71,7 @@ class RankedLists(ABC):
 
     @abstractmethod
     def class_weights(self, valid: Bool[Tensor, " query"]) -> Float[Tensor, " query"]:
-        """1 / (valid queries of the query's class), rescaled to mean 1 over the valid queries; 0 for the others."""
+        """1 / (number of valid queries of the query's class), rescaled to mean 1; 0 for queries that are not valid."""
 
     def count_positives(self) -> tuple[Int[Tensor, " query"], Int[Tensor, " query"]]:
         """Number of relevant candidates of each query, on the device and on the CPU.

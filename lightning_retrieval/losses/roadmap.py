@@ -20,11 +20,13 @@ below beta:
 
     L = mean over positives of [alpha - s]_+  +  mean over negatives of [s - beta]_+
 
-Differences from the official code: the query is not in its own list; a query without a positive is skipped. The
-official configuration has offset 1.44, at which H^- steps down at delta; before pull request 13 of its repository
-(November 2022), the linear part of the official code was rho t + offset. The means of the calibration are taken for
-each query, and then over the queries; the official code takes one mean over all pairs of the batch that violate their
-bound (`pair_mean="nonzero"`). This choice changes the weight of the term by a factor of up to 8.
+Differences from the official code: the query is not in its own list; a query without a positive is skipped. In the
+official configuration, the offset is 1.44, so H^- steps down at delta. Before pull request 13 of the official
+repository (November 2022), the linear part was rho t + offset.
+
+The means of the calibration are taken over the pairs of each query, and then over the queries. The official code takes
+one mean over all pairs of the batch that violate their bound (`pair_mean="nonzero"`). The choice between these means
+changes the weight of the calibration by a factor of up to 8.
 """
 
 import functools
