@@ -31,8 +31,9 @@ from lightning_retrieval.optional_packages import optional_import
 MAX_IMAGES = 1 << 40  # maximum number of images per process and evaluation
 LEAST_ID = -(1 << 63)
 
-# The number of columns and the dtype of each state. The columns are, for images: key and id; for boxes: the box and its
-# score; for annotations of boxes: key of the image, whether the box is a detection, label, and whether it is ignored.
+# The number of columns and the dtype of each state. A row of `_images` is a key and an id. A row of `_boxes` is a box
+# and its score. A row of `_annotations` belongs to a box: the key of its image, 1 for a detection or 0 for an object,
+# the label, and 1 if the box is ignored.
 STATES = {"_images": (2, torch.int64), "_boxes": (5, torch.float32), "_annotations": (4, torch.int64)}
 
 # These thresholds are in float64, as in pycocotools, because overlaps and recalls often equal a threshold. By default,

@@ -32,8 +32,8 @@ class DetectionModule(OptimizedModule):
     Args:
         detector: a torchvision detector with RoI heads and a box classifier, such as Faster and Mask R-CNN.
         loss: replaces the cross entropy of the box classifier; None keeps the cross entropy.
-        optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
-        lr_scheduler: called with the optimizer, or None.
+        optimizer: called with the parameter groups. It is a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
+        lr_scheduler: called with the optimizer; None for no scheduler.
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
