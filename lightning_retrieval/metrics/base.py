@@ -199,7 +199,8 @@ class EmbeddingMetric(Metric):
 
         Args:
             rows: the images of an evaluation set.
-            unit: rows of the blocks that are distributed over the processes; None for the blocks of `positive_ranks`.
+            unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
+                that `positive_ranks` needs.
         """
         lists = query_gallery(rows, unit=unit)
         return post_processed(type(self).__name__, lists, self.query_expansion, self.database_augmentation)

@@ -89,7 +89,8 @@ def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
 
     Args:
         rows: the images of an evaluation set.
-        unit: rows of the blocks that are distributed over the processes; None for the blocks of `positive_ranks`.
+        unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
+            that `positive_ranks` needs.
     """
     order = _order_by_label(rows.labels)
     query_rows = order[has_role(rows.roles[order], Role.QUERY)]

@@ -166,7 +166,7 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
         unit="query",
         delay=2,  # seconds before the progress bar appears
         leave=False,
-        disable=None if lists.query_rows.shard.index == 0 else True,  # None: only on a terminal
+        disable=None if lists.query_rows.shard.index == 0 else True,  # None shows it only on a terminal
     )
     with progress:
         for ranks in lists.positive_ranks():
@@ -389,7 +389,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
 
     def _query_values(self, rows: Rows) -> dict[str, Tensor]:
         """The results of `per_query`, concatenated over the draws."""
-        rows = rows.select(has_role(rows.roles, Role.BOTH))  # with any role
+        rows = rows.select(has_role(rows.roles, Role.BOTH))  # images with any role
         generator = torch.Generator().manual_seed(self.seed)
         draws = []
         for _ in range(self.draws):

@@ -1,7 +1,8 @@
 """Query expansion and database augmentation: rows are moved towards their nearest neighbours before they are ranked.
 
     database         each gallery row d becomes d + sum over its k nearest d' of s^alpha d', normalised
-    query            q + sum over its k nearest d of s^alpha d, normalised (Radenovic, Tolias, Chum, TPAMI 2019)
+    query            each query q becomes q + sum over its k nearest d of s^alpha d, normalised
+                     (Radenovic, Tolias, Chum, TPAMI 2019)
 
 Symbols: s the cosine similarity, `alpha` the exponent, `k` the number of neighbours. As in the official code, s is not
 clamped, so that with an even `alpha`, s and -s have the same weight. If `alpha` is not an integer, the power of a

@@ -111,7 +111,10 @@ class ScoreTiles:
         return found
 
     def kept(self) -> dict[int, Float[Tensor, "query column"]]:
-        """The tiles of the last `gather`, by position; none if they are too many or the block lacks some columns."""
+        """Map the position of each tile of the last `gather` to its scores.
+
+        The mapping is empty if there are too many tiles, or if the gallery block lacks some of the columns.
+        """
         return self._kept
 
     def others(self, done: frozenset[int] = frozenset()) -> Iterator[tuple[int, Float[Tensor, "query column"]]]:

@@ -121,7 +121,7 @@ def ieee_products() -> Iterator[None]:
             for backend in _backends_with_own_setting():
                 backend.fp32_precision = "ieee"
         elif previous != "highest":
-            restored.callback(torch.set_float32_matmul_precision, previous)  # runs before the backends' callbacks
+            restored.callback(torch.set_float32_matmul_precision, previous)  # called before the backends' callbacks
             torch.set_float32_matmul_precision("highest")
         yield
 
