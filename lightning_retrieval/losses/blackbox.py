@@ -377,7 +377,7 @@ Weighting = Literal["log", "loglog"]
 def blackbox_recall_sums(
     lists: ScoreBlock, *, lambda_: float, margin: float, weighting: Weighting = "log", batch_memory: int = 0
 ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
-    """For each query, the sum over its positives of l(negatives above), and the number of positives (eq. 16-20).
+    """For each query, the sum of l(number of negatives above) over its positives, and their number (eq. 16-20).
 
     Args:
         lists: a block of ranked lists.
@@ -405,8 +405,8 @@ class BlackboxRecallLoss(PairLoss):
             value; 0.8 was better on both data sets of docs/study/losses.md.
         margin: alpha, from 0 to 100: a positive is ranked above a negative only if it scores more than alpha higher.
         weighting: l of the paper: `"log"`, log(1 + x), or `"loglog"`, log(1 + log(1 + x)).
-        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x). Nothing is stored: the effect
-            on the gradient is that of the official code's memory once it holds the scores of tau past batches.
+        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x). Nothing is stored: the effect on
+            the gradient is that of the official code's memory once it holds the scores of tau past batches.
         pair_mean: `"query"`, the mean over a query's positives, then over queries (the paper, section 5.1), or `"all"`,
             the mean over the positives of all queries together (the official code).
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.

@@ -169,8 +169,8 @@ class EmbeddingMetric(Metric):
         Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `query_gallery`
         distributes them.
 
-        With several processes, this is a collective operation, like `compute`. Outside of
-        `compute`, it may be called only if `sync_on_compute` is True or there is one process.
+        With several processes, this is a collective operation, like `compute`. Outside of `compute`, it may be called
+        only if `sync_on_compute` is True or there is one process.
         """
         collected, shard = self._gather_collected()
         return merge_duplicates(collected), shard
@@ -212,7 +212,7 @@ class EmbeddingMetric(Metric):
         ids: Int[Tensor, " row"],
         labels: Int[Tensor, "row ..."],
     ) -> Bool[Tensor, "query row"]:
-        """Whether each row is relevant for each query: by default, whether both share the finest label."""
+        """Whether each row is relevant for each query. By default, relevant rows share the query's finest label."""
         return finest(query_labels)[:, None] == finest(labels)
 
     def is_candidate(

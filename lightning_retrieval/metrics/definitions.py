@@ -1,7 +1,7 @@
 """Retrieval metrics as functions of the ranks of the positives (`lightning_retrieval.ranking.ranks`).
 
-Conventions. With r_1 <= r_2 <= ... the ranks of a query's R positives and p_i the number of positives that score at
-least as high as positive i (so p_i = i without ties):
+Conventions. Let r_1 <= r_2 <= ... be the ranks of a query's R positives, and p_i the number of positives that score at
+least as high as positive i, so that p_i = i without ties. Then:
 
     AP           mean over i of p_i / r_i                      (all positives, divided by R)
     AP@R         sum over i with r_i <= R of p_i / r_i, / R    (Musgrave et al., ECCV 2020)

@@ -22,7 +22,7 @@ from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gat
 from lightning_retrieval.ranking.labels import Role, check_nesting
 from lightning_retrieval.ranking.rows import Layout, ShardedRows, normalize, unsharded
 
-_BLOCK_NUMBERS = 1 << 18  # numbers in a block of rows; a process normalises and sends one block at a time
+_BLOCK_NUMBERS = 1 << 18  # numbers in a block of rows; each process normalises and sends one block at a time
 _LEAST_ROWS = 32  # minimum number of rows to normalise together: for fewer rows, a GPU may add squares in another order
 
 
@@ -276,8 +276,8 @@ def gather_over_processes(
         embeddings_device: device on which embeddings are kept.
 
     Raises:
-        ValueError: on all processes, if one reports an error, none has rows, formats or settings differ, or there are
-            no ids.
+        ValueError: on all processes, if a process reports an error, no process has rows, formats or settings differ
+            between processes, or there are no ids.
     """
     count, row_format, error = 0, None, report.error
     if rows is not None:

@@ -107,7 +107,7 @@ class _NearestOfBlock:
             self._merge(begin, scores)
 
     def _merge(self, begin: int, tile: Float[Tensor, "query column"]) -> None:
-        """Keep the `k` nearest of the rows kept so far and the columns of a tile, which come later in the gallery."""
+        """Merge the rows kept so far with a tile, which comes later in the gallery, and keep the `k` nearest."""
         column = highest_columns(tile, self._k)
         scores = torch.cat([self.scores, tile.gather(1, column)], 1)
         index = torch.cat([self.positions, begin + column], 1)

@@ -127,7 +127,7 @@ def ieee_products() -> Iterator[None]:
 
 
 def _backends_with_own_setting() -> list[Any]:
-    """The objects with torch's precision setting of each backend; empty in versions without such settings."""
+    """The objects that hold torch's precision setting of each backend. Older versions of torch have none."""
     backends = [torch.backends.cuda.matmul]
     if hasattr(torch.backends.mkldnn, "matmul"):
         backends.append(torch.backends.mkldnn.matmul)
