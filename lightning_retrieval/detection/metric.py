@@ -1,4 +1,4 @@
-"""Metrics of detectors on any number of processes: the base class, which collects detections and objects; COCO's AP.
+"""The base class of detection metrics, which collects detections and objects on any number of processes, and COCO's AP.
 
 COCO averages AP over ten thresholds of overlap, from 0.5 to 0.95; AP50 uses only the first. Precision is interpolated
 at 101 levels of recall; at most 100 detections per image count; objects with `iscrowd` are ignored. A class without

@@ -166,7 +166,7 @@ class FastAPLoss(RetrievalLoss):
 def quantized_ap(
     lists: ScoreBlock, *, num_bins: int, low: float, high: float, tie_aware: TieAware = False
 ) -> Float[Tensor, " query"]:
-    """1 - AP_Q of each list (equation 11), or 1 - its tie-aware form.
+    """1 minus the AP_Q of each list (equation 11), or 1 minus a tie-aware form of AP_Q.
 
     Args:
         lists: ranked lists with at least one positive each.

@@ -156,8 +156,8 @@ class _BlockGradients:
             scores: the scores that `values` was computed from.
             values: the weighted value of each query, with a graph.
             upstream: the incoming gradient of each value; 1 if None. A score affects the value of one query only, so
-                the gradient of the scores is scaled afterwards. The parameters affect all values, so for them the
-                values are scaled before they are summed.
+                the gradient of the scores is multiplied by `upstream` afterwards. The parameters affect all values, so
+                for the gradient of the parameters, the values are multiplied by `upstream` before they are summed.
         """
         gradient = None
         if self.of_scores:
