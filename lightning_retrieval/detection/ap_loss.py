@@ -3,10 +3,10 @@
 Faster R-CNN classifies regions of interest (RoIs): class 0 is background. Each foreground class ranks all RoIs of the
 batch by their scores, and the loss is RaMBO's mAP loss of these lists; see `losses/blackbox_map.py`.
 
-From the paper: lambda = 0.5, L_mAP and L_APC in the ratio 2 : 1, a memory of tau = 7 batches. Our choice, not stated in
-the paper: scores are the softmax over all classes, without the background's; and the weight of the loss relative to the
-losses of the boxes and of the region proposals. Difference from the paper: the default margin is 0 instead of 0.15. At
-the start of training, softmax scores lie closer together than 0.15, so that the gradient would be exactly zero.
+Lambda = 0.5, the ratio 2 : 1 of L_mAP and L_APC, and the memory of tau = 7 batches are from the paper. The paper states
+neither the scores nor the weight of the loss relative to the losses of the boxes and of the region proposals. Here, the
+scores are the softmax over all classes, without the score of the background. The default margin is 0; in the paper, it
+is 0.15. At the start of training, softmax scores lie closer together than 0.15, so the gradient would be exactly zero.
 """
 
 import warnings
@@ -50,7 +50,7 @@ def foreground_lists(
 
 
 class DetectionAPLoss(nn.Module):
-    """`weight` x (1 - mAP) over the RoIs of a batch, for the classifier of a detector.
+    """The loss `weight` x (1 - mAP) over the RoIs of a batch, for the classifier of a detector.
 
     With several processes, lists rank the global batch: each process gathers the logits and labels of all processes,
     and computes the same loss. The gradient of its local RoIs is multiplied by the number of processes, since
@@ -58,9 +58,9 @@ class DetectionAPLoss(nn.Module):
 
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
-        margin: alpha, from 0 to 100: an object counts as above the others only if it scores this much higher. The
+        margin: alpha, from 0 to 100: an object is ranked above a negative only if it scores more than alpha higher. The
             scores are probabilities.
-        interclass_coef: weight of L_APC, which ranks the scores of all classes in one list, from 0 to 1.
+        interclass_coef: weight, from 0 to 1, of L_APC, which ranks the scores of all classes in one list.
         batch_memory: number of past batches whose scores extend the lists, >= 0.
         weight: weight of the loss, > 0, relative to the losses of the boxes and of the region proposals.
         gather: False restricts the lists and the memory to the shard of each process.
@@ -80,7 +80,7 @@ class DetectionAPLoss(nn.Module):
         0.0
 
     Cost:
-        Two sorts of the scores, and a search in the sorted scores of the memory.
+        The scores are sorted twice, and the sorted scores of the memory are searched.
 
     Relations:
         `RankedRoIHeads` adds this loss to a detector. `BlackboxMAPLoss` is the same loss for any score matrix.
@@ -127,8 +127,8 @@ class DetectionAPLoss(nn.Module):
         if len(scores) == 0:
             return 0 * scores.sum()
         value = self.map_loss(scores, targets)
-        # No warning for a batch without objects: if it is ranked below the objects in the memory, a zero gradient is
-        # right.
+        # There is no warning for a batch without objects, because its gradient should be zero if the batch is ranked
+        # below the objects in the memory.
         if scores.requires_grad and not self._warned and bool((value > LARGE_LOSS) & targets.any()):
             scores.register_hook(self._warn_of_zero_gradient)
         loss: Tensor = self.weight * value

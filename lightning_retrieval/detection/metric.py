@@ -1,4 +1,4 @@
-"""Metrics of detectors on any number of processes: the base class, which collects detections and objects; COCO's AP.
+"""The base class of detection metrics, which collects detections and objects on any number of processes, and COCO's AP.
 
 COCO averages AP over ten thresholds of overlap, from 0.5 to 0.95; AP50 uses only the first. Precision is interpolated
 at 101 levels of recall; at most 100 detections per image count; objects with `iscrowd` are ignored. A class without
@@ -28,13 +28,16 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.optional_packages import optional_import
 
-MAX_IMAGES = 1 << 40  # per process and evaluation
+MAX_IMAGES = 1 << 40  # maximum number of images per process and evaluation
 LEAST_ID = -(1 << 63)
 
-# Columns. Images: key, id. Boxes: the box, score. Annotations of boxes: key of the image, is detection, label, ignored.
+# The number of columns and the dtype of each state. A row of `_images` is a key and an id. A row of `_boxes` is a box
+# and its score. A row of `_annotations` belongs to a box: the key of its image, 1 for a detection or 0 for an object,
+# the label, and 1 if the box is ignored.
 STATES = {"_images": (2, torch.int64), "_boxes": (5, torch.float32), "_annotations": (4, torch.int64)}
 
-# In float64, as in pycocotools, because overlaps and recalls often equal a threshold; torchmetrics' default is float32.
+# These thresholds are in float64, as in pycocotools, because overlaps and recalls often equal a threshold. By default,
+# torchmetrics has float32.
 OVERLAPS = np.linspace(0.5, 0.95, 10).tolist()
 RECALLS = np.linspace(0.0, 1.0, 101).tolist()
 
@@ -203,7 +206,7 @@ def _image_id(owner: str, value: Any) -> int:
 
 
 def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
-    """{key: rows with this key, in order}."""
+    """Map each key to the indices of the rows with this key, in order."""
     order = key.argsort(stable=True)
     keys, counts = torch.unique_consecutive(key[order], return_counts=True)
     return dict(zip(keys.tolist(), order.split(counts.tolist())))
@@ -237,7 +240,7 @@ class COCOMetrics(DetectionMetric):
         (tensor(1.), tensor([nan, 1.]))
 
     Cost:
-        52 bytes for each detection and each object.
+        Each detection and each object takes 52 bytes.
 
     Relations:
         `VOCMetrics` has the rules of Pascal VOC, which has difficult objects.

@@ -19,7 +19,7 @@ from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.training.manual_training import OptimizedModule
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 
-MAX_BATCHES = 1 << 24  # per epoch
+MAX_BATCHES = 1 << 24  # maximum number of batches per epoch
 
 
 class DetectionModule(OptimizedModule):
@@ -32,15 +32,15 @@ class DetectionModule(OptimizedModule):
     Args:
         detector: a torchvision detector with RoI heads and a box classifier, such as Faster and Mask R-CNN.
         loss: replaces the cross entropy of the box classifier; None keeps the cross entropy.
-        optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
-        lr_scheduler: called with the optimizer, or None.
+        optimizer: called with the parameter groups. It is a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
+        lr_scheduler: called with the optimizer; None for no scheduler.
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
         metrics: a metric with `update(detections, targets)`, which computes a dict of scalar tensors and, optionally,
             the vector `AP50_per_class`; None for `COCOMetrics`.
-        seed: the regions sampled in a step are a function of (seed, epoch, batch, rank); if None, the seed of
-            `seed_everything`, else 0.
+        seed: the regions sampled in a step are a function of (seed, epoch, batch, rank). None stands for the
+            seed of `seed_everything` or, without such a seed, for 0.
 
     Raises:
         ValueError: if a number is out of its range; in training, if a box or a label is invalid.
@@ -134,7 +134,7 @@ class DetectionModule(OptimizedModule):
         self._evaluation_metrics.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Update the metrics; returns detections, targets and images, for callbacks."""
+        """Update the metrics, and return detections, targets and images for callbacks."""
         images, targets = self.unpack_batch(batch)
         detections = self(images)
         self._evaluation_metrics.update(detections, targets)
@@ -150,7 +150,7 @@ class DetectionModule(OptimizedModule):
         self._evaluation_metrics.reset()
 
     def test_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Same as `validation_step`."""
+        """The same as `validation_step`."""
         return self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:

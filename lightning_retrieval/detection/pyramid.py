@@ -16,7 +16,7 @@ from lightning_retrieval.optional_packages import optional_import
 
 LEVELS = (1, 2, 3, 4)  # timm's indices of the maps of stride 4, 8, 16 and 32
 ROI_SIZE = 7
-ANCHOR_SIZES = ((32,), (64,), (128,), (256,), (512,))  # for these levels and a level of stride 64
+ANCHOR_SIZES = ((32,), (64,), (128,), (256,), (512,))  # in pixels, for each of `LEVELS` and for a level of stride 64
 
 
 class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
@@ -40,7 +40,7 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
 
     Raises:
         ModuleNotFoundError: if timm is not installed.
-        ValueError: if a number is out of its range, or the backbone does not have such maps.
+        ValueError: if a number is out of its range, or the backbone lacks one of the maps.
         TypeError: if an argument has the wrong type.
 
     Example:
@@ -84,7 +84,7 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
             max_size=max_size,
             rpn_anchor_generator=AnchorGenerator(ANCHOR_SIZES, ((0.5, 1.0, 2.0),) * len(ANCHOR_SIZES)),
             box_head=TwoMLPHead(pyramid_channels * ROI_SIZE**2, head_features),
-            box_predictor=FastRCNNPredictor(head_features, num_classes + 1),  # replaces num_classes
+            box_predictor=FastRCNNPredictor(head_features, num_classes + 1),  # given instead of num_classes
             box_batch_size_per_image=rois_per_image,
             box_score_thresh=score_thresh,
             box_detections_per_img=detections_per_image,
@@ -110,7 +110,7 @@ class TimmPyramid(nn.Module):
         self.body = make_body(name, pretrained)
         below = self.body.feature_info.channels()
         self.pyramid = FeaturePyramidNetwork(below, channels, extra_blocks=LastLevelMaxPool())
-        self.out_channels = channels  # torchvision's detectors read it
+        self.out_channels = channels  # torchvision's detectors read this attribute
         for layer in self.body.modules():
             if isinstance(layer, _BatchNorm):
                 layer.requires_grad_(False)
@@ -153,7 +153,7 @@ def make_body(name: str, pretrained: bool) -> Any:
         import timm
     is_loaded = pretrained and not are_skipped()
     try:
-        if not timm.is_model(name):  # "hf-hub:..." would download a model
+        if not timm.is_model(name):  # a name like "hf-hub:..." would start a download
             raise ValueError("no model of timm")
         body: Any = timm.create_model(name, pretrained=is_loaded, features_only=True, out_indices=LEVELS)
     except Exception as error:

@@ -59,7 +59,7 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
         image_shapes: list[tuple[int, int]],
         targets: list[dict[str, Tensor]] | None = None,
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """Detections, or the losses in training.
+        """The detections in evaluation, or the losses in training.
 
         Args:
             features: maps of the backbone.

@@ -47,7 +47,7 @@ def num_classes(detector: nn.Module) -> int | None:
     """Number of classes of objects that the box classifier of a detector has; None if it is unknown.
 
     Args:
-        detector: a detector of torchvision, or with the same attributes.
+        detector: a detector of torchvision, or a module with the same attributes.
     """
     heads = getattr(detector, "roi_heads", None)
     classifier = getattr(getattr(heads, "box_predictor", None), "cls_score", None)

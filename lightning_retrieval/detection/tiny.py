@@ -38,7 +38,7 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
         ['boxes', 'labels', 'scores']
 
     Relations:
-        It has the interface and the state of torchvision's detectors, so `DetectionModule` can train it.
+        This detector has the interface and the state of torchvision's detectors, so `DetectionModule` can train it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
             rpn_batch_size_per_image=64,
             box_roi_pool=MultiScaleRoIAlign(levels, ROI_SIZE, sampling_ratio=1),
             box_head=TwoMLPHead(PYRAMID_CHANNELS * ROI_SIZE**2, ROI_FEATURES),
-            box_predictor=FastRCNNPredictor(ROI_FEATURES, num_classes + 1),  # replaces num_classes
+            box_predictor=FastRCNNPredictor(ROI_FEATURES, num_classes + 1),  # given instead of num_classes
             box_batch_size_per_image=rois_per_image,
             box_score_thresh=score_thresh,
             box_detections_per_img=detections_per_image,
@@ -93,7 +93,7 @@ class TinyPyramid(nn.Module):
         self.stride_4 = _convolution(width, 2 * width)
         self.stride_8 = _convolution(2 * width, 4 * width)
         self.pyramid = FeaturePyramidNetwork([2 * width, 4 * width], PYRAMID_CHANNELS)
-        self.out_channels = PYRAMID_CHANNELS  # torchvision's detectors read it
+        self.out_channels = PYRAMID_CHANNELS  # torchvision's detectors read this attribute
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> dict[str, Tensor]:
         """Maps of stride 4 (`"0"`) and 8 (`"1"`)."""

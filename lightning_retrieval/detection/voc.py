@@ -22,7 +22,7 @@ from lightning_retrieval.detection.metric import DetectionMetric
 
 
 class Outcome(IntEnum):
-    """How a detection counts."""
+    """The way in which a detection counts: as false, as true, or not at all."""
 
     FALSE = 0
     TRUE = 1
@@ -72,9 +72,9 @@ def voc_average_precision(
         scores: scores of all detections of the class; equal scores are ranked in the given order.
         outcomes: the `Outcome` of each detection.
         objects: number of objects of the class that are not difficult.
-        eleven_points: use the rule until VOC 2009: the mean, over the recalls 0, 0.1, ..., 1, of the highest precision
-            at this or a higher recall. If False, the rule since VOC 2010: the mean of these precisions over all
-            recalls, which is the area under the precision-recall curve made monotone.
+        eleven_points: use the rule of VOC 2007 to 2009: the mean, over the recalls 0, 0.1, ..., 1, of the highest
+            precision at this or a higher recall. If False, use the rule since VOC 2010: the mean of these precisions
+            over all recalls, which is the area under the precision-recall curve made monotone.
 
     Returns:
         The AP, NaN without objects.
@@ -94,7 +94,7 @@ def voc_average_precision(
     counted = outcomes != Outcome.IGNORED
     order = scores[counted].argsort(descending=True, stable=True)
     is_true = (outcomes[counted][order] == Outcome.TRUE).cpu()
-    found = is_true.cumsum(0)  # true detections among the best ones, as exact integers
+    found = is_true.cumsum(0)  # number of true detections among the best, as exact integers
     precision = found.double() / torch.arange(1, len(found) + 1)
     if not eleven_points:
         best_from_here = precision.flip(0).cummax(0).values.flip(0)
@@ -116,8 +116,8 @@ class VOCMetrics(DetectionMetric):
     Args:
         classes: number of classes, >= 1, with labels from 1; 0 is background.
         iou_threshold: smallest overlap at which a detection has found an object, > 0 and at most 1.
-        eleven_points: use the rule of VOC 2007 to 2009, as in published results on VOC 2007; False for the rule since
-            2010.
+        eleven_points: use the rule of VOC 2007 to 2009, as in published results on VOC 2007. If False, use the rule
+            since VOC 2010.
         kwargs: arguments of `torchmetrics.Metric`.
 
     Raises:
@@ -138,7 +138,7 @@ class VOCMetrics(DetectionMetric):
         (tensor(1.), tensor([nan, 1.]))
 
     Cost:
-        52 bytes for each detection and each object.
+        Each detection and each object takes 52 bytes.
 
     Relations:
         `COCOMetrics` has COCO's rules.

@@ -1,8 +1,8 @@
 """The base class of the losses over ranked lists.
 
-A loss of this library is a formula from a block of scores to one value for each query (`query_losses`). The rest is
-shared: cosine scores, relevance, the exclusion of the query itself, evaluation in blocks of queries, class balancing,
-reduction and validation.
+Each loss of this library defines a formula, `query_losses`, which maps a block of scores to one value for each query.
+The base class does the rest: cosine scores, relevance, the exclusion of the query itself, evaluation in blocks of
+queries, class balancing, reduction and validation.
 
 Conventions: a query is never in its own list (unless `include_self`); a query without any relevant candidate has no
 value and is skipped in every mean.
@@ -34,21 +34,21 @@ class RetrievalLoss(BatchLoss, ABC):
             query, NaN for a query without a positive.
         class_balanced: weight each query by 1 / (queries of its class in the batch), rescaled to mean 1, so that each
             class of the batch has the same weight (Revaud et al., ICCV 2019, section 4.5 and Fig. 7).
-        include_self: count the query in its own list and as its own positive, as some official implementations do. For
-            comparison with them only.
+        include_self: count the query in its own list and as its own positive, as some official implementations do. Use
+            this only for comparison with them.
 
     Raises:
         ValueError: if `reduction` is not one of the three.
 
     Relations:
-        Embeddings are normalised inside, in float32 or better, also under autocast. No tensor of size (B, B, B) is ever
-        allocated. One of size (B, B) is allocated only if B is small; otherwise the scores are computed block by block.
-        `torch.compile` gives the same numbers but breaks the graph at the checks and the blocks, whose sizes depend on
-        the labels; `fullgraph=True` raises.
+        The loss normalises the embeddings, in float32 or better, also under autocast. No tensor of size (B, B, B) is
+        ever allocated. One of size (B, B) is allocated only if B is small; otherwise the scores are computed block by
+        block. `torch.compile` gives the same numbers but breaks the graph at the checks and the blocks, whose sizes
+        depend on the labels; `fullgraph=True` raises.
     """
 
-    # `self_is_positive`: with `include_self`, the query is its own positive. `graded`: relevance is a level, not a
-    # bool.
+    # `self_is_positive`: whether a query in its own list is its own positive. `graded`: whether relevance is a level
+    # instead of a bool.
     self_is_positive = True
     graded = False
 
@@ -68,7 +68,7 @@ class RetrievalLoss(BatchLoss, ABC):
 
     @abstractmethod
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        """The formula of the loss: the value of each query's list, which has at least one positive."""
+        """The formula of the loss: one value for each list. Each list has at least one positive."""
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         """Number of elements of the formula's largest tensor, for each query. It determines the size of the blocks.
@@ -80,7 +80,7 @@ class RetrievalLoss(BatchLoss, ABC):
         return torch.full_like(positives, gallery)
 
     def of_batch(self, batch: RankedBatch) -> Float[Tensor, "..."]:
-        """The loss of a batch. Contents and errors are documented in `forward`."""
+        """The loss of a batch. For the contents of a batch and the errors, see `forward`."""
         lists = EmbeddingLists(
             self.name,
             batch,
@@ -150,8 +150,8 @@ class RetrievalLoss(BatchLoss, ABC):
             formula=self._formula(lists, blocks, queries),
             lists=lists,
             blocks=blocks,
-            # These are the weights of the mean for every reduction; `_reduced` scales the result afterwards. The
-            # black-box losses need this: their gradient is not linear in the gradient that they receive.
+            # For every reduction, these are the weights of the mean; `_reduced` scales the result afterwards. The
+            # black-box losses need this order, because their gradient is not linear in the gradient that they receive.
             weights=weights / count,
             count=count,
             parameters=tuple(p for p in self.parameters() if p.requires_grad),

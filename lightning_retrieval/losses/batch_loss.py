@@ -26,7 +26,7 @@ class SharedReads:
         self._results: dict[object, Any] = {}
 
     def get(self, settings: object, read: Callable[[], T]) -> T:
-        """The result of `read`, cached for each value of `settings`, on which alone the result may depend."""
+        """The result of `read`, cached for each value of `settings`. The result must depend on nothing else."""
         if settings not in self._results:
             self._results[settings] = read()
         result: T = self._results[settings]
@@ -40,7 +40,8 @@ class QueryRange:
     Args:
         begin: index of the first query.
         end: index after the last query.
-        total: sums a tensor over all processes. Every process must call it, with a tensor of the same shape.
+        total: function that sums a tensor over all processes. Every process must call this function, with a tensor of
+            the same shape.
     """
 
     begin: int
@@ -81,14 +82,14 @@ class RankedBatch:
 class BatchLoss(nn.Module):
     """Base class of `RetrievalLoss`, `WeightedSum`, `NestedLoss` and `ThirdPartyLoss`: a loss of a whole batch.
 
-    A subclass implements `of_batch`, which everything in this library calls. `terms` holds the unweighted terms of the
-    latest call by name; it is empty for a loss of one term.
+    A subclass implements `of_batch`, the method that the rest of this library calls. `terms` holds the
+    unweighted terms of the latest call by name, and is empty for a loss of one term.
     """
 
     terms: dict[str, Tensor]
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Any:
-        """Raise a TypeError for `temperature=`, as other libraries call it; the message gives the name used here."""
+        """Raise a TypeError for `temperature=`, a name of other libraries; the message gives this library's name."""
         if "temperature" in settings:
             raise TypeError(_temperature_hint(cls))
         return super().__new__(cls)
@@ -111,7 +112,7 @@ class BatchLoss(nn.Module):
         """The loss of a batch in which each row is the query of a list.
 
         Args:
-            embeddings: one row for each query, normalised inside.
+            embeddings: one row for each query; the loss normalises the rows.
             labels: any integers; the same label means relevant.
             ref_emb: the references to rank for each query; None ranks the batch itself.
             ref_labels: labels of `ref_emb`.

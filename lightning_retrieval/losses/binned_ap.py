@@ -4,31 +4,32 @@ FastAP (Cakir, He, Xia, Kulis, Sclaroff: "Deep Metric Learning to Rank", CVPR 20
 
 The squared distances d^2 = 2 - 2 s between unit vectors, from 0 to 4, are put into soft histograms, and AP is a sum
 over the bins (eq. 14). Let h_j be the weight in bin j, H_j the weight up to and including bin j, and h+_j and H+_j the
-same for the positives:
+same weights of the positives only:
 
     FastAP = 1 / N+ * sum over j of H+_j h+_j / H_j,   loss = 1 - mean over queries
 
 Each score divides its weight between the two bins whose centres enclose it, in proportion to the distances.
 
-Symbols: N+ the number of positives, `num_bins` the number of intervals between num_bins + 1 bin centres (as in the
-official code). Difference from the official code: its hand-written backward pass returns N / 2 times the gradient of
-the loss, where N is the number of queries with a positive, and ignores loss weights; here the gradient is that of the
-loss.
+N+ is the number of positives. `num_bins` is the number of intervals between the bin centres, of which there are
+num_bins + 1, as in the official code. The official code has a hand-written backward pass, which returns N / 2 times the
+gradient of the loss, where N is the number of queries with a positive, and ignores loss weights. Here, the gradient is
+the gradient of the loss.
 
 AP_Q (Revaud, Almazan, Rezende, de Souza: "Learning with Average Precision: Training Image Retrieval with a Listwise
 Loss", ICCV 2019), and its tie-aware forms.
 
 Scores are put into M soft bins with centres b_m = high - m Delta, Delta = (high - low) / (M - 1) (eq. 5-7); the first
 and the last bin also hold the scores beyond them. With the precision P_m = H+_m / H_m (eq. 8) and the recall gained in
-a bin, h+_m / N+ (eq. 10), AP_Q = sum over m of P_m h+_m / N+ (eq. 11). The loss is 1 - its mean over the queries
-(eq. 12).
+a bin, h+_m / N+ (eq. 10), AP_Q = sum over m of P_m h+_m / N+ (eq. 11). The loss is 1 minus the mean of AP_Q over
+the queries (eq. 12).
 
 All items in a bin have the same rank. Tie-aware AP averages over the orders of the items in a bin: `"simplified"` (eq.
 13) takes the precision in the middle of the bin, and `"full"` is the form of He, Lu and Sclaroff ("Local Descriptors
 Optimized for Average Precision", CVPR 2018) as the official code implements it.
 
-Differences from the official code: a query without a positive is skipped (there: NaN). The official defaults are 20
-bins on [0, 1] or [-1, 1] and, in dirtorch, 25 bins on [0, 1], where all negative scores tie in the last bin.
+Differences from the official code: a query without a positive is skipped, whereas the official code returns NaN.
+The official code has several defaults: 20 bins on [0, 1] or [-1, 1] and, in dirtorch, 25 bins on [0, 1]. On [0, 1], all
+scores below 0 tie in the last bin.
 """
 
 from typing import Any, Literal
@@ -46,9 +47,9 @@ TieAware = Literal[False, "simplified", "full"]
 
 # The official code divides by c + TINY instead of c, so that an empty bin adds 0.
 TINY = 1e-8
-MOST_BINS = 1 << 16  # leaves float32 at least 8 bits for the position between two bins
+MOST_BINS = 1 << 16  # with at most so many bins, float32 has at least 8 bits for the position between two bins
 
-# A position on the bin axis so far from all bins that the item has no weight in any of them.
+# An item at this position on the bin axis has no weight in any bin.
 OUTSIDE = -2.0
 
 
@@ -68,7 +69,7 @@ def soft_histograms(
     u_i = at(u, query, i)  # (pos,)
     left = u_i.detach().floor().clamp(max=bins - 2)  # (pos,)
     weight_right = u_i - left
-    left_index = query * bins + left.long()  # into the flattened (query, bin)
+    left_index = query * bins + left.long()  # index into the flattened (query, bin) matrix
     h_pos = u.new_zeros(len(u) * bins)
     h_pos = h_pos.index_add(0, left_index, 1 - weight_right).index_add(0, left_index + 1, weight_right)
     return h, h_pos.view(len(u), bins)
@@ -126,7 +127,7 @@ class FastAPLoss(RetrievalLoss):
         num_bins: number of intervals into which the squared distances from 0 to 4 are divided, from 2 to 65,536.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list. Only for comparison with other code.
+        include_self: rank the query in its own list. Use this only for comparison with other code.
 
     Raises:
         ValueError: if `num_bins` is out of its range or `reduction` is unknown.
@@ -165,7 +166,7 @@ class FastAPLoss(RetrievalLoss):
 def quantized_ap(
     lists: ScoreBlock, *, num_bins: int, low: float, high: float, tie_aware: TieAware = False
 ) -> Float[Tensor, " query"]:
-    """1 - AP_Q of each list (equation 11), or 1 - its tie-aware form.
+    """1 minus the AP_Q of each list (equation 11), or 1 minus a tie-aware form of AP_Q.
 
     Args:
         lists: ranked lists with at least one positive each.
@@ -185,7 +186,10 @@ def quantized_ap(
 def simplified_tie_aware_ap(
     c: Float[Tensor, "query bin"], c_pos: Float[Tensor, "query bin"]
 ) -> Float[Tensor, " query"]:
-    """Equation 13: sum over bins of c+ (C+' + (c+ + 1) / 2) / (C' + (c + 1) / 2) / N+, with C' the sum before a bin.
+    """The simplified tie-aware AP (equation 13).
+
+    It is the sum over bins of c+ (C+' + (c+ + 1) / 2) / (C' + (c + 1) / 2) / N+, where C' and C+' are the sums of c and
+    c+ over the bins before.
 
     Args:
         c: weight of the candidates in each bin.
@@ -198,7 +202,11 @@ def simplified_tie_aware_ap(
 
 
 def tie_aware_ap(c: Float[Tensor, "query bin"], c_pos: Float[Tensor, "query bin"]) -> Float[Tensor, " query"]:
-    """He et al.: sum of c+ (c r + (C+' + 1 - r (C' + 1)) ln((C + 1) / (C' + 1))) / c / N+, r = (c+ - 1) / (c - 1).
+    """The full tie-aware AP of He et al.
+
+    It is the sum over bins of c+ (c r + (C+' + 1 - r (C' + 1)) ln((C + 1) / (C' + 1))) / c / N+, where
+    r = (c+ - 1) / (c - 1), C is the sum of c up to and including the bin, and C' and C+' are the sums of c and c+ over
+    the bins before.
 
     Args:
         c: weight of the candidates in each bin.
@@ -223,10 +231,10 @@ class QuantizedAPLoss(RetrievalLoss):
         low: centre of the last bin, below `high`.
         high: centre of the first bin.
         tie_aware: how items in the same bin are ranked: False gives all of them the same rank (AP_Q); `"simplified"`
-            and `"full"` average AP over their possible orders.
+            and `"full"` average AP over the possible orders of these items.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight (section 4.5 and Fig. 7 of the paper).
-        include_self: rank the query in its own list. Only for comparison with other code.
+        include_self: rank the query in its own list. Use this only for comparison with other code.
 
     Raises:
         ValueError: if `num_bins` is out of its range, `low` is not below `high`, one of them is not finite, or

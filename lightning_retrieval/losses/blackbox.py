@@ -23,11 +23,11 @@ is a constant:
 with l(x) = log(1 + x) or log(1 + log(1 + x)).
 
 The official code has a memory of tau past batches (`BatchMemoryRecallLoss`). It appends the stored score rows to those
-of the batch, as further queries; no list becomes longer, and the stored rows have no gradient. It has two effects.
-First, ranks there are divided by the number of rows, which is now tau + 1 times as large, so x becomes (tau + 1) x.
-Second, the mean is over tau + 1 times as many positives. If all batches have the same numbers of queries and positives,
-the gradient is therefore that of the weighting l((tau + 1) x) / (tau + 1) without a memory, whatever the stored scores
-are. `batch_memory` is this tau.
+of the batch, as further queries; no list becomes longer, and the stored rows have no gradient. The memory has two
+effects. First, the official code divides ranks by the number of rows, which is now tau + 1 times as large, so x becomes
+(tau + 1) x. Second, the mean runs over tau + 1 times as many positives. If all batches have the same numbers of queries
+and positives, the memory therefore changes the gradient exactly as if l((tau + 1) x) / (tau + 1) replaced l(x),
+whatever the stored scores are. `batch_memory` is this tau.
 
 Differences from the official code, for all losses that use this file: the margin is not random; nothing is added to the
 number of positives; lambda acts on the gradient of the mean, so a loss weight or a gradient scale does not change the
@@ -56,7 +56,7 @@ from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import Positives, ScoreBlock, joined, true_indices
 from lightning_retrieval.losses.roadmap import PairLoss
 
-LARGEST_MARGIN = 100.0  # beyond this, different scores of positives may become equal in float32
+LARGEST_MARGIN = 100.0  # a larger margin may make different scores of positives equal in float32
 TINY = 1e-8  # the official code divides by lambda + TINY
 MOST_COMPARED = 16  # up to this many positives of a query, comparing each with all negatives is faster than a sort
 
@@ -115,7 +115,7 @@ class SortedLists(NamedTuple):
 
 
 def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
-    """Prepare a block of lists for ranking, without a gradient. All are sorted if one query has many positives.
+    """Prepare a block of lists for ranking, without a gradient. All lists are sorted if one query has many positives.
 
     Args:
         lists: a block of ranked lists.
@@ -145,8 +145,8 @@ def positive_ranks(
         scores: similarities, higher is nearer, to which the gradient flows.
         lists: `sort_lists` of the same scores.
         lambda_: length of the interpolation, > 0, for gradients with respect to ranks divided by the list's length.
-        past: lists of the same queries from past batches, to be appended to `lists`. Their positives are returned too;
-            their scores have no gradient.
+        past: lists of the same queries from past batches, to be appended to `lists`. Their positives are returned, too,
+            but have no gradient.
     """
     query, rank, rank_among_positives = _PositiveRank.apply(scores, (lists, *past), lambda_)
     return query, rank, rank_among_positives
@@ -189,7 +189,8 @@ class _PositiveRank(torch.autograd.Function):
         rank_among_positives = _count_positives_at_least(positives, s)
         rank = _count_negatives_at_least(lists, positives, s) + rank_among_positives
         length = torch.stack([part.length for part in lists]).sum(0)  # (query,)
-        scale = length.to(scores.dtype) * lambda_  # (query,): lambda, for ranks divided by the length
+        # `lambda_` is for ranks divided by the list's length; these ranks are not divided.
+        scale = length.to(scores.dtype) * lambda_  # (query,)
         ctx.save_for_backward(by_query, s, rank, scale)
         ctx.lists, ctx.positives, ctx.lambda_ = lists, positives, lambda_
         rank_among_positives = rank_among_positives.to(scores.dtype)
@@ -326,14 +327,14 @@ class BlackboxAPLoss(RetrievalLoss):
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length. Larger values give smoother
             and less faithful gradients.
-        margin: alpha, from 0 to 100: a positive counts as above the others only if it scores this much higher.
+        margin: alpha, from 0 to 100: a positive is ranked above a negative only if it scores more than alpha higher.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list. Only for comparison with other code.
+        include_self: rank the query in its own list. Use this only for comparison with other code.
 
     Raises:
-        ValueError: if `lambda_` is not a number from 1e-12 to 1e12, `margin` is not one from 0 to 100, or `reduction`
-            is unknown.
+        ValueError: if `lambda_` is not a number from 1e-12 to 1e12, `margin` is not a number from 0 to 100, or
+            `reduction` is unknown.
         TypeError: if `lambda_` or `margin` is not a number.
 
     Example:
@@ -345,11 +346,12 @@ class BlackboxAPLoss(RetrievalLoss):
         0.25
 
     Cost:
-        One sort of each list, or a few comparisons for each positive if no query of a block has more than 16; memory is
-        that of one block of queries.
+        If a query of a block has more than 16 positives, each list of the block is sorted once; otherwise each positive
+        is compared with all negatives a few times. Memory is that of one block of queries.
 
     Relations:
-        With `margin=0` its value is exactly 1 - AP. `BlackboxRecallLoss` gives more weight to the first ranks.
+        With `margin=0`, the value of this loss is exactly 1 - AP. `BlackboxRecallLoss` gives more weight to the first
+        ranks.
     """
 
     def __init__(
@@ -375,7 +377,7 @@ Weighting = Literal["log", "loglog"]
 def blackbox_recall_sums(
     lists: ScoreBlock, *, lambda_: float, margin: float, weighting: Weighting = "log", batch_memory: int = 0
 ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
-    """For each query, the sum over its positives of l(negatives above), and the number of positives (eq. 16-20).
+    """For each query, the sum of l(number of negatives above) over its positives, and their number (eq. 16-20).
 
     Args:
         lists: a block of ranked lists.
@@ -401,15 +403,15 @@ class BlackboxRecallLoss(PairLoss):
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length. The default is the paper's
             value; 0.8 was better on both data sets of docs/study/losses.md.
-        margin: alpha, from 0 to 100: a positive counts as above the others only if it scores this much higher.
+        margin: alpha, from 0 to 100: a positive is ranked above a negative only if it scores more than alpha higher.
         weighting: l of the paper: `"log"`, log(1 + x), or `"loglog"`, log(1 + log(1 + x)).
-        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x). Nothing is stored: on the gradient, this has
-            the same effect as the official code's memory of the scores of tau past batches, once that is full.
+        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x). Nothing is stored: the effect on
+            the gradient is that of the official code's memory once it holds the scores of tau past batches.
         pair_mean: `"query"`, the mean over a query's positives, then over queries (the paper, section 5.1), or `"all"`,
             the mean over the positives of all queries together (the official code).
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list. Only for comparison with other code.
+        include_self: rank the query in its own list. Use this only for comparison with other code.
 
     Raises:
         ValueError: if `lambda_` is not from 1e-12 to 1e12, `margin` is not from 0 to 100, `batch_memory` is negative,
@@ -426,11 +428,11 @@ class BlackboxRecallLoss(PairLoss):
         0.3466
 
     Cost:
-        One sort of each list, or a few comparisons for each positive if no query of a block has more than 16; memory is
-        that of one block of queries.
+        If a query of a block has more than 16 positives, each list of the block is sorted once; otherwise each positive
+        is compared with all negatives a few times. Memory is that of one block of queries.
 
     Relations:
-        `BlackboxAPLoss` optimises AP itself. Unlike `batch_memory`, `CrossBatchMemory` makes lists longer, with past
+        `BlackboxAPLoss` optimises AP itself. Unlike `batch_memory`, `CrossBatchMemory` extends the lists by past
         embeddings.
     """
 

@@ -1,7 +1,7 @@
 """RaMBO's mAP loss for score matrices (Rolinek et al., CVPR 2020, sections 4.3 and 5.2). The paper trains detectors
 with it.
 
-Each column of a score matrix (images, classes) is a class that ranks the images:
+Each column of a score matrix of shape (images, classes) belongs to a class, which ranks the images:
 
     L_mAP = mean over classes of 1 - AP(class)                                                        (eq. 22)
     L_APC = 1 - AP of all scores in one list, whatever their class                                    (eq. 23)
@@ -54,7 +54,7 @@ def map_loss(
     leaf = scores.detach().requires_grad_()
     with torch.enable_grad():
         query, rank, rank_among_positives = positive_ranks(leaf, lists, lambda_=lambda_, past=past)
-        count = torch.bincount(query, minlength=len(scores))  # (query,): positives
+        count = torch.bincount(query, minlength=len(scores))  # (query,): number of positives
         queries = (count > 0).sum().clamp(min=1)
         weight = 1 / (count * queries)[query].to(rank.dtype)  # (pos,)
         loss = (weight * (1 - rank_among_positives / rank)).sum()
@@ -83,7 +83,7 @@ class BlackboxMAPLoss(nn.Module):
 
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
-        margin: alpha, from 0 to 100: a positive counts as above the others only if it scores this much higher.
+        margin: alpha, from 0 to 100: a positive is ranked above a negative only if it scores more than alpha higher.
         interclass_coef: weight of L_APC, from 0 to 1.
         batch_memory: number of past batches whose scores extend the lists, >= 0.
 
@@ -168,7 +168,10 @@ class BlackboxMAPLoss(nn.Module):
         return settings_repr(self)
 
     def _lambda_of(self, weight: float) -> float:
-        """lambda times the weight of a term, but at least the smallest lambda allowed, which changes no rank anyway."""
+        """lambda times the weight of a term, or the smallest lambda allowed if this is larger.
+
+        The smallest lambda changes no rank anyway.
+        """
         return max(self.lambda_ * weight, SMALLEST)
 
     def _sort_memory(self, scores: Tensor) -> None:

@@ -22,11 +22,12 @@ from lightning_retrieval.distributed import size_for
 from lightning_retrieval.losses.lists import RankedLists
 from lightning_retrieval.losses.positives import ScoreBlock
 
-# Elements of a formula's largest tensor in one block. The values affect results only by rounding. They depend only on
-# the type of the device, so that a run can be reproduced on another machine.
+# Number of elements of a formula's largest tensor in one block. The numbers affect results only by rounding. They
+# depend only on the type of the device, so that a run can be reproduced on another machine.
 BLOCK_ELEMENTS = 1 << 19  # 2 MiB of float32: large enough for a CPU's full speed, small enough to stay in its caches
-ACCELERATOR_BLOCK_ELEMENTS = 1 << 25  # 128 MiB: few launches, each with enough work for all of its cores
-# Number of scores in a group of blocks: a whole batch of 4,096 on a CPU, of 8,192 on an accelerator.
+ACCELERATOR_BLOCK_ELEMENTS = 1 << 25  # 128 MiB: few kernel launches, each with enough work for all cores
+# Number of scores in a group of blocks: all scores of a batch of 4,096 on a CPU, and of a batch of 8,192 on an
+# accelerator.
 GROUP_ELEMENTS = 1 << 24  # 64 MiB
 ACCELERATOR_GROUP_ELEMENTS = 1 << 26  # 256 MiB
 
@@ -62,7 +63,7 @@ class BlockGroup:
     blocks: tuple[Block, ...]
 
     def split(self, scores: Float[Tensor, "group gallery"]) -> Iterator[tuple[Block, Float[Tensor, "block gallery"]]]:
-        """Each block with its scores: a view of the group's scores without a graph."""
+        """Each block with its scores, which are a view of the group's scores, without a graph."""
         sizes = [len(block.rows) for block in self.blocks]
         for block, of_block in zip(self.blocks, scores.split(sizes)):
             yield block, of_block.detach()
@@ -90,7 +91,7 @@ class BlockPlan:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that gradients are computed for: those of the lists, then the parameters."""
+        """The tensors that gradients are computed for: the tensors of the lists, then the parameters."""
         return (*self.lists.tensors, *self.parameters)
 
     def groups(self) -> Iterator[BlockGroup]:
@@ -155,8 +156,8 @@ class _BlockGradients:
             scores: the scores that `values` was computed from.
             values: the weighted value of each query, with a graph.
             upstream: the incoming gradient of each value; 1 if None. A score affects the value of one query only, so
-                the gradient of the scores is scaled afterwards. The parameters affect all values, so for them the
-                values are scaled before they are summed.
+                the gradient of the scores is multiplied by `upstream` afterwards. The parameters affect all values, so
+                for the gradient of the parameters, the values are multiplied by `upstream` before they are summed.
         """
         gradient = None
         if self.of_scores:

@@ -94,7 +94,7 @@ class NestedLoss(BatchLoss):
         """The weighted sum over `dims`."""
         check_batch(type(self.loss).__name__, batch)
         check_dims_fit(type(self).__name__, self.dims, batch.embeddings)
-        # The largest first: only the first call checks, as part of the shared reads, that all embeddings are finite.
+        # The largest of `dims` comes first: only the first call checks, in a shared read, that embeddings are finite.
         values = [self.part.of_batch(shortened) for shortened in self._shortened(batch)]
         values.reverse()
         self.terms = {f"{dim}d": value.detach() for dim, value in zip(self.dims, values)}
@@ -103,7 +103,7 @@ class NestedLoss(BatchLoss):
         return torch.stack(weighted).sum(0)
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
-        """Raises TypeError: a score matrix has no dimensions."""
+        """Raise a TypeError, because a score matrix has no embeddings to shorten."""
         raise TypeError(
             f"{type(self).__name__}: a nested loss cannot be computed from a score matrix, which has no dimensions; "
             "call it with embeddings and labels."
@@ -199,7 +199,7 @@ class WeightedSum(BatchLoss):
         return self._sum(values)
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
-        """The weighted sum of a score matrix, if all terms have `from_scores`; arguments as in `RetrievalLoss`."""
+        """The weighted sum for a score matrix, with the arguments of `RetrievalLoss`; all terms need `from_scores`."""
         values: dict[str, Tensor] = {}
         for name, part in self.parts.items():
             loss: Any = part

@@ -10,9 +10,9 @@ An item that shares l of the L label levels with the query has rel = (l / L)^alp
 l). In rank(i), items that share fewer levels with the query than i are counted by SupAP's H^-, which is never below the
 step function; all other items, and all items in H-rank(i), are counted by the step function, without a gradient.
 
-As in the official code, items are lower or higher than i by the number of shared levels; relevance is only a weight.
-The two orders can differ: if a fine level has many items and a coarser level few, the coarser items have the higher
-relevance.
+As in the official code, the number of shared levels decides which items are lower than i; relevance is only a weight.
+The order by levels and the order by relevance can differ: if a fine level has many items and a coarser level few, the
+coarser items have the higher relevance.
 
 Differences from the official code: the query is neither in its own list nor counted in any level; a query without a
 relevant item is skipped. `hrank_slopes` is the official code's optional gradient through H-rank.
@@ -35,14 +35,14 @@ from lightning_retrieval.losses.smooth_ap import Step, count_above
 def hap(
     lists: ScoreBlock, *, alpha: float, h_minus: Step, hrank_slopes: tuple[float, ...] | None = None
 ) -> Float[Tensor, " query"]:
-    """1 - HAP of each list, with H^- in the ranks.
+    """1 minus the HAP of each list. H^- counts the items of lower levels in the ranks.
 
     Args:
         lists: ranked lists with at least one positive each; `relevant` is the number of label levels that an item
             shares with the query.
         alpha: exponent of the relevance, > 0.
         h_minus: sums H^- over the gallery.
-        hrank_slopes: (beta, gamma, leak) of `soft_step`, or None: H-rank has no gradient.
+        hrank_slopes: (beta, gamma, leak) of `soft_step`; if None, H-rank has no gradient.
     """
     positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
@@ -122,23 +122,24 @@ class HAPLoss(UpperStepLoss):
     Args:
         alpha: exponent of the relevance: larger values give finer levels more weight, > 0.
         tau: temperature of the sigmoid, > 0.
-        rho: slope of H^- above `delta`, > 0. H^- is the function that counts the items which share fewer levels with
-            the query than the item that is ranked; `SupAPLoss` counts negatives by it.
+        rho: slope of H^- above `delta`, > 0. H^- is the function by which `SupAPLoss` counts negatives. Here it counts
+            the items that share fewer levels with the query than the ranked item does.
         delta: the difference of scores above which H^- is linear, > 0.
         offset: value of H^- just above `delta`, >= 0; if None, H^- is continuous there.
-        start: added to the sigmoid above 0, >= 0; H^- is an upper bound of the step function if this is at least 0.5.
+        start: constant added to the sigmoid above 0, >= 0. H^- is an upper bound of the step function if `start` is at
+            least 0.5.
         hrank_slopes: None, or (beta, gamma, leak). If given, items that share more levels with the query are counted in
             H-rank by min(beta t + gamma, 1) for t above 0 and leak t below. The official configuration HAPPIER_5_SOP
             has (25, 0.5, 10).
         reduction: `"mean"` or `"sum"` over the queries that have a relevant item, or `"none"`: one value per query.
         class_balanced: give every class (of the finest level) of the batch the same total weight.
-        include_self: rank the query in its own list, as the official code does. Only for comparison with it.
+        include_self: rank the query in its own list, as the official code does. Use this only for comparison.
 
     Raises:
         ValueError: if `alpha`, `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is not from 0 to
             1e12, a slope is not finite, or the number of slopes is not three; when called, if the label levels do not
             nest.
-        TypeError: if one of them is not a number.
+        TypeError: if one of these arguments is not a number.
 
     Example:
         >>> import torch
@@ -152,7 +153,7 @@ class HAPLoss(UpperStepLoss):
         Time grows with (queries) x (relevant items per query) x (references); memory is that of one block of queries.
 
     Relations:
-        With one level it is `SupAPLoss`.
+        With one label level, this loss is `SupAPLoss`.
     """
 
     graded = True

@@ -26,7 +26,8 @@ from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch, Share
 from lightning_retrieval.ranking.labels import check_nesting, finest
 from lightning_retrieval.ranking.rows import normalize
 
-# Positives are counted in blocks of a mask with at most this many elements, on the CPU and on other devices.
+# Positives are counted in blocks of a mask. These are the largest numbers of elements of a block: on the CPU, and on
+# other devices.
 COUNTED_ELEMENTS = 1 << 22
 ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
 
@@ -70,13 +71,13 @@ class RankedLists(ABC):
 
     @abstractmethod
     def class_weights(self, valid: Bool[Tensor, " query"]) -> Float[Tensor, " query"]:
-        """1 / (valid queries of the query's class), rescaled to mean 1 over the valid queries; 0 for the others."""
+        """1 / (number of valid queries of the query's class), rescaled to mean 1; 0 for queries that are not valid."""
 
     def count_positives(self) -> tuple[Int[Tensor, " query"], Int[Tensor, " query"]]:
         """Number of relevant candidates of each query, on the device and on the CPU.
 
-        This is the only call in which a loss waits for the device, except that losses of graded relevance also read the
-        levels. So this call also raises if the inputs are not finite.
+        A loss waits for the device only in this call, except that losses of graded relevance also read the levels. For
+        this reason, this call also checks that the inputs are finite.
         """
         counts = self._count_on_device()
         finite = torch.stack([values.isfinite().all() for values in self.given.values()])
@@ -92,7 +93,7 @@ class RankedLists(ABC):
         rows_of_a_block = elements // max(1, self.gallery)
         counts = []
         for block in rows.split(max(1, rows_of_a_block)):
-            relevant = self.masks(block)[0]  # the candidates are freed at once
+            relevant = self.masks(block)[0]  # the mask of candidates is freed at once
             counts.append((relevant > 0).sum(1))
         return torch.cat(counts)
 
@@ -172,7 +173,7 @@ def _check_mask(owner: str, name: str, mask: Tensor, scores: Tensor, *, graded: 
         )
 
 
-# Rows and columns of the tiles in which a matrix is transposed.
+# Number of rows, and of columns, of the tiles in which a matrix is transposed.
 CPU_TILE = 256
 ACCELERATOR_TILE = 4096
 

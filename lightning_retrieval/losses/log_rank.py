@@ -1,7 +1,8 @@
-"""Log rank: a smooth upper bound of -log AP, of this library's own.
+"""Log rank, a loss of this library: a smooth upper bound of -log AP.
 
-With N_i negatives at or above positive i and p_i positives, itself included, its precision is p_i / (p_i + N_i), which
-is at least 1 / (1 + N_i). AP is the mean of the precisions of a query's positives, so
+Let N_i be the number of negatives at or above positive i, and p_i the number of positives at or above i, i included.
+The precision at i is p_i / (p_i + N_i), which is at least 1 / (1 + N_i). AP is the mean of the precisions of a query's
+positives, so
 
     -log AP = -log mean_i precision_i
            <= mean_i -log precision_i          (Jensen's inequality)
@@ -12,17 +13,20 @@ because softplus(x) / ln 2 is nowhere below the step: it is positive, increasing
 
     l = mean over its positives i of log(1 + rn_i) + lambda (1 - s_i)
 
-Symbols: s `scores`, tau `tau`, lambda `lambda_`. With lambda = 0 it is the bound; the second term pulls every positive
-to its query. The logarithm of a rank is what WARP weights pairs by (Usunier et al., ICML 2009; Weston et al., IJCAI
-2011), and what RaMBO's recall takes of the number of negatives above (Rolinek et al., CVPR 2020). With exp in place of
-softplus, log(1 + rn_i) would be the cross entropy of positive i against the negatives, a term like those of the
-supervised contrastive loss (Khosla et al., NeurIPS 2020), which bounds the logarithm of a rank too (Bruch et al.,
-ICTIR 2019). The count grows linearly with a difference of scores and not exponentially, so that the negative that is
-furthest above does not take the whole gradient.
+Symbols: s `scores`, tau `tau`, lambda `lambda_`. With lambda = 0, the loss is the bound of -log AP; the second term
+pulls every positive to its query.
 
-The gradient of log(1 + rn_i) by s_i is -sum_j sigma((s_j - s_i) / tau) / (tau ln 2 (1 + rn_i)). If n negatives are
-above i, by d on average and d is well above tau, it is close to -1 / d, whatever n is. That of AP falls with the square
-of the rank, and that of a sigmoid vanishes with d, so that Smooth-AP hardly moves a positive that is ranked far down.
+Other losses use the logarithm of a rank, too: WARP weights pairs by it (Usunier et al., ICML 2009; Weston et al., IJCAI
+2011), and RaMBO's recall loss averages log(1 + N_i) (Rolinek et al., CVPR 2020). If exp replaced the softplus,
+log(1 + rn_i) would be the cross entropy of positive i against the negatives. The supervised contrastive loss has such
+terms (Khosla et al., NeurIPS 2020), and they also bound the logarithm of a rank (Bruch et al., ICTIR 2019). But exp
+grows exponentially with the difference of scores, so the negative furthest above i takes almost the whole gradient. A
+softplus grows linearly.
+
+The gradient of log(1 + rn_i) with respect to s_i is -sum_j sigma((s_j - s_i) / tau) / (tau ln 2 (1 + rn_i)). If n
+negatives are above i by d on average, and d is well above tau, this gradient is close to -1 / d, whatever n is. In
+contrast, the gradient of AP falls with the square of the rank, and the gradient of a sigmoid vanishes as d grows.
+Therefore Smooth-AP hardly moves a positive that is ranked far down.
 """
 
 import math
@@ -36,7 +40,7 @@ from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 from lightning_retrieval.losses.smooth_ap import count_above
 
-HALVINGS = 5  # of the factors of a product, so that it has 32
+HALVINGS = 5  # number of times that factors are multiplied in pairs; a product then has 32 factors
 
 
 def log_rank(lists: ScoreBlock, *, tau: float, lambda_: float) -> Float[Tensor, " query"]:
@@ -60,10 +64,10 @@ def log_rank(lists: ScoreBlock, *, tau: float, lambda_: float) -> Float[Tensor, 
 def softplus_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
     """softplus(t), summed over j, and its slope sigma(t).
 
-    softplus(t) is max(t, 0) - log(max(sigma(t), 1 - sigma(t))), which cannot overflow. The argument of the logarithm is
-    from 1/2 to 1, so that products of 32 of them can be taken before it, but not in float16, where they would be 0:
-    logarithms take longer than all the rest. In float32, each term has an error of up to 6e-8, so that a softplus below
-    that may count as 0; the slope has no such error.
+    softplus(t) is computed as max(t, 0) - log(max(sigma(t), 1 - sigma(t))), which cannot overflow. Logarithms would
+    take longer than all other operations, so 32 arguments are multiplied before a logarithm is taken. Each argument is
+    from 1/2 to 1; the product of 32 arguments would be 0 in float16, but not in float32. In float32, each term has an
+    error of up to 6e-8, so a softplus below 6e-8 may count as 0. The slope has no such error.
     """
     slope = t.sigmoid()
     linear_part = t.clamp_(min=0).sum(1)
@@ -82,11 +86,11 @@ class LogRankLoss(RetrievalLoss):
     Args:
         tau: temperature of the softplus that counts the negatives above a positive, > 0.
         lambda_: weight of 1 - similarity of each positive, >= 0. With 0, the loss is the bound alone. With 4
-            images of a class and for a head on frozen features, 3 was as good as 1 or better; with 8 images of a class
-            it was worse, and 0 was best.
+            images of each class in a batch, and for a head on frozen features, 3 was as good as 1 or better. With 8
+            images of each class, 3 was worse than 1, and 0 was best.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list, as its own positive. For comparison only.
+        include_self: rank the query in its own list, as its own positive. Use this only for comparison.
 
     Raises:
         ValueError: if `tau` is not from 1e-12 to 1e12, `lambda_` is not from 0 to 1e12, or `reduction` is unknown.
@@ -106,11 +110,12 @@ class LogRankLoss(RetrievalLoss):
         Time grows with (queries) x (positives per query) x (references); memory is that of one block of queries.
 
     Relations:
-        Not a loss from 0 to 1 as `SmoothAPLoss`: it has the size of the logarithm of a rank, and diverges as tau -> 0
-        if a negative is above a positive. Its gradients are much longer, too: train with gradient clipping
-        (`RetrievalModule(gradient_clip_val=1.0)`), without which it was worse. A factor on the loss, as in
-        `WeightedSum`, changes what is clipped. `BlackboxRecallLoss` is log(1 + N_i) with exact counts. The default
-        suits cosine similarities: `from_scores` pulls the scores of positives to 1 and beyond, unless `lambda_` is 0.
+        Unlike `SmoothAPLoss`, this loss is not limited to values from 0 to 1: it has the size of the logarithm of a
+        rank, and diverges as tau -> 0 if a negative is above a positive. Its gradients are much longer than the
+        gradients of `SmoothAPLoss`. Train with gradient clipping (`RetrievalModule(gradient_clip_val=1.0)`); without
+        clipping, results were worse. With clipping, a weight of the loss, as in `WeightedSum`, changes how much of a
+        step is clipped. `BlackboxRecallLoss` is log(1 + N_i) with exact counts. Use `from_scores` with `lambda_=0`
+        unless the scores are cosine similarities: a larger `lambda_` pulls the scores of positives to 1 and beyond.
     """
 
     def __init__(

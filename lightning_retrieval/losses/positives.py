@@ -100,7 +100,10 @@ class ScoreBlock:
 
 
 def joined(parts: Sequence[Positives]) -> tuple[Positives, Int[Tensor, " pos"]]:
-    """The positives of the same queries in several lists, merged, and the position of each in the joined `parts`."""
+    """Merge the positives of several lists of the same queries.
+
+    Also return the position of each merged positive in the concatenated `parts`.
+    """
     query, order = torch.cat([part.query for part in parts]).sort(stable=True)
     index = torch.cat([part.index for part in parts])[order]
     counts = torch.stack([part.counts for part in parts]).sum(0)
@@ -108,7 +111,7 @@ def joined(parts: Sequence[Positives]) -> tuple[Positives, Int[Tensor, " pos"]]:
 
 
 def true_indices(mask: Shaped[Tensor, "*shape"], number: int) -> tuple[Int[Tensor, " true"], ...]:
-    """`mask.nonzero(as_tuple=True)` of a vector or matrix of which `number` elements are not 0."""
+    """`mask.nonzero(as_tuple=True)` of a vector or a matrix in which `number` elements are not 0."""
     if not is_accelerator(mask.device):  # there is nothing to wait for
         return mask.nonzero(as_tuple=True)
     true_so_far = (mask != 0).flatten().cumsum(0, dtype=torch.int32)

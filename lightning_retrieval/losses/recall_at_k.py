@@ -30,7 +30,7 @@ def recall_at_k(
 
     Args:
         lists: ranked lists with at least one positive each.
-        ks: the values of k, each >= 1; values above the number of columns are reduced to it.
+        ks: the values of k, each >= 1; values above the number of columns are reduced to this number.
         tau_rank: temperature of the ranks, > 0.
         tau_k: temperature of the comparison of a rank with k, > 0; one number, or one for each k.
     """
@@ -51,12 +51,12 @@ class RecallAtKLoss(RetrievalLoss):
     """1 - recall@k, averaged over several k, with soft ranks and a soft threshold.
 
     Args:
-        ks: the values of k, each >= 1; values above the number of ranked rows are reduced to it.
+        ks: the values of k, each >= 1; values above the number of ranked rows are reduced to this number.
         tau_rank: temperature of the sigmoids whose sum is a rank, > 0.
         tau_k: temperature of the sigmoid that compares a rank with k, > 0; one number, or one for each k.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query itself too, as the official code does. Only for comparison with it.
+        include_self: rank the query itself too, as the official code does. Use this only for comparison.
 
     Raises:
         ValueError: if `ks` is empty or holds a number below 1, a temperature is not from 1e-12 to 1e12, or `tau_k` is a
@@ -75,7 +75,7 @@ class RecallAtKLoss(RetrievalLoss):
         Time grows with (queries) x (positives per query) x (references); memory is that of one block of queries.
 
     Relations:
-        Its soft ranks are those of `SmoothAPLoss`.
+        The soft ranks of this loss are those of `SmoothAPLoss`.
     """
 
     self_is_positive = False

@@ -20,11 +20,13 @@ below beta:
 
     L = mean over positives of [alpha - s]_+  +  mean over negatives of [s - beta]_+
 
-Differences from the official code: the query is not in its own list; a query without a positive is skipped. The
-official configuration has offset 1.44, at which H^- steps down at delta; before pull request 13 of its repository
-(November 2022), the linear part of the official code was rho t + offset. The means of the calibration are taken for
-each query, and then over the queries; the official code takes one mean over all pairs of the batch that violate their
-bound (`pair_mean="nonzero"`). This choice changes the weight of the term by a factor of up to 8.
+Differences from the official code: the query is not in its own list; a query without a positive is skipped. In the
+official configuration, the offset is 1.44, so H^- steps down at delta. Before pull request 13 of the official
+repository (November 2022), the linear part was rho t + offset.
+
+The means of the calibration are taken over the pairs of each query, and then over the queries. The official code takes
+one mean over all pairs of the batch that violate their bound (`pair_mean="nonzero"`). The choice between these means
+changes the weight of the calibration by a factor of up to 8.
 """
 
 import functools
@@ -55,7 +57,7 @@ from lightning_retrieval.losses.smooth_ap import Step, count_above
 
 
 def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
-    """1 - a lower bound of the AP of each list: negatives are counted by H^-.
+    """1 minus a lower bound of the AP of each list. Negatives are counted by H^-.
 
     Args:
         lists: ranked lists with at least one positive each.
@@ -98,7 +100,7 @@ def upper_step(
         offset = float(sigma_at_delta) + start
     sigma = torch.sigmoid(t / tau)
     is_linear = torch.gt(t, delta, out=torch.empty_like(t))
-    slope = torch.addcmul(sigma, sigma, sigma, value=-1).div_(tau)  # of the curved part
+    slope = torch.addcmul(sigma, sigma, sigma, value=-1).div_(tau)  # slope of the curved part
     slope.lerp_(torch.full_like(slope[:1], rho), is_linear)
 
     is_above = torch.gt(t, 0, out=torch.empty_like(t))
@@ -134,22 +136,23 @@ class UpperStepLoss(RetrievalLoss):
 
 
 class SupAPLoss(UpperStepLoss):
-    """1 - a lower bound of AP: negatives are counted by a function that is never below the step function.
+    """1 minus a lower bound of AP: negatives are counted by a function that is never below the step function.
 
     Args:
         tau: temperature of the sigmoid, > 0.
         rho: slope for negatives that score more than `delta` above the positive, > 0.
         delta: the difference of scores above which the function is linear, > 0.
         offset: value of the function just above `delta`, >= 0; if None, the function is continuous there.
-        start: added to the sigmoid above 0, >= 0; the function is an upper bound of the step if this is at least 0.5.
+        start: constant added to the sigmoid above 0, >= 0. The function is an upper bound of the step function if
+            `start` is at least 0.5.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list, as the official code does. Only for comparison with it.
+        include_self: rank the query in its own list, as the official code does. Use this only for comparison.
 
     Raises:
         ValueError: if `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is not from 0 to 1e12, or
             `reduction` is unknown.
-        TypeError: if one of them is not a number.
+        TypeError: if one of these arguments is not a number.
 
     Example:
         >>> import torch
@@ -293,8 +296,8 @@ class CalibrationLoss(PairLoss):
             batch; `"nonzero"`, the pairs of the batch that violate their bound.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list, as the official code does with a memory. Only for comparison with
-            it.
+        include_self: rank the query in its own list, as the official code does with a memory. Use this only for
+            comparison.
 
     Raises:
         ValueError: if `alpha` or `beta` is not from -1e12 to 1e12, or `pair_mean` or `reduction` is unknown; if
@@ -309,7 +312,7 @@ class CalibrationLoss(PairLoss):
         0.19
 
     Relations:
-        The second term of `ROADMAPLoss`.
+        This loss is the second term of `ROADMAPLoss`.
     """
 
     def __init__(
@@ -344,7 +347,7 @@ class ROADMAPLoss(WeightedSum):
         calibration: the second term; `CalibrationLoss` with the settings below if None.
         reduction: `"mean"` over the queries that have a positive, their `"sum"`, or `"none"` (one value per query).
         class_balanced: give each class of the batch the same weight.
-        include_self: count the query in its own list. For comparison only.
+        include_self: rank the query in its own list. Use this only for comparison.
 
     Raises:
         ValueError: if `lambda_` is not from 0 to 1, or a setting is given although both terms are given.

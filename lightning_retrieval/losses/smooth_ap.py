@@ -24,7 +24,8 @@ from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 
-# Maps t = s_j - s_i to the sum over j of the step function and its slope at each t. `t` may be overwritten.
+# A `Step` maps t = s_j - s_i to the sum over j of a step function, and to the slope of this function at each t. It may
+# overwrite `t`.
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -112,11 +113,11 @@ class SmoothAPLoss(RetrievalLoss):
     """Smooth-AP: 1 - AP with ranks counted by sigmoids of temperature tau.
 
     Args:
-        tau: temperature of the sigmoid, > 0. With small values the loss follows AP closely and only near ties have a
-            gradient; with large values all pairs have one. The paper trains with 0.01.
+        tau: temperature of the sigmoid, > 0. With a small value, the loss follows AP closely, and only pairs of nearly
+            equal scores have a gradient. With a large value, all pairs have a gradient. The paper trains with 0.01.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list, as the official code does. Only for comparison with it.
+        include_self: rank the query in its own list, as the official code does. Use this only for comparison.
 
     Raises:
         ValueError: if `tau` is not a number from 1e-12 to 1e12, or `reduction` is unknown.

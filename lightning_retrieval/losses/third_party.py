@@ -44,9 +44,9 @@ CANNOT_TRAIN = {
 class ThirdPartyLoss(BatchLoss):
     """A loss of another library with the call signature of this library's losses.
 
-    It is called with embeddings and labels. If there are references, it also gets all pairs of a query and a reference,
-    except those of a query and its own copy. `RetrievalModule`, `WeightedSum` and `NestedLoss` wrap such losses
-    automatically.
+    The loss is called with embeddings and labels. If there are references, it also gets all pairs of a query and a
+    reference, except the pairs of a query and its own copy. `RetrievalModule`, `WeightedSum` and `NestedLoss` wrap such
+    losses automatically.
 
     Args:
         loss: called as `loss(embeddings, labels)` or, with references, as `loss(embeddings, labels, indices_tuple,
@@ -113,7 +113,7 @@ class ThirdPartyLoss(BatchLoss):
         )
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
-        """Raises TypeError: a loss of another library needs embeddings and labels."""
+        """Raise a TypeError: a loss of another library needs embeddings and labels."""
         raise TypeError(
             f"{type(self.loss).__name__}: a third-party loss cannot be computed from a score matrix; call it with "
             "embeddings and labels."
@@ -124,7 +124,7 @@ def as_batch_loss(loss: nn.Module) -> BatchLoss:
     """The loss itself if it has the interface of this library, else wrapped in `ThirdPartyLoss`.
 
     Raises:
-        TypeError: if it is one of the losses of pytorch-metric-learning that cannot be trained with labels.
+        TypeError: if `loss` is one of the losses of pytorch-metric-learning that cannot be trained with labels.
     """
     if isinstance(loss, BatchLoss):
         return loss

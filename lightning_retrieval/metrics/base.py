@@ -38,7 +38,7 @@ Indices = Int[Tensor, " chosen"] | slice
 class EmbeddingMetric(Metric):
     """Base class of metrics of embeddings. A subclass implements `compute` with the rows that `gather` returns.
 
-    With several processes, each holds a shard of about equal size, and gathers the other rows block by block.
+    With several processes, each process holds a shard of about equal size, and gathers other rows block by block.
 
     Subclasses and callbacks may use `gather`, `query_gallery`, `is_relevant`, `is_candidate`, `must_defer_errors` and
     `defer_error`. A subclass may override `is_relevant` and `is_candidate`.
@@ -104,7 +104,7 @@ class EmbeddingMetric(Metric):
         """Add a batch.
 
         Args:
-            embeddings: one row for each image. They are normalised later; float64 stays float64.
+            embeddings: one row for each image. The rows are normalised later; float64 stays float64.
             labels: any integers; images with the same label are relevant for each other. Labels of several levels have
                 shape (batch, L), finest level first, and must nest.
             ids: dataset index of each image. Rows with the same id are the same image and are counted once. Required
@@ -169,7 +169,7 @@ class EmbeddingMetric(Metric):
         Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `query_gallery`
         distributes them.
 
-        With several processes, this is a collective operation, like `compute`. It may be called in `compute`; elsewhere
+        With several processes, this is a collective operation, like `compute`. Outside of `compute`, it may be called
         only if `sync_on_compute` is True or there is one process.
         """
         collected, shard = self._gather_collected()
@@ -199,7 +199,8 @@ class EmbeddingMetric(Metric):
 
         Args:
             rows: the images of an evaluation set.
-            unit: rows of the blocks that are distributed over the processes; None for the blocks of `positive_ranks`.
+            unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
+                that `positive_ranks` needs.
         """
         lists = query_gallery(rows, unit=unit)
         return post_processed(type(self).__name__, lists, self.query_expansion, self.database_augmentation)
@@ -211,7 +212,7 @@ class EmbeddingMetric(Metric):
         ids: Int[Tensor, " row"],
         labels: Int[Tensor, "row ..."],
     ) -> Bool[Tensor, "query row"]:
-        """Whether each row is relevant for each query, which means that they share the finest label."""
+        """Whether each row is relevant for each query. By default, relevant rows share the query's finest label."""
         return finest(query_labels)[:, None] == finest(labels)
 
     def is_candidate(
@@ -219,7 +220,7 @@ class EmbeddingMetric(Metric):
     ) -> Bool[Tensor, "query row"]:
         """Whether each of these gallery images is in the list of each of these queries, relevant or not.
 
-        The query itself is excluded and, if there are cameras, images with its (finest) label and camera.
+        The query itself is excluded and, if there are cameras, images with the query's (finest) label and camera.
 
         Args:
             lists: queries and gallery.

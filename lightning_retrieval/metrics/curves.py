@@ -1,7 +1,7 @@
 """Computes the curves of an evaluation set: precision over recall, and histograms of the scores of pairs.
 
-Like `compute`, both are collective operations of the metric's processes. The results do not depend on the number of
-processes.
+Like `compute`, both computations are collective operations of the metric's processes. The results do not depend on the
+number of processes.
 """
 
 import torch
@@ -39,7 +39,7 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
 
 
 def interpolated_precision(ranks: PositiveRanks, steps: int) -> Float[Tensor, "query step"]:
-    """The interpolated precision of each query at recall 0, 1 / steps, ..., 1, NaN without a positive."""
+    """The interpolated precision of each query at recall 0, 1 / steps, ..., 1; NaN without a positive."""
     count = ranks.count[:, None]
     best = ranks.precision.cummax(1).values  # columns begin with the worst positive, where recall is 1
     step = torch.arange(steps + 1, device=count.device)

@@ -1,7 +1,7 @@
 """Retrieval metrics as functions of the ranks of the positives (`lightning_retrieval.ranking.ranks`).
 
-Conventions. With r_1 <= r_2 <= ... the ranks of a query's R positives and p_i the number of positives that score at
-least as high as positive i (so p_i = i without ties):
+Conventions. Let r_1 <= r_2 <= ... be the ranks of a query's R positives, and p_i the number of positives that score at
+least as high as positive i, so that p_i = i without ties. Then:
 
     AP           mean over i of p_i / r_i                      (all positives, divided by R)
     AP@R         sum over i with r_i <= R of p_i / r_i, / R    (Musgrave et al., ECCV 2020)
@@ -10,13 +10,13 @@ least as high as positive i (so p_i = i without ties):
     RR           1 / h, with h = 1 + (candidates not relevant that score at least as high as the best positive), the
                  rank of the first hit
     R@k          1 if h <= k, else 0
-    INP          R / r_R, the rank of the hardest positive     (Ye et al., TPAMI 2021; its mean is mINP)
-    precision@k  number of i with position_i <= k, / k
-    recall@k     number of i with position_i <= k, / R
     RR@k         1 / h if h <= k, else 0
-    NDCG@k       NDCG of the first k positions: i with position_i <= k only, / its largest value
+    INP          R / r_R, with r_R the rank of the hardest positive (Ye et al., TPAMI 2021; its mean is mINP)
     NDCG         sum over i of 1 / log2(1 + position_i), / its largest value (Järvelin and Kekäläinen, 2002), with
                  position_i = i + (candidates not relevant that score at least as high)
+    NDCG@k       sum over i with position_i <= k of 1 / log2(1 + position_i), / its largest value
+    precision@k  number of i with position_i <= k, / k
+    recall@k     number of i with position_i <= k, / R
 
 Ties count against the model, as in scikit-learn: the rank of a positive is that of the last candidate tied with it, and
 `position_i` is its position if irrelevant candidates come first among tied candidates. The query itself is not in its
@@ -27,10 +27,11 @@ Labels with several levels (HAPPIER, Ramzi et al., ECCV 2022): an image that sha
 query has level l; it is a positive if l > 0. Among tied images, those that share the fewest levels come first.
 
     H-AP         sum over i of H-rank_i / r_i, / sum over i of rel_i, with rel_i = (l_i / L)^alpha / (number of images
-                 of exactly level l_i) and H-rank_i = sum over j scoring at least as high, i itself included, of
-                 min(rel_i, rel_j)
-    ASI          mean over n = 1, ..., N, the number of positives, of SI(n): the size of the intersection of the first n
-                 images of the list with the first n images of an ideal list, as multisets of levels, divided by n
+                 of exactly level l_i) and H-rank_i = sum of min(rel_i, rel_j) over all positives j that score at least
+                 as high as i, i included
+    ASI          mean of SI(n) over n = 1, ..., N, with N the number of positives. SI(n) is the size of the intersection
+                 of the first n images of the list with the first n images of an ideal list, as multisets of levels,
+                 divided by n
     NDCG-levels  NDCG with gain 2^l - 1
 
 Each function takes the ranks of a block of queries and returns one float64 value per query. To add a metric, write such
@@ -75,7 +76,7 @@ def average_precision_at_k(ranks: PositiveRanks, k: int, divisor: Divisor = "min
 
 
 def inverse_negative_penalty(ranks: PositiveRanks) -> Float[Tensor, " query"]:
-    """INP: R divided by the rank of the hardest positive, the last one of the list."""
+    """INP: R divided by the rank of the hardest positive, which is the last positive of the list."""
     hardest = ranks.rank.masked_fill(~ranks.is_positive, 0).amax(1)
     return ranks.count / hardest.double()
 
@@ -148,7 +149,7 @@ def _ideal_gain(ranks: PositiveRanks, hits: Int[Tensor, " query"]) -> Float[Tens
 
 
 def h_ap(ranks: PositiveRanks, alpha: float) -> Float[Tensor, " query"]:
-    """H-AP, see the conventions above.
+    """H-AP, as defined at the top of this file.
 
     Args:
         ranks: ranks of the positives.
@@ -196,6 +197,6 @@ def graded_ndcg(ranks: PositiveRanks) -> Float[Tensor, " query"]:
 
 
 def _level_sizes(ranks: PositiveRanks) -> Int[Tensor, "query level"]:
-    """The number of images at each level exactly, the coarsest level first."""
+    """The number of images of exactly each level, from level 1 (only the coarsest label is shared) on."""
     sizes = [(ranks.level == level).sum(1) for level in range(1, ranks.levels + 1)]
     return torch.stack(sizes, 1)

@@ -2,8 +2,8 @@
 
 Labels, ids, roles and the like are gathered, so that every process has all of them. Embeddings may fill most of a
 device, so they stay on their process, in the original batches. Which rows are chosen, and in which order, is decided
-with indices alone; the rows are then sorted, merged and normalised in a single copy. With several processes, all choose
-the same rows, and each gets a shard of the chosen rows.
+with indices alone; the rows are then sorted, merged and normalised in a single copy. All processes choose the same
+rows, and each process gets a shard of the chosen rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gat
 from lightning_retrieval.ranking.labels import Role, check_nesting
 from lightning_retrieval.ranking.rows import Layout, ShardedRows, normalize, unsharded
 
-_BLOCK_NUMBERS = 1 << 18  # numbers per block of rows that are normalised and sent to other processes at a time
+_BLOCK_NUMBERS = 1 << 18  # numbers in a block of rows; each process normalises and sends one block at a time
 _LEAST_ROWS = 32  # minimum number of rows to normalise together: for fewer rows, a GPU may add squares in another order
 
 
@@ -32,7 +32,7 @@ class UnitRows:
 
     Args:
         batches: batches of this process; neither changed nor copied.
-        index: the chosen rows, as indices into the concatenated batches of all processes, in rank order. The same on
+        index: the chosen rows, as indices into the concatenated batches of all processes, in rank order; equal on
             all processes.
         counts: number of rows of each process in its batches.
         shard: the shard of this process.
@@ -53,7 +53,10 @@ class UnitRows:
         return replace(self, index=self.index[chosen.to(self.index.device)])
 
     def tensor(self) -> Float[Tensor, "row dim"]:
-        """The chosen rows as unit rows, in float32 or better. A collective operation if there are several processes."""
+        """The chosen rows as unit rows, in float32 or better.
+
+        With several processes, this is a collective operation.
+        """
         rows_of_process = -(-len(self.index) // self.shard.count)
         return self.sharded(unit=max(1, rows_of_process)).all()
 
@@ -70,7 +73,7 @@ class UnitRows:
     def distribute(self, sizes: Sequence[int]) -> Float[Tensor, "local dim"]:
         """The chosen rows that this process receives, as unit rows, in float32 or better.
 
-        With several processes, this is a collective operation, in which each sends its batches block by block.
+        With several processes, this is a collective operation, in which each process sends its batches block by block.
 
         Args:
             sizes: number of rows that each process receives: the first process gets the first rows, and so on.
@@ -273,8 +276,8 @@ def gather_over_processes(
         embeddings_device: device on which embeddings are kept.
 
     Raises:
-        ValueError: on all processes, if one reports an error, none has rows, formats or settings differ, or there are
-            no ids.
+        ValueError: on all processes, if a process reports an error, no process has rows, formats or settings differ
+            between processes, or there are no ids.
     """
     count, row_format, error = 0, None, report.error
     if rows is not None:
@@ -304,7 +307,7 @@ def gather_over_processes(
 def merge_duplicates(collected: CollectedRows) -> Rows:
     """Sort the rows by id, merge rows with the same id, and average the images of each instance.
 
-    A merged row is the first one with its id, with the union of the roles.
+    Of the rows with the same id, the first is kept, with the union of their roles.
 
     Raises:
         ValueError: if ids, instances or cameras were given for only some rows, label levels do not nest, or an id or an

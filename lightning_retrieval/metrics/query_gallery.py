@@ -50,12 +50,18 @@ class QueryGallery:
 
     @property
     def queries(self) -> Float[Tensor, "query dim"]:
-        """Unit rows of all queries. With several processes, a collective operation that needs memory for all rows."""
+        """Unit rows of all queries.
+
+        With several processes, this is a collective operation that needs memory for all rows.
+        """
         return self.query_rows.all()
 
     @property
     def gallery(self) -> Float[Tensor, "gallery dim"]:
-        """Unit rows of the gallery. With several processes, a collective operation that needs memory for all rows."""
+        """Unit rows of the gallery.
+
+        With several processes, this is a collective operation that needs memory for all rows.
+        """
         return self.gallery_rows.all()
 
     @property
@@ -83,7 +89,8 @@ def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
 
     Args:
         rows: the images of an evaluation set.
-        unit: rows of the blocks that are distributed over the processes; None for the blocks of `positive_ranks`.
+        unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
+            that `positive_ranks` needs.
     """
     order = _order_by_label(rows.labels)
     query_rows = order[has_role(rows.roles[order], Role.QUERY)]
@@ -116,7 +123,10 @@ def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
 
 
 def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
-    """The post-processing as text, for comparing processes; settings are included only for this library's classes."""
+    """The post-processing as text, which is compared between processes.
+
+    The text includes settings only for classes of this library.
+    """
     shown = []
     for given in (query_expansion, database_augmentation):
         if isinstance(given, QueryExpansion | DatabaseAugmentation):
@@ -132,7 +142,7 @@ def post_processed(
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     database_augmentation: Callable[[Tensor], Tensor] | None,
 ) -> QueryGallery:
-    """Apply post-processing: with classes of this library, each process handles its shard, else all rows.
+    """Apply post-processing. With classes of this library, each process handles its shard, otherwise all rows.
 
     Args:
         owner: prefix of error messages.
@@ -142,7 +152,7 @@ def post_processed(
     """
     if lists.is_empty or (query_expansion is None and database_augmentation is None):
         return lists
-    # A subclass may compute something else.
+    # The types must be equal, because a subclass may compute something else.
     is_own_augmentation = database_augmentation is None or type(database_augmentation) is DatabaseAugmentation
     if is_own_augmentation and (query_expansion is None or type(query_expansion) is QueryExpansion):
         return _expanded_in_shards(lists, query_expansion, database_augmentation)

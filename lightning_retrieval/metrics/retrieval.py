@@ -146,8 +146,8 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
         metrics: the metrics to compute.
 
     Returns:
-        `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64. All are
-        on the CPU if the device of the ids does not support float64.
+        Tensors of shape (query,) by name: `"ids"` and `"labels"`, int64, and the values of each metric, float64.
+            All are on the CPU if the device of the ids does not support float64.
     """
     shape = (len(metrics), len(lists.query_ids))
     device = float64_device(lists.query_ids.device)
@@ -166,7 +166,7 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
         unit="query",
         delay=2,  # seconds before the progress bar appears
         leave=False,
-        disable=None if lists.query_rows.shard.index == 0 else True,  # None: only on a terminal
+        disable=None if lists.query_rows.shard.index == 0 else True,  # None shows it only on a terminal
     )
     with progress:
         for ranks in lists.positive_ranks():
@@ -181,8 +181,8 @@ class RetrievalMetrics(EmbeddingMetric):
     """mAP, mAP@R, R-Precision, MRR, NDCG, R@k and more of a set of embeddings, equal for any number of processes.
 
     Update with the embeddings of each batch, and compute once at the end. Each row is a query, a gallery image, or
-    both; if all are both, each is ranked against all others. `lightning_retrieval.metrics.definitions` defines the
-    metrics.
+    both; if all rows are both, each row is ranked against all others. `lightning_retrieval.metrics.definitions` defines
+    the metrics.
 
     Args:
         ks: the k of R@k, each >= 1.
@@ -256,12 +256,13 @@ class RetrievalMetrics(EmbeddingMetric):
         """Compute all metrics.
 
         Returns:
-            `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and `"R@k"` for each k, and
-            `extra_metrics`, each a float64 scalar in [0, 1], and `"skipped_queries"`, the number of queries without any
-            relevant candidate. With labels of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the
-            queries with a candidate of any level, and `"mAP/level1"` and so on: mAP if images that share the label of
-            this level are relevant. For each of `dims`, the same metrics of the first dimensions, named `"mAP/16d"` and
-            so on. If all queries are skipped, values are NaN and a warning is issued.
+            Float64 scalars in [0, 1] by name: `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and
+                `"R@k"` for each k, and `extra_metrics`. `"skipped_queries"` is the number of queries without any
+                relevant candidate. Labels of several levels add `"H-AP"`, `"ASI"` and `"NDCG-levels"`, means over the
+                queries with a candidate that shares any label, and `"mAP/level1"` and so on, the mAP if images that
+                share the label of this level are relevant. Each of `dims` adds the same metrics of the first
+                dimensions, named `"mAP/16d"` and so on. If all queries are skipped, values are NaN and a warning is
+                issued.
         """
         collected, _ = self._gather_collected()
         rows = merge_duplicates(collected)
@@ -285,12 +286,12 @@ class RetrievalMetrics(EmbeddingMetric):
         """The values of each query, in the order of the queries' ids, for the analysis of failures.
 
         Returns:
-            `"ids"` and `"labels"` (query,) int64, and float64 values (query,): `"AP"`, `"AP@R"`, `"R-Precision"`,
-            `"RR"`, `"NDCG"`, `"AP@k"` for each k of `map_ks`, `"first_hit"` (the rank of the first positive), `"R@k"`
-            for each k of `ks`, `extra_metrics` (`"INP"` for mINP, `"RR@k"` for MRR@k), and with labels of several
-            levels `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... Values are NaN if the query has no relevant
-            candidate. All processes must call this, unless they have already called `compute`, and all get the values
-            of all queries. `dims` has no effect here.
+            Tensors of shape (query,) by name. `"ids"` and `"labels"` are int64. The metrics are float64:
+                `"AP"`, `"AP@R"`, `"R-Precision"`, `"RR"`, `"NDCG"`, `"AP@k"` for each k of `map_ks`, `"first_hit"` (the
+                rank of the first positive), `"R@k"` for each k of `ks`, `extra_metrics` (`"INP"` for mINP, `"RR@k"` for
+                MRR@k) and, with labels of several levels, `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... Values
+                are NaN if the query has no relevant candidate. All processes must call this method, unless they have
+                already called `compute`, and all get the values of all queries. `dims` has no effect here.
         """
         if self._cached_values is None:
             self.compute()
@@ -360,8 +361,8 @@ class RandomGalleryMetrics(RetrievalMetrics):
             `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if `draws` is below 1 or `seed` below 0; else as `RetrievalMetrics`.
-        TypeError: if `draws` or `seed` is not an integer; else as `RetrievalMetrics`.
+        ValueError: if `draws` is below 1 or `seed` below 0; otherwise as for `RetrievalMetrics`.
+        TypeError: if `draws` or `seed` is not an integer; otherwise as for `RetrievalMetrics`.
 
     Example:
         >>> import torch
@@ -388,7 +389,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
 
     def _query_values(self, rows: Rows) -> dict[str, Tensor]:
         """The results of `per_query`, concatenated over the draws."""
-        rows = rows.select(has_role(rows.roles, Role.BOTH))  # with any role
+        rows = rows.select(has_role(rows.roles, Role.BOTH))  # images with any role
         generator = torch.Generator().manual_seed(self.seed)
         draws = []
         for _ in range(self.draws):

@@ -10,7 +10,8 @@ Conventions (as in the official code). Each query has easy, hard and junk images
 All other images are wrong. With n positives, r the rank of one of them and p the number of positives that score at
 least as high,
 
-    AP      sum of ((p - 1) / (r - 1) + p / r) / 2 over the positives, / n      (trapezoids; the first is 1 where r = 1)
+    AP      sum of ((p - 1) / (r - 1) + p / r) / 2 over the positives, / n, by the trapezoid rule
+            ((p - 1) / (r - 1) counts as 1 where r = 1)
     mP@k    number of positives with r <= k', / k', where k' is the smaller of k and the last positive's rank
 
 Ties count against the model: r is the number of images in the list, without removed ones, that score at least as high.
@@ -139,7 +140,7 @@ def _check_mapping(owner: str, name: str, lists: Any) -> None:
 
 
 # Blocks have a fixed size and are padded, so that scores do not depend on the number of processes, and equal
-# embeddings have equal scores (see `lightning_retrieval.ranking.ranks`).
+# embeddings have equal scores (see `lightning_retrieval.ranking.ranked_lists`).
 _BLOCK_ROWS = 128
 _BLOCK_COLUMNS = 384 * 16
 
@@ -151,13 +152,15 @@ def setup_values(
     total: Int[Tensor, " query"],
     ks: Sequence[int],
 ) -> dict[str, Float[Tensor, " query"]]:
-    """AP by trapezoids as `"mAP"`, and P@k as `"mP@k"` for each k; NaN for a query without positives.
+    """AP by the trapezoid rule, named `"mAP"`, and P@k, named `"mP@k"`, of each query in one setup.
+
+    The values of a query without positives are NaN.
 
     Args:
         rank: rank of each positive, from 1, without the images that are removed in this setup; arbitrary elsewhere.
         rank_among_positives: for each positive, the number of positives that score at least as high.
         is_positive: which columns are positives.
-        total: number of positives, including those that are missing in the gallery.
+        total: number of positives of each query, including positives that are missing in the gallery.
         ks: the k of P@k.
     """
     precision_before = (rank_among_positives - 1) / (rank - 1).clamp(min=1).double()
@@ -178,8 +181,8 @@ def setup_values(
 class RevisitedMetrics(EmbeddingMetric):
     """mAP and mP@k in the setups easy, medium and hard of Revisited Oxford and Paris.
 
-    The lists alone define which images are relevant or junk; labels and cameras are ignored. Pass `roles` to
-    `update`.
+    The lists alone define which images are relevant or junk; labels and cameras are ignored. `update` needs `roles`
+    to tell queries from gallery images.
 
     Args:
         easy: maps the id of each query to the ids of its easy positives.
@@ -191,8 +194,8 @@ class RevisitedMetrics(EmbeddingMetric):
 
     Raises:
         ValueError: if the three mappings do not have the same queries, an image occurs twice in a query's lists, or
-            `ks` is empty or holds a number below 1; in `compute`, if a query has no lists; else as for
-            `EmbeddingMetric`.
+            `ks` is empty or holds a number below 1; in `compute`, if a query has no lists; otherwise as
+            for `EmbeddingMetric`.
         TypeError: if `easy`, `hard` or `junk` is not a mapping to integers, or a k is not an integer.
 
     Example:
@@ -242,9 +245,9 @@ class RevisitedMetrics(EmbeddingMetric):
         """Compute all metrics.
 
         Returns:
-            `"mAP"`, the mAP of the medium setup, and for each setup, such as easy: `"mAP/easy"` and, for each k,
-            `"mP@k/easy"`, all float64 scalars in [0, 1], and `"skipped_queries/easy"`, the number of queries without
-            positives. If all queries of a setup are skipped, its metrics are NaN and a warning is issued.
+            Float64 scalars in [0, 1] by name: `"mAP"`, the mAP of the medium setup, and for each setup, such as easy,
+                `"mAP/easy"` and, for each k, `"mP@k/easy"`. `"skipped_queries/easy"` is the number of queries without
+                positives. If all queries of a setup are skipped, its metrics are NaN and a warning is issued.
         """
         values_of_setup = self._query_values()
         results: dict[str, Tensor] = {}

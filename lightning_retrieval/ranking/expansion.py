@@ -1,12 +1,13 @@
 """Query expansion and database augmentation: rows are moved towards their nearest neighbours before they are ranked.
 
     database         each gallery row d becomes d + sum over its k nearest d' of s^alpha d', normalised
-    query            q + sum over its k nearest d of s^alpha d, normalised (Radenovic, Tolias, Chum, TPAMI 2019)
+    query            each query q becomes q + sum over its k nearest d of s^alpha d, normalised
+                     (Radenovic, Tolias, Chum, TPAMI 2019)
 
 Symbols: s the cosine similarity, `alpha` the exponent, `k` the number of neighbours. As in the official code, s is not
 clamped, so that with an even `alpha`, s and -s have the same weight. If `alpha` is not an integer, the power of a
-negative s is undefined (NaN in the official code); its weight is 0 here. Of rows with equal similarity, those that come
-first in the gallery are the nearest.
+negative s is undefined (NaN in the official code); here, a row with a negative s then has weight 0. Of rows with equal
+similarity, those that come first in the gallery are the nearest.
 
 Scores are computed tile by tile. A tile has the same scores on any number of processes (`ranked_lists.py`), so the
 result is the same for any number, to the last digit. A sharded gallery is gathered block by block, while each process
@@ -106,7 +107,7 @@ class _NearestOfBlock:
             self._merge(begin, scores)
 
     def _merge(self, begin: int, tile: Float[Tensor, "query column"]) -> None:
-        """Keep the `k` nearest of the rows kept so far and the columns of a tile, which come later in the gallery."""
+        """Merge the rows kept so far with a tile, which comes later in the gallery, and keep the `k` nearest."""
         column = highest_columns(tile, self._k)
         scores = torch.cat([self.scores, tile.gather(1, column)], 1)
         index = torch.cat([self.positions, begin + column], 1)
@@ -122,7 +123,7 @@ def highest_columns(scores: Float[Tensor, "query column"], k: int) -> Int[Tensor
     width = scores.shape[1]
     if k >= width:
         return torch.arange(width, device=scores.device).expand(len(scores), width)
-    highest = scores.topk(k + 1, dim=1)  # of equal scores, any columns
+    highest = scores.topk(k + 1, dim=1)  # among equal scores, `topk` chooses any columns
     chosen = highest.indices[:, :k]
     is_ambiguous = highest.values[:, k - 1] == highest.values[:, k]
     if bool(is_ambiguous.any()):
@@ -182,7 +183,8 @@ def _expand(
         nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
     block_rows = min(_BLOCK_ROWS, max(1, _BLOCK_NUMBERS // max(1, k * gallery.local.shape[1])))
     blocks = [local for local, _ in queries.split_blocks(block_rows)]
-    blocks += [slice(0, 0)] * (queries.most_split_blocks(block_rows) - len(blocks))  # others fetch rows of this process
+    # A process with fewer blocks than others adds empty blocks, because the others fetch rows of this process, too.
+    blocks += [slice(0, 0)] * (queries.most_split_blocks(block_rows) - len(blocks))
     expanded = torch.empty_like(queries.local)
     for block in blocks:
         neighbours = gallery.fetch(nearest.positions[block]).to(self_index.device)  # (query, k, dim)
@@ -210,7 +212,7 @@ def _similarities(
 
 
 def _weights(s: Float[Tensor, "query k"], alpha: float) -> Float[Tensor, "query k"]:
-    """s^alpha; where that is undefined, 0 without a gradient."""
+    """s^alpha; where this power is undefined, 0 without a gradient."""
     exists = s > 0  # excludes s = 0: 0^alpha is 0, but its gradient may be infinite
     if float(alpha).is_integer():
         exists = s > -torch.inf
@@ -238,13 +240,13 @@ class QueryExpansion:
         tensor([[0.9731, 0.2305]])
 
     Cost:
-        Memory for one block of scores or of neighbours, and 12 k bytes for each query; the time of the matrix product
-        of queries and gallery. Gradients flow through the sums and the weights, not through the choice of the
+        Memory holds one block of scores or of neighbours, and 12 k bytes for each query. The time is that of the matrix
+        product of queries and gallery. Gradients flow through the sums and the weights, not through the choice of the
         neighbours; if rows require a gradient, the neighbours of all queries are kept in memory.
 
     Relations:
-        An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`, where each process expands the queries of
-        its shard. `DatabaseAugmentation` does the same with the gallery.
+        It is an argument of `lightning_retrieval.callbacks.RetrievalEvaluation`. Each process then expands the queries
+        of its shard. `DatabaseAugmentation` does the same with the gallery.
 
     Source:
         Radenovic et al., TPAMI 2019; code: naver/deep-image-retrieval, `expand_descriptors`.
@@ -306,14 +308,14 @@ class DatabaseAugmentation:
                 [-1.0000,  0.0000]])
 
     Cost:
-        Memory for one block of scores or of neighbours, and 12 k bytes for each row; the time of the product of the
-        gallery with itself, N^2 D. Gradients flow as in `QueryExpansion`; if the gallery requires a gradient, the
-        neighbours of all rows are kept in memory.
+        Memory holds one block of scores or of neighbours, and 12 k bytes for each row. The time is that of the product
+        of the gallery with itself, N^2 D. Gradients flow as in `QueryExpansion`; if the gallery requires a gradient,
+        the neighbours of all rows are kept in memory.
 
     Relations:
-        An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`. Queries are expanded with the augmented
-        gallery. If a query is part of the gallery, it also contributes to the rows of its neighbours, although it is
-        not in its own list.
+        It is an argument of `lightning_retrieval.callbacks.RetrievalEvaluation`. Queries are expanded with the
+        augmented gallery. If a query is part of the gallery, it also contributes to the rows of its neighbours,
+        although it is not in its own list.
 
     Source:
         Gordo et al., IJCV 2017; code: naver/deep-image-retrieval, `expand_descriptors`.

@@ -39,7 +39,7 @@ class Role(IntFlag):
 
 
 def has_role(roles: Integer[Tensor, " row"], role: Role) -> Bool[Tensor, " row"]:
-    """Whether each row has this role, alone or with another one. With `Role.BOTH`: whether it has any role."""
+    """Whether each row has this role, alone or with the other role. `Role.BOTH` stands for any role."""
     found: Tensor = (roles & int(role)) > 0
     return found
 
@@ -136,7 +136,7 @@ class LabelledLists:
 
     @cached_property
     def block_rows(self) -> int:
-        """Number of queries of a block: fewer if a query has many positives."""
+        """Number of queries in a block. Blocks are smaller if a query has many positives."""
         for rows in _BLOCK_ROWS:
             if rows * self.most_positives <= _MAX_BLOCK_POSITIVES:
                 return rows
@@ -159,7 +159,7 @@ class LabelledLists:
         return [Extent(*extent) for extent in extents.tolist()]
 
     def positives(self, queries: Int[Tensor, " query"], width: int) -> BlockPositives:
-        """The positives of these queries, padded to `width` columns; no query may have more."""
+        """The positives of these queries, padded to `width` columns. No query may have more positives."""
         column = self.columns(queries, width)
         is_padding = column >= self._last[queries, None]
         is_excluded = column == self.self_index[queries, None]

@@ -2,9 +2,9 @@
 
 Scores are computed for one block of queries and some columns of the gallery (a tile) at a time; the full (query,
 gallery) matrix never exists. The blocks of queries are distributed over the processes in turn. A sharded gallery is
-gathered block by block, twice. The first time, only blocks with positives of any process's queries are gathered: the
-scores of the positives are the thresholds. The second time, all blocks are gathered, and the candidates that reach each
-threshold are counted. If the thresholds of all queries would take too much memory, both are repeated for one group of
+gathered block by block, in two passes. The first pass gathers only the blocks with positives of any process's queries;
+the scores of the positives become thresholds. The second pass gathers all blocks, and counts the candidates that reach
+each threshold. If the thresholds of all queries would take too much memory, both passes are repeated for one group of
 query blocks after another. With one process, a group is one block of queries, and the whole gallery is one block.
 
 The last digits of a matrix product depend on its shape. Three rules make scores independent of how the work is
@@ -30,15 +30,15 @@ from lightning_retrieval.ranking.ranks import PositiveRanks, count_at_least, iee
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
 _COLUMN_MULTIPLE = 384
-# Columns of a product: few enough that its scores stay in a CPU's cache; on other devices many, for few kernel
-# launches.
+# Number of columns of a product. On a CPU, there are so few columns that the scores stay in the cache; on other
+# devices, there are many, so that few kernels are launched.
 _CPU_COLUMNS = 4 * _COLUMN_MULTIPLE
 _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
 # Ratio of the width of a tile to the number of a query's positives; it limits the number of searches per positive.
 _COLUMNS_OF_A_POSITIVE = 32
 _KEPT_TILES = 4  # maximum number of tiles with positives to keep instead of computing them twice
 _CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # minimum number of products into which a gallery block is divided
-_MAX_GROUP_POSITIVES = 1 << 24  # maximum number of positives of a group on one process, 9 bytes each
+_MAX_GROUP_POSITIVES = 1 << 24  # maximum number of positives of a group on one process; each takes 9 bytes
 
 
 class ScoreTiles:
@@ -111,7 +111,10 @@ class ScoreTiles:
         return found
 
     def kept(self) -> dict[int, Float[Tensor, "query column"]]:
-        """The tiles of the last `gather`, by position; empty if there are too many or some columns are missing."""
+        """Map the position of each tile of the last `gather` to its scores.
+
+        The mapping is empty if there are too many tiles, or if the gallery block lacks some of the columns.
+        """
         return self._kept
 
     def others(self, done: frozenset[int] = frozenset()) -> Iterator[tuple[int, Float[Tensor, "query column"]]]:
@@ -160,8 +163,8 @@ def columns_of_a_tile(device: torch.device, positives: int) -> int:
 def columns_of_a_gallery_block(gallery: ShardedRows, positives: int, device: torch.device) -> int:
     """The number of images in a gallery block, a multiple of `columns_of_a_product`.
 
-    If the gallery is not sharded, a block is the full gallery; else some tiles, but not many more images than a process
-    holds.
+    If the gallery is not sharded, a block is the full gallery. Otherwise, a block consists of some tiles, with not many
+    more images than a process holds.
     """
     unit = columns_of_a_product(device)
     if not gallery.is_sharded:
@@ -187,11 +190,11 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLi
         The ranks of a block, on the labels' device, or on the CPU if that device does not support float64.
 
     Cost:
-        Memory for a few tiles of scores, for a block of the gallery if it is sharded, and for the positives of a block
-        of queries, or of several blocks if the gallery is sharded. The time is that of the matrix product plus a few
-        passes over the scores (if all positives rank high) or a sort of the scores (otherwise); it grows with the
-        logarithm of the number of positives. Ranks are counted on the labels' device. Embeddings on another device are
-        copied there tile by tile, once for each block.
+        Memory holds a few tiles of scores and the positives of a block of queries. If the gallery is sharded, memory
+        also holds a block of the gallery, and the positives of several blocks of queries. The time is that of the
+        matrix product plus a few passes over the scores (if all positives rank high) or a sort of the scores
+        (otherwise); it grows with the logarithm of the number of positives. Ranks are counted on the labels' device.
+        Embeddings on another device are copied there tile by tile, once for each block.
     """
     if len(queries) == 0:
         return
@@ -286,7 +289,7 @@ class RankedBlock:
 def _groups(
     queries: ShardedRows, gallery: ShardedRows, extents: Sequence[Extent], rows: int
 ) -> Iterator[tuple[int, int]]:
-    """The blocks of queries that are ranked together: ranges of the block numbers of each process, equal on all."""
+    """The blocks of queries that are ranked together: ranges of block numbers, equal on all processes."""
     processes = queries.shard.count
     blocks = math.ceil(len(extents) / processes)
     first, positives = 0, 0

@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-# If at most this fraction of the scores reaches the worst positive, only these scores are searched, else all are
-# sorted.
+# If at most this fraction of the scores reaches the worst positive, only these scores are searched. Otherwise, all
+# scores are sorted.
 _MAX_COUNTED_FRACTION = 1 / 16
 
 
@@ -78,7 +78,7 @@ def _count_reaching(
     upper_bits = torch.arange(rows, device=scores.device) << 32
     keys = _sortable_integers(scores.flatten()[reaching]) + upper_bits[row]
     bounds = (_sortable_integers(positives) + upper_bits[:, None]).flatten()
-    reached = torch.searchsorted(bounds, keys, right=True) - row * width  # positives of the row at most as high
+    reached = torch.searchsorted(bounds, keys, right=True) - row * width  # number of positives that are not higher
     counts = torch.bincount(reached + row * (width + 1), minlength=rows * (width + 1)).view(rows, width + 1)
     return sum_from_here(counts[:, 1:])
 
@@ -121,13 +121,13 @@ def ieee_products() -> Iterator[None]:
             for backend in _backends_with_own_setting():
                 backend.fp32_precision = "ieee"
         elif previous != "highest":
-            restored.callback(torch.set_float32_matmul_precision, previous)  # runs before the backends' callbacks
+            restored.callback(torch.set_float32_matmul_precision, previous)  # called before the backends' callbacks
             torch.set_float32_matmul_precision("highest")
         yield
 
 
 def _backends_with_own_setting() -> list[Any]:
-    """The objects with torch's precision setting of each backend; empty in versions without such settings."""
+    """The objects that hold torch's precision setting of each backend. Older versions of torch have none."""
     backends = [torch.backends.cuda.matmul]
     if hasattr(torch.backends.mkldnn, "matmul"):
         backends.append(torch.backends.mkldnn.matmul)
@@ -151,7 +151,7 @@ class PositiveRanks:
     Attributes:
         queries: index of the query of each row.
         rank: number of candidates that score at least as high as the positive; arbitrary at padding.
-        first_tied: the first column of the row with the same score; arbitrary at padding.
+        first_tied: the first column of the row whose positive has the same score; arbitrary at padding.
         level: number of label levels that the positive shares with the query, 0 at padding. Among tied positives, the
             one that shares the most levels comes first.
         levels: number of levels of the labels.

@@ -3,12 +3,12 @@
 Embeddings are normalised only here (`normalize`).
 
 Each process holds about the same number of rows of an evaluation set. The rows are sorted by their labels. Blocks of
-consecutive rows are distributed over the processes in turn, so that a large class is divided evenly. Ranking needs the
-full rows only block by block; such a block is gathered from all processes.
+consecutive rows are distributed over the processes in turn, so that a large class is divided evenly. Ranking gathers
+the rows of other processes one block at a time.
 
 Ranks are counted on the device of the labels, and metrics are computed from them in float64. Apple's GPUs (MPS) do not
-support float64: there, the ranks, which are few compared with the scores, and the metrics' values are copied to the
-CPU (`float64_device`).
+support float64, so ranks and the metrics' values are copied from these GPUs to the CPU (`float64_device`). This takes
+little time, because there are few ranks compared with scores.
 """
 
 import math
@@ -28,7 +28,7 @@ _GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are g
 def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
     """L2-normalise the rows, in float32 or better.
 
-    A row of zeros stays zero and gets a finite gradient; a row of subnormal numbers alone does not change. Any other
+    A row of zeros stays zero and gets a finite gradient; a row of only subnormal numbers does not change. Any other
     row is first divided by its largest absolute value, so that its squares neither overflow nor all underflow; this
     changes neither the result nor its gradient.
 
@@ -201,7 +201,10 @@ class ShardedRows:
         return found[inverse.to(found.device)]
 
     def all(self) -> Float[Tensor, "row dim"]:
-        """All rows, on every process, on the device of the local rows. If rows are sharded, a collective operation."""
+        """All rows, on every process, on the device of the local rows.
+
+        If the rows are sharded, this is a collective operation.
+        """
         if not self.is_sharded:
             return self.local
         rows = self.local.new_empty(len(self), self.local.shape[1])
@@ -211,7 +214,7 @@ class ShardedRows:
         return rows
 
     def with_rows(self, rows: Float[Tensor, "row dim"]) -> "ShardedRows":
-        """New rows in the same layout. `rows` are all rows, the same on every process."""
+        """New rows in the same layout. `rows` holds the rows of all processes, and is the same on every process."""
         if not self.is_sharded:
             return ShardedRows(rows, self.layout, self.shard)
         first = sum(self.layout.sizes()[: self.shard.index])
