@@ -73,7 +73,7 @@ class EarlierRows:
         self._rows = row_keys(self.ids, paths)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
-        """Raise if a row is not in the new index, whose ids and paths are given."""
+        """Raise if a row is missing in the new index, which has these ids and paths."""
         lost, cure = len(self.ids), "`overwrite` to replace it"
         why = self.difference
         if why is None:
@@ -87,7 +87,7 @@ class EarlierRows:
             )
 
     def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
-        """The ids of the rows that are not in the new index, whose ids and paths are given.
+        """The ids of the rows that are missing in the new index, which has these ids and paths.
 
         Raises:
             ValueError: if the existing index is of another model or other images, or two rows have the same path.
@@ -112,7 +112,10 @@ class EarlierRows:
 
 
 def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int64]:
-    """A key for each row, valid in this process, to compare two indexes: the hash of its path, or else of its id."""
+    """A key for each row, to compare two indexes: the hash of the row's path, or of its id if it has no path.
+
+    Keys are valid only in this process.
+    """
     keys = np.empty(len(ids), np.int64)
     for row, path in enumerate(paths):
         known_by: Any = path
@@ -132,8 +135,8 @@ def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 
 def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
-    """How an existing index differs from a new one in model or images; None if it does not."""
-    made = json.loads(json.dumps(dict(about)))  # in the form in which the existing index was read
+    """How an existing index differs from a new one in model or images; None if both are the same."""
+    made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
     if MODEL[0] not in earlier:
         return "something else than this command has made them"
     if earlier[MODEL[0]] != made.get(MODEL[0]):
@@ -276,7 +279,7 @@ class MilvusCollection:
         """The rows of the index of this name; None if there is none.
 
         Raises:
-            ValueError: if it cannot be read.
+            ValueError: if the index cannot be read.
             OSError: if Milvus reports an error.
         """
         name = self._address[1]
@@ -302,7 +305,7 @@ class MilvusCollection:
     def write(
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
     ) -> EmbeddingStore:
-        """Build the index and replace an existing one, which is unchanged if this fails."""
+        """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
         with _named_as("output"):
             store = MilvusStore.create(
                 *self._address, dim, about=about, factory=self._settings.factory, parameters=self._settings.parameters
@@ -324,7 +327,7 @@ def new_index(owner: str, output: Path, store: str | None, settings: IndexSettin
     Args:
         owner: prefix of error messages.
         output: folder of the index, or its name in the store.
-        store: `"milvus:URI"`; if None, a folder of faiss files.
+        store: `"milvus:URI"`; if None, the index is a folder of faiss files.
         settings: settings of the index.
 
     Raises:
@@ -348,7 +351,7 @@ class IndexWriter:
 
     Raises:
         ValueError: if both `overwrite` and `update` are True, or the existing index cannot be read.
-        TypeError: if one of them is not a bool.
+        TypeError: if `overwrite` or `update` is not a bool.
     """
 
     def __init__(
@@ -371,7 +374,7 @@ class IndexWriter:
             self._earlier = new.earlier_rows(about)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings) -> None:
-        """Raise if rows of an existing index would be lost without `overwrite` or `update`. The index is read again.
+        """Raise if rows of an existing index would be lost without `overwrite` or `update`. The rows are read again.
 
         Raises:
             ValueError: if rows would be lost, or the index cannot be read.
@@ -445,7 +448,7 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
     """If an existing index cannot be read, raise an error that suggests `overwrite`.
 
     Raises:
-        ValueError: if it cannot be read.
+        ValueError: if the existing index cannot be read.
     """
     try:
         yield
@@ -457,7 +460,7 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
 
 
 def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
-    """Raise if a setting was given that is not the setting of the index to update."""
+    """Raise if a setting is neither the default nor the setting of the index to update."""
     for name, default in asdict(IndexSettings()).items():
         given, found = getattr(settings, name), getattr(index, name, default)
         if given not in (found, default):
@@ -477,7 +480,7 @@ def opened_index(index: Path, store: str | None) -> Iterator[EmbeddingStore]:
 
     Raises:
         FileNotFoundError: if there is no such index.
-        ValueError: if it is damaged or not an index.
+        ValueError: if the index is damaged, or the folder or collection is not an index.
         OSError: if the store cannot be reached.
     """
     if store is None:
