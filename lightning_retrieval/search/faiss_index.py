@@ -25,7 +25,7 @@ from lightning_retrieval.files import DigestStream
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
 
-ROWS_PER_CENTROID = 256  # faiss' k-means ignores further rows
+ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
 COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; they may have a prefix
 
@@ -44,7 +44,7 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     Raises:
         ValueError: if faiss does not know the factory string or a parameter, or does not support inner products for
             this kind of index.
-        TypeError: if one of them is not a string.
+        TypeError: if `factory` or `parameters` is not a string.
     """
     faiss = load_faiss()
     if not isinstance(factory, str):
@@ -166,9 +166,9 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
 
 
 def _reserve(shards: list[Any], rows: int) -> None:
-    """Reserve memory for `rows` more rows in flat indexes: when faiss grows the memory, it briefly holds it twice."""
+    """Reserve memory for `rows` more rows in flat indexes: enlarging the memory later would briefly double it."""
     faiss = load_faiss()
-    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # per shard: a block is split evenly, up to one row
+    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # rows per shard; each block may give a shard one extra row
     for shard in shards:
         inner = shard
         if isinstance(shard, faiss.IndexIDMap):
@@ -287,7 +287,7 @@ def _rebuild_from_lists(shard: Any, ids: NDArray[np.int64]) -> NDArray[np.float3
     try:
         rows: NDArray[np.float32] = shard.reconstruct_batch(ids)
     finally:
-        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # the table would be saved, and slow down every change
+        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # faiss would save the table, and update it at every change
     return rows
 
 

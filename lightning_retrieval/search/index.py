@@ -143,8 +143,8 @@ class RetrievalIndex:
         about: plain values by name that are saved with the index, such as the checkpoint that made the embeddings.
 
     Raises:
-        ValueError: if a number is out of range, faiss does not know the factory string or a parameter, or it does not
-            support inner products for this factory string.
+        ValueError: if a number is out of range, if faiss does not know the factory string or a parameter, or if faiss
+            does not support inner products for this factory string.
         TypeError: if a number is not an integer, `factory` or `parameters` is not a string, or `about` holds anything
             but plain values.
 
@@ -221,7 +221,7 @@ class RetrievalIndex:
         (`torch.from_file`), or add a folder of embeddings with `lightning-retrieval index --embeddings`.
 
         Args:
-            embeddings: floating point, on any device, of any norm.
+            embeddings: one floating-point row for each embedding, on any device, of any norm.
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, or None.
 
@@ -252,7 +252,7 @@ class RetrievalIndex:
         """The k nearest rows of each query, nearest first.
 
         Args:
-            queries: embeddings, floating point, on any device, of any norm.
+            queries: embeddings as floating-point rows, on any device, of any norm.
             k: from 1 to the number of rows.
 
         Returns:
@@ -302,7 +302,7 @@ class RetrievalIndex:
         *,
         rows_in_memory: int = ROWS_IN_MEMORY,
     ) -> None:
-        """Like `add` and `save`, for an empty IVF index that gets larger than memory. Afterwards it is memory-mapped.
+        """Like `add` and `save`, for an empty IVF index that gets larger than memory. Then the index is memory-mapped.
 
         Args:
             folder: as for `save`.
@@ -340,7 +340,7 @@ class RetrievalIndex:
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters. Works for memory-mapped indexes too.
 
-        `recall` is not measured again: it belongs to the previous parameters.
+        `recall` is not measured again, so its value still belongs to the previous parameters.
 
         Args:
             parameters: as for the constructor; other parameters keep their values.
@@ -359,7 +359,7 @@ class RetrievalIndex:
         """Remove rows, with their ids and paths.
 
         Args:
-            ids: ids of the rows; may repeat.
+            ids: ids of the rows; an id may occur more than once.
 
         Raises:
             ValueError: if an id is not in the index, the index is memory-mapped, or faiss cannot remove rows from this
@@ -462,7 +462,7 @@ class RetrievalIndex:
             count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
-            _check_rows(shards, table, settings["dim"])  # before anything of this dimension is allocated
+            _check_rows(shards, table, settings["dim"])  # before memory for this dimension is allocated
             index = cls(**settings)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             reason = first_line(error).removeprefix(f"{OWNER}: ")

@@ -59,7 +59,7 @@ class FolderRows:
         return self.shape[0]
 
     def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
-        """The rows of a slice, or at positions in ascending order."""
+        """The rows of a slice, or the rows at these positions, which must be in ascending order."""
         if isinstance(positions, slice):
             positions = torch.arange(*positions.indices(len(self)))
         selected = torch.empty(len(positions), self.shape[1])
