@@ -11,8 +11,8 @@ from jsonargparse import ArgumentParser
 from lightning_retrieval.cli.options import did_you_mean, one_line, printable, unknown_option
 
 PROGRAM = "lightning-retrieval check"
-# The names of the data modules for the help, which would take seconds if it imported the data modules. A test compares
-# this list with the package.
+# The help lists these names instead of importing the data modules, which takes seconds. A test compares the names with
+# the package.
 DATA_MODULES = (
     "CUB200",
     "CocoDetection",

@@ -185,7 +185,7 @@ def embed_images(
 def _embed_missing(
     fabric: Fabric, embedder: ImageEmbedder, listed: ListedImages, output: Path, manifest: EmbeddingManifest
 ) -> tuple[list[int], list[int]]:
-    """Embed the shards of this process, wait for the other processes, and return all written and the changed shards."""
+    """Embed the shards of this process, wait for all processes, and return the written and the changed shards."""
 
     def image_files(positions: range) -> str:
         return digest_of_files(listed.root / listed.index.paths[position] for position in positions)

@@ -132,8 +132,8 @@ def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
 
     Args:
         owner: prefix of error messages.
-        checkpoint: path of the checkpoint. Its objects are rebuilt from plain values, so loading runs no code
-            of the file.
+        checkpoint: path of the checkpoint. Its objects are rebuilt from plain values, so loading
+            runs no code of the file.
 
     Returns:
         The module. Its attribute `preparation` is the preparation of images in its evaluation; None if the checkpoint
@@ -193,7 +193,7 @@ class EmbeddedImages:
     Args:
         positions: positions of the embedded images in the list.
         embeddings: one row for each position, in memory or in files.
-        unreadable: the other images.
+        unreadable: the images of the list that could not be read.
     """
 
     positions: Int[Tensor, " rows"]

@@ -437,7 +437,7 @@ class _Parser(LightningArgumentParser):
 
 
 def _suggestion(message: str) -> str | None:
-    """A sentence that replaces jsonargparse's message if an unknown name is similar to one of this library, or None."""
+    """A sentence to replace jsonargparse's message if an unknown name is similar to a known name; else None."""
     of_nested = SUGGESTION.search(message)
     if of_nested is not None:
         return of_nested[1]

@@ -67,11 +67,11 @@ def index_images(
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`.
-        images: folder of the images. Files at any depth with a suffix that Pillow knows are indexed, hidden files not.
+        images: folder of the images. All files at any depth whose suffix Pillow knows are indexed, except hidden files.
         output: folder of the index, or its name in the store.
         transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. If the checkpoint
-            records the preparation of its evaluation, `transform` must agree with it, and is only needed if the
-            preparation is a function. If `transform` is None, the preparation is that of the checkpoint, else that of
+            records the preparation of its evaluation, `transform` must agree with this record, and is only needed if
+            the preparation is a function. If `transform` is None, the preparation is that of the checkpoint, else that of
             the model's `Embedder`, else `"plain"` for a model of colour images and `"glyphs"` for a model of grey
             images. `about["preparation"]` of the index is the preparation used; `about["preparation_from"]` is
             `"argument"`, `"checkpoint"`, `"model"` or `"default"`.

@@ -349,7 +349,7 @@ def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) ->
 
 
 def _add_store(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the option `--store`. If it is given, the option `name` gives the name of an index in Milvus."""
+    """Add the option `--store`. With it, the value of the option `name` is the name of an index in Milvus."""
     parser.add_argument(
         "--store",
         metavar="milvus:URI",

@@ -30,7 +30,7 @@ from lightning_retrieval.search.rows import Rows, plain_values
 from lightning_retrieval.search.storage import MANIFEST, check_folder
 
 KIND = "milvus:"
-BLOCK = 1 << 16  # rows whose paths are read at a time
+BLOCK = 1 << 16  # number of rows whose paths are read at a time
 MODEL = ("checkpoint_sha256", "preparation")  # entries of `about` that must be equal for embeddings to be comparable
 
 
@@ -73,7 +73,7 @@ class EarlierRows:
         self._rows = row_keys(self.ids, paths)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
-        """Raise if a row is missing in the new index, which has these ids and paths."""
+        """Raise if a row of the existing index is missing in the new index, which has these ids and paths."""
         lost, cure = len(self.ids), "`overwrite` to replace it"
         why = self.difference
         if why is None:
@@ -87,7 +87,7 @@ class EarlierRows:
             )
 
     def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
-        """The ids of the rows that are missing in the new index, which has these ids and paths.
+        """The ids of the existing rows that are missing in the new index, which has these ids and paths.
 
         Raises:
             ValueError: if the existing index is of another model or other images, or two rows have the same path.
@@ -374,7 +374,9 @@ class IndexWriter:
             self._earlier = new.earlier_rows(about)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings) -> None:
-        """Raise if rows of an existing index would be lost without `overwrite` or `update`. The rows are read again.
+        """Raise if rows of an existing index would be lost without `overwrite` or `update`.
+
+        The existing index is read again for this check.
 
         Raises:
             ValueError: if rows would be lost, or the index cannot be read.

@@ -108,6 +108,6 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference between two batches of embeddings, divided by the largest expected value if above 1."""
+    """The largest difference between two batches of embeddings, divided by the largest expected value if above one."""
     scale = max(1.0, float(expected.abs().max()))
     return float((found - expected).abs().max()) / scale

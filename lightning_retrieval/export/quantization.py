@@ -1,4 +1,4 @@
-"""Quantises ONNX files to eight bits. The files get smaller, and faster on CPUs, but less accurate: measure the loss.
+"""Quantises ONNX files to eight bits. They get smaller and faster on CPUs; the loss of accuracy must be measured.
 
 A convolutional network gets static quantisation: int8 weights and uint8 activations, with ranges determined from
 calibration images. A network with attention gets dynamic quantisation of its matrix products, since fixed ranges reduce
@@ -51,7 +51,7 @@ def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> 
 
 
 def _prepare(onnx: Any, source: Path, target: Path) -> None:
-    """Fold constants and batch norms, and remove the recorded shapes, because quantisation changes shapes."""
+    """Fold constants and batch norms, and remove the recorded shapes, because quantisation changes them."""
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     quant_pre_process(str(source), str(target), skip_symbolic_shape=True)

@@ -184,8 +184,8 @@ def add_on_disk(
         embeddings: the rows.
         ids: ids of the rows.
         rows_in_memory: maximum number of rows that all shards together hold in memory.
-        version: new version of the index's folder, to which the files are written. The parts are also written to the
-            folder, and then deleted.
+        version: the new version of the index's folder, to which the files are written. The parts are written there, too,
+            and then deleted.
 
     Returns:
         The shards, memory-mapped.

@@ -27,7 +27,7 @@ from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_block
 
 ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
-COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; they may have a prefix
+COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; a prefix may precede the name
 
 
 def load_faiss() -> Any:
@@ -133,7 +133,7 @@ def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
     faiss = load_faiss()
     try:
         centroids = max(faiss.extract_index_ivf(shards[0]).nlist, FEWEST_CENTROIDS)
-    except RuntimeError:  # not an IVF index
+    except RuntimeError:  # the index is not an IVF index
         centroids = FEWEST_CENTROIDS
     try:
         shards[0].train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
@@ -190,7 +190,7 @@ def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: ND
 def search_shards(
     shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int
 ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
-    """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer are found.
+    """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer rows are found.
 
     Raises:
         ValueError: if faiss cannot search with the index's parameters.
@@ -220,7 +220,7 @@ def search_shards(
 
 
 def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) -> None:
-    """Remove rows from whichever shards hold them.
+    """Remove rows from the shards that hold them.
 
     Raises:
         ValueError: if faiss cannot remove rows from this kind of index.

@@ -39,7 +39,7 @@ from lightning_retrieval.search.storage import new_version, read_folder
 LARGEST_DIM = 2**31 - 1  # limit of faiss
 MOST_SHARDS = 10_000  # each shard is a file
 RECALL_AT, RECALL_QUERIES = 10, 256
-SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
+SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # attributes that the manifest saves
 
 
 def measure_recall(
@@ -87,7 +87,7 @@ def _exact_neighbours(
     best_ids = torch.full((len(queries), k), -1)
     for begin in range(0, len(embeddings), SMALL_BLOCK):
         block = torch.from_numpy(normalized_rows(embeddings[begin : begin + SMALL_BLOCK]))
-        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # (query, block)
+        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # shape (query, block)
         with ieee_products():
             scores = queries @ block.T
         scores = scores.masked_fill(block_ids == query_ids[:, None], -torch.inf)
@@ -302,7 +302,7 @@ class RetrievalIndex:
         *,
         rows_in_memory: int = ROWS_IN_MEMORY,
     ) -> None:
-        """Like `add` and `save`, for an empty IVF index that gets larger than memory. Then the index is memory-mapped.
+        """Fill and save an empty IVF index, which may get larger than memory. Afterwards, the index is memory-mapped.
 
         Args:
             folder: as for `save`.

@@ -82,7 +82,7 @@ class MilvusConnection:
         return self.checked(method, partial(getattr(self._client, method), *args, timeout=seconds, **settings))
 
     def checked(self, method: str, call: Callable[[], Any]) -> Any:
-        """Return the result of `call`, which uses a method of the client; an error becomes an error of one sentence.
+        """Return the result of `call`, which uses a method of the client; an error of pymilvus becomes one sentence.
 
         Raises:
             OSError: if Milvus reports an error.
@@ -318,8 +318,8 @@ VERSION = 1
 ID, EMBEDDING, PATH = "id", "embedding", "path"
 METRIC = "COSINE"
 LEAST_DIM, LARGEST_DIM = 2, 32_768  # limits of Milvus
-LONGEST_PATH = 65_535  # bytes, limit of Milvus
-LONGEST_NAME = 200  # characters; Milvus' limit is 255
+LONGEST_PATH = 65_535  # limit of Milvus in bytes
+LONGEST_NAME = 200  # number of characters; the limit of Milvus is 255
 REBUILD = "build the index again, or give the name of another"
 
 
@@ -409,7 +409,7 @@ def create_collection(
 def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metadata, float | None, int | None]:
     """The name of the collection of an index, its metadata, its recall and its number of rows.
 
-    The recall is None if it is not recorded, and so is the number of rows.
+    The recall or the number of rows is None if it is not recorded.
 
     Raises:
         FileNotFoundError: if there is no collection of this name.

@@ -34,9 +34,9 @@ from lightning_retrieval.search.rows import (
     plain_values,
 )
 
-BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # maximum of one insertion
-BATCH_IDS, BATCH_QUERIES = 4_096, 256  # maximum of one request
-MOST_RESULTS = 16_384  # maximum for one query, a limit of Milvus
+BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # maximum numbers of rows and of bytes in one insertion
+BATCH_IDS, BATCH_QUERIES = 4_096, 256  # maximum numbers of ids and of queries in one request
+MOST_RESULTS = 16_384  # maximum number of results of one query, a limit of Milvus
 
 
 def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
@@ -450,7 +450,7 @@ class MilvusStore:
         return values
 
     def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> None:
-        """Measure recall after Milvus has indexed the rows; before that, its search is exact."""
+        """Measure recall after Milvus has indexed the rows; until then, the search of Milvus is exact."""
         self._call("flush")
         self._call("release_collection")
         self._connection.load(self.collection)

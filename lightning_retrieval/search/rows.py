@@ -22,7 +22,7 @@ from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 OWNER = "RetrievalIndex"  # prefix of error messages
 BLOCK = 1 << 16  # rows that are passed to faiss at a time
 SMALL_BLOCK = 1 << 12  # rows that are normalised or checked at a time, so that temporary copies are small
-SHOWN = 5  # invalid rows that an error message names
+SHOWN = 5  # number of invalid rows that an error message names
 
 
 class FolderRows:

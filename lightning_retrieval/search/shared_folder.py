@@ -131,7 +131,7 @@ class SharedFolder:
 
     @property
     def ranges(self) -> Iterator[range]:
-        """The positions of the images of these shards."""
+        """The positions of the images of each shard that this process writes."""
         return map(self.folder.positions, self.shards)
 
     @property
