@@ -46,7 +46,7 @@ from lightning_retrieval.search.shared_folder import ShardCollector, share_folde
 OWNER = "embed_images"
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 ACCELERATORS = ("cpu", "cuda", "mps")
-LONGEST_WAIT = timedelta(days=30)  # how long a process that has finished waits for the others
+LONGEST_WAIT = timedelta(days=30)  # how long a finished process waits for the other processes
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 
@@ -69,7 +69,7 @@ class EmbeddedFolder:
 
     Args:
         folder: the embeddings; no shard is missing.
-        written: number of shards that were written; the others already existed.
+        written: number of shards that this call wrote; all other shards already existed.
         unreadable: the images of all shards that could not be read.
         rank: rank of this process.
         renewed: number of existing shards that were written again, because their images have changed.

@@ -211,7 +211,7 @@ class LoadedImage:
 
 
 class ReadableImages(Dataset[LoadedImage]):
-    """The images of an `ImageSet`; for an unreadable image, the item holds the reason instead of raising."""
+    """The images of an `ImageSet`; the item of an unreadable image holds the reason, and no error is raised."""
 
     def __init__(self, images: ImageSet) -> None:
         self.images = images

@@ -59,7 +59,7 @@ FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|ty
 UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: (\w+)(?=\s|$)|module 'lightning_retrieval[\w.]*' has no attribute '(\w+)'"
 )
-# A suggestion of this library that is part of a longer message.
+# This pattern finds a suggestion of this library in a longer message.
 SUGGESTION = re.compile(r"^ *((?:there is no class|\w+ has no argument) .*\?)$", flags=re.MULTILINE)
 UNKNOWN_ARGUMENT = re.compile(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
 CLASS_SIMILARITY = 0.75  # least similarity for a suggestion; SupConLoss and TripletLoss get no suggestion
@@ -80,7 +80,7 @@ def fit(args: Any = None) -> None:
         pl.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
-        auto_configure_optimizers=False,  # its --optimizer options would replace those of the module
+        auto_configure_optimizers=False,  # LightningCLI's --optimizer would replace the module's optimizer
         save_config_callback=_SaveConfig,
         parser_kwargs=parser_settings,
         parser_class=_Parser,

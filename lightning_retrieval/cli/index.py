@@ -71,9 +71,9 @@ def index_images(
         output: folder of the index, or its name in the store.
         transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. If the checkpoint
             records the preparation of its evaluation, `transform` must agree with this record, and is only needed if
-            the preparation is a function. If `transform` is None, the preparation is that of the checkpoint, else that of
-            the model's `Embedder`, else `"plain"` for a model of colour images and `"glyphs"` for a model of grey
-            images. `about["preparation"]` of the index is the preparation used; `about["preparation_from"]` is
+            the preparation is a function. If `transform` is None, the preparation is that of the checkpoint, else
+            that of the model's `Embedder`, else `"plain"` for a model of colour images and `"glyphs"` for a model of
+            grey images. `about["preparation"]` of the index is the preparation used; `about["preparation_from"]` is
             `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
         store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
         factory: faiss' factory string, or type of Milvus' index.

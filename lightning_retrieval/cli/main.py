@@ -44,8 +44,8 @@ def main(args: Any = None) -> None:
     """Run the program.
 
     Args:
-        args: the arguments; if None, those of the process. `fit`, `validate`, `test` and `predict` also accept a parsed
-            config.
+        args: the arguments; if None, the arguments of the process. `fit`, `validate`, `test` and `predict` also
+            accept a parsed config.
 
     Raises:
         TypeError: if `args` is a single string or a number.

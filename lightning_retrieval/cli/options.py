@@ -1,6 +1,6 @@
 """Options and messages of the commands that load a model: `embed`, `export`, `index`, `search` and `demo`.
 
-All their parsers are in this module, which does not import torch, so that help appears immediately. The code of a
+This module makes the parsers of these commands and does not import torch, so help appears immediately. The code of a
 command is in the module of the same name, which is imported after parsing.
 """
 

@@ -196,8 +196,8 @@ class FaissFolder:
         """Context with the existing index, to change its rows; the index is saved at the end, but not after an error.
 
         Raises:
-            ValueError: if `rows_in_memory` is given, the other settings differ from those of the index, or another
-                process has changed it meanwhile.
+            ValueError: if `rows_in_memory` is given, another setting differs from the setting of the index, or another
+                process has changed the index meanwhile.
         """
         if self._settings.rows_in_memory is not None:
             raise ValueError(
@@ -505,7 +505,7 @@ def close_index(index: EmbeddingStore) -> None:
 
 @contextmanager
 def _named_as(index: str) -> Iterator[None]:
-    """Translate argument names in errors of `MilvusStore` to those of the commands: `store`, `index` or `output`."""
+    """Translate argument names in errors of `MilvusStore` to names of options: `store`, `index` or `output`."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -66,7 +66,7 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
 
 
 def most_parts() -> int:
-    """The maximum number of parts: at most half of the files that this process may open, as a merge opens all parts."""
+    """The maximum number of parts: at most half of the files this process may open, because a merge opens all parts."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MOST_PARTS
@@ -184,8 +184,8 @@ def add_on_disk(
         embeddings: the rows.
         ids: ids of the rows.
         rows_in_memory: maximum number of rows that all shards together hold in memory.
-        version: the new version of the index's folder, to which the files are written. The parts are written there, too,
-            and then deleted.
+        version: the new version of the index's folder, to which the files are written. The parts are written there,
+            too, and then deleted.
 
     Returns:
         The shards, memory-mapped.

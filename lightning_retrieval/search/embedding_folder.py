@@ -411,7 +411,7 @@ def check_output(owner: str, path: Path) -> None:
     """Raise unless embeddings may be written to a path: a new path, an empty folder, or a folder of embeddings.
 
     Raises:
-        ValueError: if the path is a file, or a folder that holds anything else.
+        ValueError: if the path is a file, or a folder that holds anything but embeddings.
     """
     occupied = path.exists() or path.is_symlink()
     if not occupied:

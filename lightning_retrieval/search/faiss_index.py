@@ -121,9 +121,9 @@ def faiss_reason(error: RuntimeError) -> str:
 
 
 def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
-    """Train the first shard and replace the others by copies of it, unless the shards are already trained.
+    """Train the first shard and replace all other shards by copies of it, unless they are already trained.
 
-    The training uses a sample of the rows, as large as the largest sample that faiss can use.
+    The training uses the largest sample of the rows that faiss can use.
 
     Raises:
         ValueError: if there are too few rows.
@@ -239,7 +239,7 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
 
 
 def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[Tensor, "rows dim"]:
-    """The stored vectors of these ids, each of which must be in one of the shards.
+    """The stored vectors of the rows with these ids. Each id must be in one of the shards.
 
     Raises:
         ValueError: if faiss cannot reconstruct vectors from this kind of index.

@@ -130,7 +130,7 @@ class EditLock:
 
 
 class RetrievalIndex:
-    """Embeddings with ids and, optionally, paths: add, search, remove, save and load.
+    """An index of embeddings with ids and optional paths: add, search, remove, save and load rows.
 
     Args:
         dim: D, the dimension of an embedding, >= 1.
@@ -167,9 +167,9 @@ class RetrievalIndex:
         `docs/scaling.md` lists the bytes of a row and the time of a search for each kind of factory string.
 
     Threads:
-        Threads may search, add and remove at the same time. Each call is atomic: it sees the index before or after each
-        of the others. Searches run in parallel. `search_with_paths` is one call, so another thread cannot remove a row
-        between the search and the look-up of its path.
+        Threads may search, add and remove at the same time. Each call is atomic: the call sees the index as it was
+        before or after each other call. Searches run in parallel. `search_with_paths` is one call, so another thread
+        cannot remove a row between the search and the look-up of the row's path.
 
     Relations:
         The commands `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no
@@ -276,8 +276,8 @@ class RetrievalIndex:
             k: as for `search`.
 
         Returns:
-            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
-                an approximate index finds fewer than k rows.
+            The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
+                and where an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
@@ -415,7 +415,7 @@ class RetrievalIndex:
                 not exist yet, be empty, or hold an index.
 
         Raises:
-            ValueError: if the folder holds anything else, another process writes to it, or the index is memory-mapped.
+            ValueError: if the folder holds other files, another process writes to it, or the index is memory-mapped.
             OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
         """
         path = check_path(OWNER, "folder", folder)

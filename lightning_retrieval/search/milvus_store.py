@@ -275,8 +275,8 @@ class MilvusStore:
             k: as for `search`.
 
         Returns:
-            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
-                an approximate index finds fewer than k rows.
+            The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
+                and where an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
@@ -352,8 +352,8 @@ class MilvusStore:
     def publish(self) -> None:
         """Give this index its name, in one atomic step, and delete the earlier index of this name.
 
-        Unpublished collections of the same name, such as those of killed processes, are deleted too. So only one
-        process at a time may build an index of this name.
+        Unpublished collections of the same name, such as those of killed processes, are deleted too. Only one
+        process at a time may therefore build an index of this name.
 
         Raises:
             ValueError: if the name now belongs to a collection that is not an index.

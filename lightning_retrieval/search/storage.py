@@ -47,7 +47,7 @@ def check_folder(owner: str, folder: Path) -> None:
     An index in the folder may be damaged or incomplete.
 
     Raises:
-        ValueError: if the path is a file, or a folder that holds anything else.
+        ValueError: if the path is a file, or a folder that holds anything but an index.
     """
     occupied = folder.exists() or folder.is_symlink()
     if occupied and not (folder.is_dir() and _may_be_replaced(folder)):
