@@ -252,7 +252,7 @@ class ImageEmbedder:
     batch_size: int
     num_workers: int
     device: str
-    normalizes: bool = True  # whether the module gets normalised images; if False, `Preparation` gives uint8 images
+    normalizes: bool = True  # whether the module gets normalised images; if False, it gets uint8 images
 
     @classmethod
     def load(

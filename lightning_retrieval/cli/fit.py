@@ -30,12 +30,12 @@ from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInter
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.options import did_you_mean, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
-from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
+from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import folder_lock, new_file, reason
 from lightning_retrieval.plain_data import constructor_parameters, is_variadic, load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
-from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # --model RetrievalModule
+from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
 
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
@@ -136,8 +136,9 @@ class RetrievalCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint of `--ckpt_path`, if it is a file.
 
-        The hyperparameters of the checkpoint replace the model of the config. Lightning would merge them into the
-        config; a checkpoint could then choose what jsonargparse imports and calls. Here, only `plain_data` reads them.
+        The hyperparameters of the checkpoint replace the model of the config. Here, only `plain_data` reads the
+        hyperparameters. Lightning would merge them into the config, and a checkpoint could then choose what
+        jsonargparse imports and calls.
         """
         self._checkpoint: dict[str, Any] = {}
         path = self.config[self.config.subcommand].get("ckpt_path")

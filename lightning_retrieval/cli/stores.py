@@ -135,7 +135,7 @@ def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 
 def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
-    """How an existing index differs from a new one in model or images; None if both are the same."""
+    """How an existing index differs from a new one in model or images; None if neither differs."""
     made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
     if MODEL[0] not in earlier:
         return "something else than this command has made them"

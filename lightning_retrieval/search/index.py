@@ -167,9 +167,9 @@ class RetrievalIndex:
         `docs/scaling.md` lists the bytes of a row and the time of a search for each kind of factory string.
 
     Threads:
-        Threads may search, add and remove at the same time. Each call is atomic: the call sees the index as it was
-        before or after each other call. Searches run in parallel. `search_with_paths` is one call, so another thread
-        cannot remove a row between the search and the look-up of the row's path.
+        Threads may search, add and remove at the same time. Each call is atomic: no call sees the index during a
+        change by another call. Searches run in parallel. `search_with_paths` is one call, so another thread cannot
+        remove a row between the search and the look-up of the row's path.
 
     Relations:
         The commands `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no
@@ -215,9 +215,9 @@ class RetrievalIndex:
     ) -> None:
         """Add rows.
 
-        The first call trains the index if it needs training, so it should get many representative rows. It also
-        measures `recall` on 256 of these rows: the fraction of their 10 nearest neighbours, by exact search, that are
-        among the 10 rows that the index finds. To add more rows than fit into memory, pass a tensor over a file
+        If the index needs training, the first call trains it and should get many representative rows. The first call
+        also measures `recall` with 256 of these rows as queries: the fraction of the 10 nearest rows by exact search
+        that the index finds too. To add more rows than fit into memory, pass a tensor over a file
         (`torch.from_file`), or add a folder of embeddings with `lightning-retrieval index --embeddings`.
 
         Args:

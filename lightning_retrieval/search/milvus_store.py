@@ -160,7 +160,7 @@ class MilvusStore:
         parameters: str = "",
         about: Mapping[str, Any] | None = None,
     ) -> "MilvusStore":
-        """Create an empty index. An existing index of the same name is not replaced before `publish`.
+        """Create an empty index. An existing index of the same name stays until `publish` replaces it.
 
         Args:
             uri: as for the constructor; a file that does not exist is created.
