@@ -65,7 +65,7 @@ def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 
 @dataclass(frozen=True)
 class EmbeddedFolder:
-    """The result of `embed_images`, the same on all processes except for `rank`.
+    """The result of `embed_images`. Except for `rank`, it is the same on all processes.
 
     Args:
         folder: the embeddings; no shard is missing.

@@ -115,7 +115,7 @@ def images_in_folder(owner: str, folder: Path) -> ListedImages:
 
 
 def _image_paths(folder: Path) -> list[str]:
-    """Sorted relative paths of the image files at any depth: files with a suffix that Pillow knows, in any case."""
+    """Sorted relative paths of the image files at any depth: files whose suffix, in lower case, Pillow knows."""
     suffixes = image_suffixes()
     found = []
     for parent, subfolders, files in os.walk(folder):

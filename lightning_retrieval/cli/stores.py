@@ -193,7 +193,7 @@ class FaissFolder:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """Context with the existing index, to change its rows; the index is saved at the end, but not after an error.
+        """Context with the existing index, to change its rows; the index is saved at the end, except after an error.
 
         Raises:
             ValueError: if `rows_in_memory` is given, another setting differs from the setting of the index, or another
@@ -293,7 +293,7 @@ class MilvusCollection:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """Context with the existing index, to change its rows; its metadata do not change."""
+        """Context with the existing index, to change the rows, but not the metadata, of the index."""
         store = MilvusStore(*self._address)
         try:
             _check_settings(self._owner, store, self._settings)

@@ -462,7 +462,7 @@ class RetrievalIndex:
             count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
-            _check_rows(shards, table, settings["dim"])  # before memory for this dimension is allocated
+            _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
             index = cls(**settings)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             reason = first_line(error).removeprefix(f"{OWNER}: ")

@@ -219,7 +219,7 @@ def _may_be_replaced(folder: Path) -> bool:
     if manifest.exists():
         try:
             content = json.loads(manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # possibly the damaged manifest of an index
+        except (OSError, ValueError, RecursionError):  # the file may be the damaged manifest of an index
             has_inner = any(_is_inner(path) for path in folder.iterdir())
             return has_inner and not _has_other_files(folder)
         return isinstance(content, dict) and content.get("format") == FORMAT.format
