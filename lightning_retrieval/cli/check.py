@@ -11,7 +11,8 @@ from jsonargparse import ArgumentParser
 from lightning_retrieval.cli.options import did_you_mean, one_line, printable, unknown_option
 
 PROGRAM = "lightning-retrieval check"
-# The data modules listed in the help, because importing them takes seconds. A test compares this list with the package.
+# The help lists these names instead of importing the data modules, which takes seconds. A test compares the names with
+# the package.
 DATA_MODULES = (
     "CUB200",
     "CocoDetection",
@@ -81,7 +82,7 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     )
     if named.data is None:
         parser.add_argument("--data", required=True, metavar="NAME", help="the data module")
-        parser.parse_args(args)  # ends the program, with the help or an error
+        parser.parse_args(args)  # this call ends the program with the help or an error
     known = data_modules()
     if named.data not in known:
         meant = did_you_mean(named.data, list(known)) or f"; --data is one of {', '.join(sorted(known))}"
@@ -96,7 +97,7 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
 
 
 class _Parser(ArgumentParser):
-    """A parser whose errors have one line, with the option that was perhaps meant."""
+    """A parser that prints an error as one line; for an unknown option, it names a similar option."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the error and exit."""

@@ -23,8 +23,8 @@ from lightning_retrieval.preparation.decoding import read_image
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-MEGABYTES, MEGAPIXELS = 20, 64  # limits of an upload
-KEPT, PAUSE = 600.0, 30.0  # seconds to keep a visitor's file, and between two deletions of old files
+MEGABYTES, MEGAPIXELS = 20, 64  # maximum file size and image size of an upload
+KEPT, PAUSE = 600.0, 30.0  # seconds: how long a visitor's file is kept; time between two deletions
 UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: Gradio's folder for uploads and shown images
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
@@ -55,7 +55,7 @@ def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGINT end the demo like Ctrl-C, also in the background, so that uploaded files are deleted."""
+    """End the demo on SIGTERM and SIGINT as on Ctrl-C, even in the background, so that uploaded files are deleted."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, signal.default_int_handler)
@@ -114,7 +114,7 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             footer_links=[],
             max_file_size=f"{MEGABYTES}mb",  # the page rejects larger files before it uploads them
             app_kwargs={"middleware": [Middleware(RequestCheck, host=host)]},
-            ssr_mode=False,  # server-side rendering would bypass the check
+            ssr_mode=False,  # server-side rendering would bypass `RequestCheck`
             quiet=True,  # Gradio would recommend an argument that the command does not have
             prevent_thread_lock=True,
         )
@@ -128,7 +128,7 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
 
 @contextmanager
 def private_uploads() -> Iterator[Path]:
-    """Context with a folder for visitors' files, which only this user can read and which is deleted on exit."""
+    """Context with a folder for visitors' files. Only this user can read the folder, and it is deleted on exit."""
     before = os.environ.get(UPLOADS)
     with tempfile.TemporaryDirectory(prefix="demo-", dir=before, ignore_cleanup_errors=True) as folder:
         os.environ[UPLOADS] = folder
@@ -148,8 +148,8 @@ def delete_files_from_time_to_time(folder: Path) -> None:
 
 
 def delete_old_files(folder: Path, before: float) -> None:
-    """Delete files last changed before this time. Gradio's `delete_cache` does not delete aborted uploads."""
-    for path in sorted(folder.rglob("*"), reverse=True):  # files before their folders
+    """Delete the files that were last changed before a time; Gradio's `delete_cache` keeps aborted uploads."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # the files of a folder come before the folder
         try:
             if path.lstat().st_ctime >= before:
                 continue
@@ -157,7 +157,7 @@ def delete_old_files(folder: Path, before: float) -> None:
                 path.rmdir()
             else:
                 path.unlink()
-        except OSError:  # a folder that holds a new file, or a file that Gradio has moved
+        except OSError:  # the path is a folder with a new file, or a file that Gradio has moved
             continue
 
 
@@ -169,7 +169,7 @@ class RequestCheck:
 
     Args:
         app: answers all other requests.
-        host: address that the page is served on. If it stands for all interfaces, all names are allowed.
+        host: address that the page is served on. If the address is `0.0.0.0` or `::`, all host names are allowed.
     """
 
     def __init__(self, app: "ASGIApp", host: str) -> None:
@@ -199,7 +199,7 @@ class RequestCheck:
 
 
 async def _answer(response: Any, scope: "Scope", receive: "Receive", send: "Send") -> None:
-    """Answer with an error; a WebSocket is closed before it is opened."""
+    """Answer a request with an error; a request for a WebSocket is refused."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
@@ -207,7 +207,7 @@ async def _answer(response: Any, scope: "Scope", receive: "Receive", send: "Send
 
 
 def is_allowed_host(headers: Sequence[str], host: str) -> bool:
-    """Whether the host name of a request is one that the page is served under.
+    """Whether the page is served under the host name of a request.
 
     Args:
         headers: the values of all `Host` headers of the request.
@@ -304,7 +304,7 @@ def _check_inputs(gradio: Any, page: Any) -> None:
 
 
 def _empty_gallery(gradio: Any) -> Any:
-    """An empty gallery for the results, five in a row, each of which can be clicked."""
+    """An empty gallery for the results, with five results in a row; a visitor can click each result."""
     return gradio.Gallery(
         show_label=False,
         allow_preview=False,
@@ -345,7 +345,7 @@ def thumbnail(file: Path) -> Image.Image:
 
 
 def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]]:
-    """The results with score and path; a grey square for an image that can no longer be read."""
+    """The picture, score and path of each result; the picture of an unreadable image is a grey square."""
     captioned = []
     for hit in hits:
         text = f"{hit.similarity:.3f}  {printable(hit.path)}"

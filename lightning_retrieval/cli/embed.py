@@ -1,4 +1,4 @@
-"""`lightning-retrieval embed`: embed images into a folder of shards; continues after a killed run."""
+"""`lightning-retrieval embed`: embed images into a folder of shards, and continue a killed run."""
 
 import argparse
 import logging
@@ -46,7 +46,7 @@ from lightning_retrieval.search.shared_folder import ShardCollector, share_folde
 OWNER = "embed_images"
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 ACCELERATORS = ("cpu", "cuda", "mps")
-LONGEST_WAIT = timedelta(days=30)  # how long a process that has finished waits for the others
+LONGEST_WAIT = timedelta(days=30)  # how long a finished process waits for the other processes
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 
@@ -65,11 +65,11 @@ def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 
 @dataclass(frozen=True)
 class EmbeddedFolder:
-    """The result of `embed_images`, the same on all processes except for `rank`.
+    """The result of `embed_images`. Except for `rank`, it is the same on all processes.
 
     Args:
         folder: the embeddings; no shard is missing.
-        written: number of shards that were written; the others already existed.
+        written: number of shards that this call wrote; all other shards already existed.
         unreadable: the images of all shards that could not be read.
         rank: rank of this process.
         renewed: number of existing shards that were written again, because their images have changed.
@@ -117,32 +117,32 @@ def embed_images(
 ) -> EmbeddedFolder:
     """Embed images into a folder of Parquet or .npy files. Existing files are kept.
 
-    With several devices or nodes, Lightning Fabric starts a process for each, which calls this function again. Each
-    process embeds the images of entire files, so the files do not depend on the number of processes, and another number
-    of processes can continue. A file is written again if the size or the modification time of one of its images has
-    changed.
+    With several devices or nodes, Lightning Fabric starts a process for each device, and each process calls this
+    function again. Each process embeds the images of whole files. The files therefore do not depend on the number of
+    processes, and a later call with another number of processes can continue. A file is written again if the size or
+    the modification time of one of its images has changed.
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`.
-        images: a folder, or a table in the format of `ImageTable`, of which only the column `image` is required.
-        output: folder of the embeddings: new, or begun by the same call. All nodes must see it.
+        images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
+        output: folder of the embeddings: a new folder, or a folder begun by the same call. All nodes must share it.
         root: folder that the paths of a table are relative to; if None, the folder of the table.
         transform: as for `index_images`.
         file_format: `"parquet"` or `"npy"`.
-        shard_size: number of images per file, >= 1. After a kill, each process embeds at most as many images again.
+        shard_size: number of images per file, >= 1. After a kill, each process embeds at most this many images again.
         dtype: type of the numbers in the files, `"float32"` or `"float16"`.
         batch_size: number of images embedded at a time.
         num_workers: number of processes that read images, for each device.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
-        devices: number of devices of each node, each of which gets a process.
+        devices: number of devices of each node. Each device gets a process.
         num_nodes: number of machines.
         precision: precision of the network, as named by Lightning: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
         ModuleNotFoundError: if pyarrow is missing.
-        ValueError: if the folder holds embeddings of another model or list of images, or a damaged file, if processes
-            have different images, or an argument is invalid.
+        ValueError: if the folder holds a damaged file, or embeddings of another model or of another list of images; if
+            processes have different images; if an argument is invalid.
         ConnectionError: if another process has ended early.
 
     Cost:
@@ -155,7 +155,7 @@ def embed_images(
         check_integer(OWNER, name, number, least=1)
     check_output(OWNER, output)
     if file_format == "parquet":
-        load_pyarrow(OWNER)  # raises, if missing, before any image is embedded
+        load_pyarrow(OWNER)  # raises before any image is embedded, if pyarrow is missing
     listed = list_images(OWNER, images, root)
     embedder = ImageEmbedder.load(
         OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu"
@@ -185,7 +185,7 @@ def embed_images(
 def _embed_missing(
     fabric: Fabric, embedder: ImageEmbedder, listed: ListedImages, output: Path, manifest: EmbeddingManifest
 ) -> tuple[list[int], list[int]]:
-    """Embed the shards of this process, wait for the others, and return all written shards, and the changed ones."""
+    """Embed the shards of this process, wait for all processes, and return the written and the changed shards."""
 
     def image_files(positions: range) -> str:
         return digest_of_files(listed.root / listed.index.paths[position] for position in positions)
@@ -264,9 +264,9 @@ def _accelerator(device: str | None, devices: int) -> tuple[str, int | list[int]
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Context without Lightning's log messages about Fabric, which the user has not called.
+    """Context without Lightning's log messages about Fabric, because the user has not called Fabric.
 
-    Which of the two loggers Lightning uses depends on what is imported.
+    Lightning uses one of two loggers, depending on the packages that are imported.
     """
     loggers = errors_only(logging.getLogger("pytorch_lightning")), errors_only(logging.getLogger("lightning_fabric"))
     with loggers[0], loggers[1], warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """Embeds image files with the model of a checkpoint, for all commands.
 
-`list_images` lists the images of a folder or of a table, `ImageEmbedder.load` loads the model with the preparation of
-its evaluation, and `ImageEmbedder.embed` returns the embeddings batch by batch. Unreadable files are reported, not
+`list_images` lists the images of a folder or of a table, `ImageEmbedder.load` loads the model and the preparation that
+its evaluation uses, and `ImageEmbedder.embed` returns the embeddings batch by batch. Unreadable files are reported, not
 fatal.
 """
 
@@ -44,8 +44,8 @@ class ListedImages:
 
     Args:
         root: folder that the paths are relative to.
-        index: paths and boxes of the images; its labels and instances have no meaning.
-        labels: one for each image, None if unknown.
+        index: paths and boxes of the images; the labels and instances of `index` have no meaning.
+        labels: label of each image; None if the label is unknown.
         names: names of the images in messages; if None, their paths.
     """
 
@@ -81,7 +81,7 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
 
     Args:
         owner: prefix of error messages.
-        images: a folder, or a table in the format of `ImageTable`, of which only the column `image` is required.
+        images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
         root: folder that the paths of a table are relative to; if None, the folder of the table.
 
     Raises:
@@ -115,7 +115,7 @@ def images_in_folder(owner: str, folder: Path) -> ListedImages:
 
 
 def _image_paths(folder: Path) -> list[str]:
-    """Sorted relative paths of the image files at any depth: files with a suffix that Pillow knows, in any case."""
+    """Sorted relative paths of the image files at any depth: files whose suffix, in lower case, Pillow knows."""
     suffixes = image_suffixes()
     found = []
     for parent, subfolders, files in os.walk(folder):
@@ -132,11 +132,12 @@ def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
 
     Args:
         owner: prefix of error messages.
-        checkpoint: the file. Its classes are rebuilt from plain values; nothing is unpickled that could run code.
+        checkpoint: path of the checkpoint. Its objects are rebuilt from plain values, so loading
+            runs no code of the file.
 
     Returns:
-        The module. Its `preparation` is the preparation of images in its evaluation, None if the checkpoint does not
-            record it.
+        The module. Its attribute `preparation` is the preparation of images in its evaluation; None if the checkpoint
+            does not record the preparation.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -178,7 +179,7 @@ class UnreadableImage:
 
 @dataclass(frozen=True)
 class EmbeddedBatch:
-    """The readable images of a batch, as positions and embeddings, and the unreadable images."""
+    """The positions and embeddings of the readable images of a batch, and its unreadable images."""
 
     positions: list[int]
     embeddings: Float[Tensor, "rows dim"] | None  # None if no image of the batch could be read
@@ -192,7 +193,7 @@ class EmbeddedImages:
     Args:
         positions: positions of the embedded images in the list.
         embeddings: one row for each position, in memory or in files.
-        unreadable: the other images.
+        unreadable: the images of the list that could not be read.
     """
 
     positions: Int[Tensor, " rows"]
@@ -210,7 +211,7 @@ class LoadedImage:
 
 
 class ReadableImages(Dataset[LoadedImage]):
-    """The images of an `ImageSet`; for an unreadable image, the item holds the reason instead of raising."""
+    """The images of an `ImageSet`; the item of an unreadable image holds the reason, and no error is raised."""
 
     def __init__(self, images: ImageSet) -> None:
         self.images = images
@@ -238,7 +239,7 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ImageEmbedder:
-    """A model that is ready to embed image files; made from a checkpoint by `load`.
+    """A model that is ready to embed image files; `load` makes it from a checkpoint.
 
     `about` describes the model with plain values: its checkpoint, its transform, and where the choice of the
     transform came from (see `choose_transform`). It is saved with an index.
@@ -251,7 +252,7 @@ class ImageEmbedder:
     batch_size: int
     num_workers: int
     device: str
-    normalizes: bool = True  # whether the module gets normalised images; else images of uint8, from a `Preparation`
+    normalizes: bool = True  # whether the module gets normalised images; if False, it gets uint8 images
 
     @classmethod
     def load(
@@ -271,10 +272,10 @@ class ImageEmbedder:
         Args:
             owner: prefix of error messages.
             checkpoint: checkpoint of a `RetrievalModule`.
-            transform: the name that the user gave, see `choose_transform`.
-            recorded: the preparation recorded in an index; if None, the one in the checkpoint.
+            transform: name of the transform that the user gave, see `choose_transform`.
+            recorded: the preparation recorded in an index; if None, the preparation recorded in the checkpoint.
             sha256: digest of the checkpoint, if the caller has already computed it.
-            batch_size: number of images embedded at a time; 1 if images keep their sizes.
+            batch_size: number of images embedded at a time; the number is 1 if images keep their sizes.
             num_workers: number of processes that read images.
             device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 
@@ -319,7 +320,8 @@ class ImageEmbedder:
 
         Args:
             listed: the images.
-            groups: positions of the images to embed; no batch has images of two groups. If None, all images.
+            groups: positions of the images to embed; all images of a batch are of one group. If None, all images are
+                embedded.
 
         Raises:
             ValueError: if the model cannot embed the output of the transform, or an embedding is not finite.
@@ -333,7 +335,7 @@ class ImageEmbedder:
         loader = DataLoader(
             ReadableImages(images), batch_sampler=batches, num_workers=self.num_workers, collate_fn=list
         )
-        hidden = None  # tqdm: shown on a terminal only
+        hidden = None  # with None, tqdm shows the progress bar only on a terminal
         if rank() > 0:
             hidden = True
         count = sum(map(len, groups))
@@ -347,7 +349,7 @@ class ImageEmbedder:
 
         Args:
             listed: the images.
-            positions: positions of the images to embed; if None, all.
+            positions: positions of the images to embed; if None, all images are embedded.
 
         Raises:
             ValueError: as for `embed`.

@@ -58,8 +58,8 @@ class ExportedModel:
 
     Args:
         about: the plain values of `preparation.json`.
-        differences: for each program, by file name, the largest difference from torch.
-        int8: cost and gain of int8, None if it was not requested.
+        differences: largest difference of each program from torch, by the file name of the program.
+        int8: cost and gain of int8; None if int8 was not requested.
     """
 
     about: dict[str, Any]
@@ -118,16 +118,16 @@ def export_model(
         output: folder for the files.
         input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
         int8: also write an int8 ONNX file, and measure its cost.
-        images: for `int8`: images for calibration and measurement, in class folders or a table with labels.
+        images: images for the calibration and the measurement of int8: class folders, or a table with labels.
         root: folder that the paths of a table are relative to.
         transform: as for `index_images`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
         ModuleNotFoundError: if onnx, onnxscript or onnxruntime is missing.
-        ValueError: if the model cannot be traced, a program differs from it, or an argument is invalid.
+        ValueError: if the model cannot be traced, a program differs from the model, or an argument is invalid.
     """
-    load_onnx()  # raises, if missing, before anything is done
+    load_onnx()  # raises before any work is done, if a package is missing
     if output.exists() and not output.is_dir():
         raise ValueError(f"{OWNER}: `output` must be a folder, got {output}, which is something else.")
     listed = None
@@ -196,7 +196,7 @@ def _about(program: EmbeddingProgram, embedder: ImageEmbedder) -> dict[str, Any]
 
 @torch.inference_mode()
 def check_program(name: str, embed: Callable[[Tensor], Tensor], program: EmbeddingProgram) -> float:
-    """The largest difference between an exported program and the model; raises if it is too large or NaN.
+    """The largest difference between an exported program and the model; raises if the difference is too large or NaN.
 
     Args:
         name: name of the file, for the error message.
@@ -217,7 +217,7 @@ def check_program(name: str, embed: Callable[[Tensor], Tensor], program: Embeddi
 
 
 def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:
-    """The images of a table with labels, or of class folders, whose names are the labels."""
+    """The images of a table with labels, or of class folders; the name of a class folder is the label of its images."""
     if images is None:
         raise ValueError(f"{OWNER}: `images` must be given with `int8`, to calibrate it and to measure what it costs.")
     listed = list_images(OWNER, images, root)
@@ -260,7 +260,7 @@ class _Recorder:
         self.batches: list[Tensor] = []
 
     def embed(self, images: Tensor) -> Tensor:
-        """Record a batch; returns zeros."""
+        """Record a batch, and return zeros."""
         self.batches.append(images.clone())
         return torch.zeros(len(images), 1)
 

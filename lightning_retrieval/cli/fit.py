@@ -30,12 +30,12 @@ from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInter
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.options import did_you_mean, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
-from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
+from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import folder_lock, new_file, reason
 from lightning_retrieval.plain_data import constructor_parameters, is_variadic, load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
-from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # --model RetrievalModule
+from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
 
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
@@ -51,17 +51,18 @@ EXAMPLES = {
     "predict": "lightning-retrieval predict --config config.yaml --ckpt_path best.ckpt",
 }
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
-# Compact help: of each option its name, the first sentence of its description, and its default.
+# The compact help shows the name of each option, the first sentence of its description, and its default.
 NAME_WIDTH = 47  # columns for the name, if the description is on the same line
 INDENT = 4  # further indentation, in columns, of a description on separate lines
 FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
-# Reports of jsonargparse.
+# Patterns of error messages of jsonargparse.
 UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: (\w+)(?=\s|$)|module 'lightning_retrieval[\w.]*' has no attribute '(\w+)'"
 )
-SUGGESTION = re.compile(r"^ *((?:there is no class|\w+ has no argument) .*\?)$", flags=re.MULTILINE)  # our own
+# This pattern finds a suggestion of this library in a longer message.
+SUGGESTION = re.compile(r"^ *((?:there is no class|\w+ has no argument) .*\?)$", flags=re.MULTILINE)
 UNKNOWN_ARGUMENT = re.compile(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
-CLASS_SIMILARITY = 0.75  # SupConLoss and TripletLoss are less similar to classes of this library
+CLASS_SIMILARITY = 0.75  # least similarity for a suggestion; SupConLoss and TripletLoss get no suggestion
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
 
@@ -79,7 +80,7 @@ def fit(args: Any = None) -> None:
         pl.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
-        auto_configure_optimizers=False,  # its --optimizer options would replace those of the module
+        auto_configure_optimizers=False,  # LightningCLI's --optimizer would replace the module's optimizer
         save_config_callback=_SaveConfig,
         parser_kwargs=parser_settings,
         parser_class=_Parser,
@@ -88,11 +89,11 @@ def fit(args: Any = None) -> None:
 
 
 class RetrievalCLI(LightningCLI):
-    """LightningCLI that evaluates after training, and resumes.
+    """LightningCLI that can evaluate after training and continue an earlier run.
 
     `fit --test_after_fit true` evaluates the test set after training. `fit --ckpt_path last` continues the newest
-    earlier run with the same model and data. `fit --run_folder FOLDER` continues the run in that folder, if there is
-    one.
+    earlier run with the same model and data. `fit --run_folder FOLDER` continues the run in this folder or, if the
+    folder holds no run, begins one.
     """
 
     @property
@@ -135,8 +136,9 @@ class RetrievalCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint of `--ckpt_path`, if it is a file.
 
-        Its hyperparameters replace the model of the config. Lightning would merge them into the config, so that a file
-        could choose what jsonargparse imports and calls. Here, only `plain_data` reads them.
+        The hyperparameters of the checkpoint replace the model of the config. Here, only `plain_data` reads the
+        hyperparameters. Lightning would merge them into the config, and a checkpoint could then choose what
+        jsonargparse imports and calls.
         """
         self._checkpoint: dict[str, Any] = {}
         path = self.config[self.config.subcommand].get("ckpt_path")
@@ -250,7 +252,7 @@ class RetrievalCLI(LightningCLI):
                     rank_zero_info(f"Made again, because images in them have changed: {callback.renewed} files.")
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the subcommand; after Ctrl-C, exit with the usual code 130, where Lightning exits with 1."""
+        """Run the subcommand; after Ctrl-C, exit with the usual code 130 instead of Lightning's code 1."""
         with self._locked_run_folder():
             try:
                 super()._run_subcommand(subcommand)
@@ -299,7 +301,7 @@ def _missing_package(error: Exception) -> str | None:
     """The message about a missing package that a class of a config needs, or None.
 
     jsonargparse wraps the error of a class in its own errors. If an import fails without such a message, the result is
-    None: the traceback is more useful.
+    None, because the traceback helps the user more than a sentence.
 
     Args:
         error: the error that the parser raised while creating the objects of a config.
@@ -322,7 +324,7 @@ def _missing_package(error: Exception) -> str | None:
 def _invalid_argument(error: Exception) -> str | None:
     """The message of a class of this library about an invalid argument of a config, or None.
 
-    For other errors, such as those of a user's class, the result is None: the traceback is more useful.
+    For other errors, such as errors of a user's class, the result is None, because the user needs the traceback.
 
     Args:
         error: the error that the parser raised while creating the objects of a config.
@@ -364,7 +366,7 @@ class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpForm
     """Formats each option as its name, the first sentence of its description, and its default.
 
     All three are on one line if the terminal is wide enough; otherwise, the sentence and the default start a new line.
-    Options `--NAME.help`, which show the settings of a class, are omitted if their names are nested.
+    An option `--NAME.help`, which shows the settings of a class, is omitted if NAME contains a dot.
     """
 
     def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], *args: Any, **kwargs: Any) -> str:
@@ -378,7 +380,7 @@ class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpForm
     def start_section(self, heading: str | None) -> None:
         """Start a section; its heading is the first sentence of a docstring."""
         if heading:
-            heading = textwrap.fill(heading.partition(". ")[0], self._width - 1)  # a colon follows
+            heading = textwrap.fill(heading.partition(". ")[0], self._width - 1)  # argparse appends a colon
         super().start_section(heading)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -436,7 +438,7 @@ class _Parser(LightningArgumentParser):
 
 
 def _suggestion(message: str) -> str | None:
-    """A sentence in place of a report of jsonargparse on a name that is similar to one of this library, or None."""
+    """A sentence to replace jsonargparse's message if an unknown name is similar to a known name; else None."""
     of_nested = SUGGESTION.search(message)
     if of_nested is not None:
         return of_nested[1]
@@ -449,7 +451,7 @@ def _suggestion(message: str) -> str | None:
     path, unknown = argument.groups()
     module, _, name_of_class = path.rpartition(".")
     cls = getattr(sys.modules.get(module), name_of_class, None)  # jsonargparse has imported its module
-    if not inspect.isclass(cls):  # a function, or a class inside a class
+    if not inspect.isclass(cls):  # the name is that of a function, or of a class inside a class
         return None
     names = [parameter.name for parameter in constructor_parameters(cls) if not is_variadic(parameter)]
     meant = did_you_mean(unknown, names)
@@ -457,9 +459,9 @@ def _suggestion(message: str) -> str | None:
 
 
 def _class_meant(name: str) -> str | None:
-    """A sentence on an unknown class, or None if it may be a class of the user, whose module is missing."""
+    """A sentence on an unknown class; None if the class may be the user's own, given without its module."""
     classes = _classes()
-    if any(name.endswith(known) for known in classes if name != known):  # MyRetrievalModule
+    if any(name.endswith(known) for known in classes if name != known):  # such as MyRetrievalModule
         return None
     meant = did_you_mean(name, classes, similarity=CLASS_SIMILARITY)
     return meant and f"there is no class {name}{meant}"
@@ -475,7 +477,7 @@ def _classes() -> dict[str, str]:
 
 
 class _WriterToRunFolder(EmbeddingWriter):
-    """Writes to the folder of the run, which is known in `setup`: before, ranks may have different folders."""
+    """Writes to the folder of the run, which `setup` looks up: earlier, the folder may differ between ranks."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "predict":
@@ -484,10 +486,10 @@ class _WriterToRunFolder(EmbeddingWriter):
 
 
 class _SaveConfig(SaveConfigCallback):
-    """Saves the config in the folder of the run, even if the logger has no folder, such as that of Weights & Biases.
+    """Saves the config in the folder of the run, even if the logger (such as Weights & Biases) has no folder.
 
     Args:
-        model: plain data of the model, if it is not the model of the config.
+        model: plain data of the model, if the model is that of a checkpoint and not that of the config.
     """
 
     def __init__(self, *args: Any, model: dict[str, Any] | None = None, **kwargs: Any) -> None:

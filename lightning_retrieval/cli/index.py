@@ -67,14 +67,15 @@ def index_images(
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`.
-        images: the folder; all files at any depth with a suffix that Pillow can open are indexed, except hidden files.
+        images: folder of the images. All files at any depth whose suffix Pillow knows are indexed, except hidden files.
         output: folder of the index, or its name in the store.
-        transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. Only needed if the
-            checkpoint does not record the preparation in evaluation; if it does, `transform` must be the same. If None:
-            the preparation in the checkpoint, else that of the model's `Embedder`, else `"plain"` for a model of colour
-            images and `"glyphs"` for one of grey images. `about["preparation"]` of the index is the preparation used,
-            and `about["preparation_from"]` is `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
-        store: `"milvus:URI"`, see `MilvusStore`; if None, a folder of faiss' files.
+        transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. If the checkpoint
+            records the preparation of its evaluation, `transform` must agree with this record, and is only needed if
+            the preparation is a function. If `transform` is None, the preparation is that of the checkpoint, else
+            that of the model's `Embedder`, else `"plain"` for a model of colour images and `"glyphs"` for a model of
+            grey images. `about["preparation"]` of the index is the preparation used; `about["preparation_from"]` is
+            `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
+        store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
         factory: faiss' factory string, or type of Milvus' index.
         parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
         shards: number of shards of the index, for faiss.
@@ -84,7 +85,7 @@ def index_images(
         update: update an existing index of the same model and images: embed and add new images, remove the rows of
             deleted images, and keep all other rows with their ids. An image that has changed under the same path keeps
             its old embedding. If there is no index, build one.
-        batch_size: number of images embedded at a time; 1 if images keep their sizes.
+        batch_size: number of images embedded at a time; the number is 1 if images keep their sizes.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 
@@ -94,12 +95,12 @@ def index_images(
     Raises:
         FileNotFoundError: if the checkpoint or the folder does not exist.
         ValueError: if no image can be read or an argument is invalid; without `overwrite`, if rows of an existing index
-            would be lost, because they are of other images or of another model; with `update`, if the index is of
+            would be lost, because they belong to other images or to another model; with `update`, if the index is of
             another model, or rows cannot be removed from this kind of index.
         OSError: if the store cannot be reached; raised before any image is embedded.
 
     Cost:
-        With a `"Flat"` index, 8 bytes of memory per number of an embedding: 4 for the embeddings and 4 for the index.
+        A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
     owner = "index_images"
     new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
@@ -134,7 +135,7 @@ def index_embeddings(
     Args:
         embeddings: folder written by `embed_images` or `EmbeddingWriter`.
         output: folder of the index, or its name in the store.
-        store: `"milvus:URI"`, see `MilvusStore`; if None, a folder of faiss' files.
+        store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
         factory: faiss' factory string, or type of Milvus' index.
         parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
         shards: number of shards of the index, for faiss.
@@ -151,7 +152,7 @@ def index_embeddings(
         FileNotFoundError: if the folder holds no embeddings.
         ValueError: if files of the folder are missing or damaged, no image could be read, or an argument is invalid;
             without `overwrite`, if rows of an existing index would be lost; with `update`, as for `index_images`.
-        OSError: if the store cannot be reached; checked first.
+        OSError: if the store cannot be reached; this is checked first.
 
     Cost:
         Memory for the index (with `rows_in_memory`, only for its ids and paths and the codes of these rows), the
@@ -169,7 +170,7 @@ def index_embeddings(
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
         if len(positions) == len(rows):
-            return EmbeddedImages(positions, rows, unreadable)  # not in memory
+            return EmbeddedImages(positions, rows, unreadable)  # `rows` reads the embeddings from files
         return EmbeddedImages(positions, rows[positions], unreadable)
 
     writer = IndexWriter(owner, new, manifest.about, overwrite=overwrite, update=update)

@@ -22,7 +22,7 @@ from lightning_retrieval.cli.options import CommandParser, command_line_message,
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
 
-EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # their messages say what the user can change
+EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # the messages of these errors say what the user can change
 
 LIGHTNING_COMMANDS = {
     "fit": "Train a model, and evaluate it during training: --config FILE",
@@ -44,8 +44,8 @@ def main(args: Any = None) -> None:
     """Run the program.
 
     Args:
-        args: the arguments; if None, those of the process. `fit`, `validate`, `test` and `predict` also accept a parsed
-            config.
+        args: the arguments; if None, the arguments of the process. `fit`, `validate`, `test` and `predict` also
+            accept a parsed config.
 
     Raises:
         TypeError: if `args` is a single string or a number.
@@ -93,7 +93,7 @@ def _parse_command(args: Sequence[str]) -> str:
 
 
 def _run(command: str, args: Sequence[str]) -> int:
-    """Run a command, and return its exit code: 0, 1 if some files could not be used, 2 if nothing was done."""
+    """Run a command, and return its exit code: 0, or 1 if some files could not be used, or 2 if nothing was done."""
     if command == "check":
         from lightning_retrieval.cli.check import check
 

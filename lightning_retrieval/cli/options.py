@@ -1,6 +1,6 @@
 """Options and messages of the commands that load a model: `embed`, `export`, `index`, `search` and `demo`.
 
-All their parsers are in this module, which does not import torch, so that help appears immediately. The code of a
+This module makes the parsers of these commands and does not import torch, so help appears immediately. The code of a
 command is in the module of the same name, which is imported after parsing.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # `Preparation.NAMES`
+TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # the same names as in `Preparation.NAMES`
 HELP_WIDTH = 78  # columns of a description
-SHOWN = 100  # characters of a path that is too long
+SHOWN = 100  # number of characters that are shown of a path that is too long
 # Prefixes of messages that are replaced by the name of the command.
 OWNERS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images", "MilvusStore")
 HOST_HELP = (
@@ -23,7 +23,7 @@ HOST_HELP = (
     "only; 0.0.0.0 serves the page to the network, under any name"
 )
 MODEL_OPTIONS = ("checkpoint", "transform", "batch_size", "num_workers", "device")  # options for the model of an index
-# Options allowed with `index --embeddings DIR`; the others concern embedding of images.
+# Options allowed with `index --embeddings DIR`. The other options of `index` concern the embedding of images.
 EMBEDDINGS_OPTIONS = (
     "embeddings",
     "output",
@@ -77,12 +77,12 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
 
 
 def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similarity: float = 0.6) -> str:
-    """The end of a message about an unknown name: the most similar of these names, or nothing.
+    """The end of a message about an unknown name: the most similar known name; "" if no name is similar.
 
     Args:
-        name: what was given.
-        names: the names that exist; of a mapping its keys, and its values are shown.
-        similarity: the least ratio of difflib, from 0 to 1.
+        name: the unknown name.
+        names: the known names. In a mapping, the keys are the names, and the message shows the values.
+        similarity: the least similarity of a name, from 0 to 1: the ratio of `difflib`.
 
     Example:
         >>> did_you_mean("indx", ["fit", "index"])
@@ -99,10 +99,10 @@ def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similar
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors have one line, with the option that was perhaps meant, instead of the usage."""
+    """A parser that prints an error as one line without the usage; for an unknown option, it names a similar option."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The options; the program ends here with help, or with an error."""
+        """Return the options; end the program for `--help` or an invalid option."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = next((argument for argument in unknown if argument != "--"), "--")
@@ -117,7 +117,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def one_line(program: str, message: str) -> str:
-    """An error of the command line with the way to its help."""
+    """The line that reports an error and says how to get help."""
     end = "."
     if message.endswith("?"):
         end = ""
@@ -125,7 +125,7 @@ def one_line(program: str, message: str) -> str:
 
 
 def unknown_option(parser: argparse.ArgumentParser, message: str) -> str:
-    """A message of jsonargparse; if it is that an option is unknown, with the option that was perhaps meant."""
+    """Return a message of jsonargparse; if an option is unknown, add the most similar option to the message."""
     found = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
     if found is None:
         return message
@@ -179,7 +179,7 @@ def make_parser(command: str) -> CommandParser:
 
 
 def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit unless `--output` is given, and either the options for images or those for embeddings."""
+    """Exit unless `--output` is given with either the options for images or the options for embeddings."""
     needed = ["output"]
     if options.embeddings is None:
         needed += ["checkpoint", "images"]
@@ -349,7 +349,7 @@ def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) ->
 
 
 def _add_store(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add `--store`, with which the value of the option `name` is the name of an index in Milvus."""
+    """Add the option `--store`. With it, the value of the option `name` is the name of an index in Milvus."""
     parser.add_argument(
         "--store",
         metavar="milvus:URI",

@@ -23,9 +23,9 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
         config: config of the new run, as YAML.
 
     Returns:
-        The path. None if this is the first run: a `ModelCheckpoint` has a `dirpath`, it holds no checkpoint, and there
-            is no earlier run with this config. Also None if a `dirpath` is a remote address, which Lightning searches
-            itself.
+        Path of the checkpoint. The result is None for a first run: a `ModelCheckpoint` has a `dirpath` that holds no
+            checkpoint, and no earlier run has the same model and data. The result is also None if a `dirpath` is a
+            remote address, because Lightning itself searches remote addresses.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
@@ -62,7 +62,7 @@ def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None
         config: the present config, as YAML.
 
     Returns:
-        The path; None if there is no checkpoint yet, because the run is new or was killed before the first one.
+        Path of the checkpoint; None if the run is new or was killed before its first checkpoint.
 
     Raises:
         ValueError: if the folder holds a run of another model or other data, or only damaged checkpoints.
@@ -80,7 +80,7 @@ def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None
 
 
 def _runs(trainer: Any) -> tuple[Path, list[Path]]:
-    """The folder that holds the folders of the runs, and those folders; without a logger, both are the same folder."""
+    """The folder that contains all runs, and the folder of each run; without a logger, both are the same folder."""
     logger = trainer.logger
     root = Path(trainer.default_root_dir)
     if logger is None:

@@ -21,7 +21,7 @@ def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
     """Run the command: print the results or write the page, and return the queries that could not be read."""
     page, images = options.html, options.images
     if page is not None:
-        _page_target(page)  # raises before anything is searched
+        _page_target(page)  # raises before the search
     if images is not None and not images.is_dir():
         raise ValueError(
             f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
@@ -40,7 +40,7 @@ def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list
     if options.parameters is not None:
         index.set_parameters(options.parameters)
     if page is not None:
-        images = image_folder(images, index)  # raises before anything is searched
+        images = image_folder(images, index)  # raises before the search
     results, unreadable = search_images(index, options.queries, options.k, **model_settings(options))
     if page is not None:
         most = max(len(result.hits) for result in results)

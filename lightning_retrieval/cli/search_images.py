@@ -54,11 +54,11 @@ def search_images(
     Args:
         index: an index made by `index_images`.
         queries: paths of image files.
-        k: number of hits of each query, at most the number of images in the index; if None, 10, or all images if there
-            are fewer.
+        k: number of hits of each query, at most the number of images in the index; if None, 10, or
+            all images if the index has fewer than 10.
         checkpoint: file of the model; if None, the file that the index was made with.
-        transform: the dotted name of the function that prepared the images of the index, if they were prepared by a
-            function; it is imported.
+        transform: dotted name of the function, if a function prepared the images of the index. The function is
+            imported.
         batch_size: number of images embedded at a time.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -126,7 +126,7 @@ class ImageSearcher:
         results = []
         found_rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
         for position, row, row_paths, row_similarities in found_rows:
-            found = row[row >= 0]  # an approximate index may find fewer than k
+            found = row[row >= 0]  # an approximate index may find fewer than k rows
             hits = []
             columns = zip(found.tolist(), row_paths, row_similarities)
             for rank, (image_id, path, similarity) in enumerate(columns, start=1):
@@ -144,10 +144,10 @@ def _listed(queries: Sequence[str]) -> ListedImages:
 
 
 def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
-    """The folder of an index's images: the given folder, else the one recorded in the index.
+    """The folder of an index's images: the given folder, else the folder recorded in the index.
 
     Raises:
-        ValueError: if no folder is given and none is recorded, for example for a data set without image files; if the
+        ValueError: if no folder is given or recorded, for example for a data set without image files; if the
             index was not made by `index_images` or `index_embeddings`.
     """
     _check_index(index)

@@ -30,7 +30,7 @@ from lightning_retrieval.search.rows import Rows, plain_values
 from lightning_retrieval.search.storage import MANIFEST, check_folder
 
 KIND = "milvus:"
-BLOCK = 1 << 16  # rows whose paths are read at a time
+BLOCK = 1 << 16  # number of rows whose paths are read at a time
 MODEL = ("checkpoint_sha256", "preparation")  # entries of `about` that must be equal for embeddings to be comparable
 
 
@@ -73,7 +73,7 @@ class EarlierRows:
         self._rows = row_keys(self.ids, paths)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
-        """Raise if a row is not in the new index, whose ids and paths are given."""
+        """Raise if a row of the existing index is missing in the new index, which has these ids and paths."""
         lost, cure = len(self.ids), "`overwrite` to replace it"
         why = self.difference
         if why is None:
@@ -87,7 +87,7 @@ class EarlierRows:
             )
 
     def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
-        """The ids of the rows that are not in the new index, whose ids and paths are given.
+        """The ids of the existing rows that are missing in the new index, which has these ids and paths.
 
         Raises:
             ValueError: if the existing index is of another model or other images, or two rows have the same path.
@@ -112,7 +112,10 @@ class EarlierRows:
 
 
 def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int64]:
-    """A key for each row, valid in this process, to compare two indexes: the hash of its path, or else of its id."""
+    """A key for each row, to compare two indexes: the hash of the row's path, or of its id if it has no path.
+
+    Keys are valid only in this process.
+    """
     keys = np.empty(len(ids), np.int64)
     for row, path in enumerate(paths):
         known_by: Any = path
@@ -132,8 +135,8 @@ def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 
 def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
-    """How an existing index differs from a new one in model or images; None if it does not."""
-    made = json.loads(json.dumps(dict(about)))  # in the form in which the existing index was read
+    """How an existing index differs from a new one in model or images; None if neither differs."""
+    made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
     if MODEL[0] not in earlier:
         return "something else than this command has made them"
     if earlier[MODEL[0]] != made.get(MODEL[0]):
@@ -190,11 +193,11 @@ class FaissFolder:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """Context with the existing index, to change its rows; the index is saved at the end, but not after an error.
+        """Context with the existing index, to change its rows; the index is saved at the end, except after an error.
 
         Raises:
-            ValueError: if `rows_in_memory` is given, the other settings differ from those of the index, or another
-                process has changed it meanwhile.
+            ValueError: if `rows_in_memory` is given, another setting differs from the setting of the index, or another
+                process has changed the index meanwhile.
         """
         if self._settings.rows_in_memory is not None:
             raise ValueError(
@@ -276,7 +279,7 @@ class MilvusCollection:
         """The rows of the index of this name; None if there is none.
 
         Raises:
-            ValueError: if it cannot be read.
+            ValueError: if the index cannot be read.
             OSError: if Milvus reports an error.
         """
         name = self._address[1]
@@ -290,7 +293,7 @@ class MilvusCollection:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """Context with the existing index, to change its rows; its metadata do not change."""
+        """Context with the existing index, to change the rows, but not the metadata, of the index."""
         store = MilvusStore(*self._address)
         try:
             _check_settings(self._owner, store, self._settings)
@@ -302,7 +305,7 @@ class MilvusCollection:
     def write(
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
     ) -> EmbeddingStore:
-        """Build the index and replace an existing one, which is unchanged if this fails."""
+        """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
         with _named_as("output"):
             store = MilvusStore.create(
                 *self._address, dim, about=about, factory=self._settings.factory, parameters=self._settings.parameters
@@ -324,7 +327,7 @@ def new_index(owner: str, output: Path, store: str | None, settings: IndexSettin
     Args:
         owner: prefix of error messages.
         output: folder of the index, or its name in the store.
-        store: `"milvus:URI"`; if None, a folder of faiss files.
+        store: `"milvus:URI"`; if None, the index is a folder of faiss files.
         settings: settings of the index.
 
     Raises:
@@ -348,7 +351,7 @@ class IndexWriter:
 
     Raises:
         ValueError: if both `overwrite` and `update` are True, or the existing index cannot be read.
-        TypeError: if one of them is not a bool.
+        TypeError: if `overwrite` or `update` is not a bool.
     """
 
     def __init__(
@@ -371,7 +374,9 @@ class IndexWriter:
             self._earlier = new.earlier_rows(about)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings) -> None:
-        """Raise if rows of an existing index would be lost without `overwrite` or `update`. The index is read again.
+        """Raise if rows of an existing index would be lost without `overwrite` or `update`.
+
+        The existing index is read again for this check.
 
         Raises:
             ValueError: if rows would be lost, or the index cannot be read.
@@ -445,7 +450,7 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
     """If an existing index cannot be read, raise an error that suggests `overwrite`.
 
     Raises:
-        ValueError: if it cannot be read.
+        ValueError: if the existing index cannot be read.
     """
     try:
         yield
@@ -457,7 +462,7 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
 
 
 def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
-    """Raise if a setting was given that is not the setting of the index to update."""
+    """Raise if a setting is neither the default nor the setting of the index to update."""
     for name, default in asdict(IndexSettings()).items():
         given, found = getattr(settings, name), getattr(index, name, default)
         if given not in (found, default):
@@ -477,7 +482,7 @@ def opened_index(index: Path, store: str | None) -> Iterator[EmbeddingStore]:
 
     Raises:
         FileNotFoundError: if there is no such index.
-        ValueError: if it is damaged or not an index.
+        ValueError: if the index is damaged, or the folder or collection is not an index.
         OSError: if the store cannot be reached.
     """
     if store is None:
@@ -500,7 +505,7 @@ def close_index(index: EmbeddingStore) -> None:
 
 @contextmanager
 def _named_as(index: str) -> Iterator[None]:
-    """Translate argument names in errors of `MilvusStore` to those of the commands: `store`, `index` or `output`."""
+    """Translate argument names in errors of `MilvusStore` to names of options: `store`, `index` or `output`."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -23,7 +23,7 @@ INPUT, OUTPUT = "images", "embeddings"
 
 
 def can_write_onnx(torch_version: str) -> bool:
-    """Whether this version of torch writes programs of `torch.export` as ONNX with the onnxscript that we need."""
+    """Whether this version of torch can write a program of `torch.export` as ONNX, with the required onnxscript."""
     major, minor = torch_version.split(".")[:2]
     return (int(major), int(minor)) >= (2, 8)
 

@@ -14,7 +14,7 @@ from lightning_retrieval.preparation.preparation import Preparation
 OWNER = "export_program"
 INPUT_TYPES = ("uint8", "float")
 InputType = Literal["uint8", "float"]
-EXAMPLE_IMAGES = 2  # torch.export would treat a batch size of 1 as a constant
+EXAMPLE_IMAGES = 2  # number of example images: torch.export would treat a batch size of 1 as a constant
 
 
 class EmbeddingProgram(nn.Module):
@@ -53,7 +53,7 @@ class EmbeddingProgram(nn.Module):
         self.register_buffer("std", values[1, :, None, None].clone())  # not a view: buffers must not share a storage
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch ..."]:
-        """Embed a batch (N, channels, height, width) of the input type."""
+        """Embed a batch of images of the input type, in the shape (N, channels, height, width)."""
         if self.input_type == "uint8":
             images = (images.to(torch.float32) * (1 / 255) - self.mean) / self.std
         embed: Callable[[Tensor], Tensor] = getattr(self.module, "embed", self.module)
@@ -108,6 +108,6 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference between two batches of embeddings, relative to the largest value if that is above 1."""
+    """The largest difference between two batches of embeddings, divided by the largest expected value if above one."""
     scale = max(1.0, float(expected.abs().max()))
     return float((found - expected).abs().max()) / scale

@@ -1,4 +1,4 @@
-"""Quantises ONNX files to eight bits: smaller, and faster on CPUs, at a cost in accuracy that must be measured.
+"""Quantises ONNX files to eight bits. They get smaller and faster on CPUs; the loss of accuracy must be measured.
 
 A convolutional network gets static quantisation: int8 weights and uint8 activations, with ranges determined from
 calibration images. A network with attention gets dynamic quantisation of its matrix products, since fixed ranges reduce
@@ -24,12 +24,12 @@ def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> 
     """Write an eight-bit copy of an ONNX file.
 
     Args:
-        source: the file.
-        target: the new file.
-        calibration: batches of images in the input format of the file; only used for a network without attention.
+        source: path of the file.
+        target: path of the new file.
+        calibration: batches of images in the input format of the file; a network with attention does not use them.
 
     Returns:
-        `"static"` or `"dynamic"`.
+        The kind of quantisation: `"static"` or `"dynamic"`.
 
     Raises:
         ModuleNotFoundError: if onnx or onnxruntime is not installed.
@@ -51,7 +51,7 @@ def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> 
 
 
 def _prepare(onnx: Any, source: Path, target: Path) -> None:
-    """Fold constants and batch norms, and remove the recorded shapes, which quantisation changes."""
+    """Fold constants and batch norms, and remove the recorded shapes, because quantisation changes them."""
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     quant_pre_process(str(source), str(target), skip_symbolic_shape=True)

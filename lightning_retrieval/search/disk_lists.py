@@ -27,7 +27,7 @@ from lightning_retrieval.search.storage import NewVersion
 BUFFER = 1 << 17  # bytes read from a part at a time
 ID_BYTES, SIZE_BYTES = 8, 8
 ROWS_IN_MEMORY = 1_000_000
-MOST_PARTS = 500  # all are open at the same time
+MOST_PARTS = 500  # maximum number of parts; all parts are open at the same time
 
 
 def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: int, rows_in_memory: int) -> None:
@@ -35,7 +35,7 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
 
     Args:
         index: a faiss index.
-        factory: its factory string.
+        factory: factory string of the index.
         embeddings: the rows to add.
         rows_before: number of rows in the index.
         rows_in_memory: as for `add_on_disk`.
@@ -66,7 +66,7 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
 
 
 def most_parts() -> int:
-    """The maximum number of parts: at most half of the files that this process may open, as a merge opens all parts."""
+    """The maximum number of parts: at most half of the files this process may open, because a merge opens all parts."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MOST_PARTS
@@ -74,7 +74,7 @@ def most_parts() -> int:
 
 
 def check_rows_in_memory(rows_in_memory: int) -> None:
-    """Raise unless `rows_in_memory` is an integer of at least one block of rows."""
+    """Raise unless `rows_in_memory` is an integer and at least the number of rows in a block."""
     check_integer(OWNER, "rows_in_memory", rows_in_memory, least=BLOCK)
 
 
@@ -82,7 +82,7 @@ def check_lists(index: Any, factory: str) -> None:
     """Raise unless faiss stores all data of a row in an inverted list.
 
     Raises:
-        ValueError: if it does not, or if this release of faiss writes the lists in another format.
+        ValueError: if faiss stores data elsewhere, or if this release of faiss writes the lists in another format.
     """
     faiss = load_faiss()
     inner = without_transform(index)
@@ -98,8 +98,8 @@ class DiskLists:
     """The inverted lists of one faiss index. Rows are added in memory, then moved to the disk in parts.
 
     Args:
-        index: trained and empty. Its number of rows includes those on the disk.
-        path: path of the parts, without their number, which is appended.
+        index: a trained, empty faiss index. Later, its number of rows includes the rows on the disk.
+        path: path of the parts; the number of each part is appended to the path.
     """
 
     def __init__(self, index: Any, path: Path) -> None:
@@ -115,7 +115,7 @@ class DiskLists:
         """Move the rows in memory to a new part.
 
         Raises:
-            OSError: if it cannot be written completely.
+            OSError: if the part cannot be written completely.
         """
         faiss = load_faiss()
         ivf = faiss.extract_index_ivf(self._index)
@@ -184,7 +184,8 @@ def add_on_disk(
         embeddings: the rows.
         ids: ids of the rows.
         rows_in_memory: maximum number of rows that all shards together hold in memory.
-        version: the new version of the index's folder, for the files. Parts are written there too, then deleted.
+        version: the new version of the index's folder, to which the files are written. The parts are written there,
+            too, and then deleted.
 
     Returns:
         The shards, memory-mapped.

@@ -38,11 +38,11 @@ from lightning_retrieval.optional_packages import optional_import
 FILE_FORMATS = ("parquet", "npy")
 DTYPES = ("float32", "float16")
 MANIFEST, LOCK = "_manifest.json", "_lock"
-# Earlier versions of the library wrote no checksum.
+# Earlier versions of the library wrote manifests without a checksum.
 FORMAT = Manifest(
     "embeddings", MANIFEST, "embed", "restore it from a copy, or give another folder", may_lack_checksum=True
 )
-SHARD_SIZE = 10_000  # rows
+SHARD_SIZE = 10_000  # default number of rows of a shard
 SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
 UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # keys of the metadata of a Parquet file
 
@@ -53,12 +53,12 @@ class ShardRows:
 
     Args:
         ids: ids of the rows.
-        embeddings: as returned by the model, in the dtype in which they are stored.
-        paths: one for each row, "" if a row has none.
-        labels: one for each row, None if unknown.
+        embeddings: embeddings that the model returned, in the dtype of the files.
+        paths: path of each row; "" if the row has no path.
+        labels: label of each row; None if the label is unknown.
         unreadable: path and reason of each image of the shard that could not be read and therefore has no row.
-        origin: identifies the shard and the folder of the rows, see `EmbeddingFolder`.
-        image_files: digest of the sizes and times of the image files, see `digest_of_files`; "" if it is not known.
+        origin: text that identifies the shard and the folder of the rows, see `EmbeddingFolder`.
+        image_files: digest of the sizes and times of the image files, see `digest_of_files`; "" if unknown.
     """
 
     ids: Int64[np.ndarray, " rows"]
@@ -74,7 +74,7 @@ def load_pyarrow(owner: str) -> Any:
     """Import `pyarrow` and `pyarrow.parquet`; return `pyarrow`.
 
     Raises:
-        ModuleNotFoundError: if it is not installed.
+        ModuleNotFoundError: if pyarrow is not installed.
     """
     with optional_import(
         f"{owner}: pyarrow must be installed for Parquet files: pip install 'lightning-retrieval[parquet]'; or "
@@ -118,7 +118,7 @@ def read_parquet(pyarrow: Any, path: Path) -> ShardRows:
 
 
 def write_json(rows: ShardRows, stream: DigestStream) -> None:
-    """Write the JSON file of a shard: all data but the embeddings, and the checksum of the embeddings."""
+    """Write the JSON file of a shard: all data except the embeddings, and the checksum of the embeddings."""
     content = {
         "ids": rows.ids.tolist(),
         "paths": rows.paths,
@@ -132,7 +132,7 @@ def write_json(rows: ShardRows, stream: DigestStream) -> None:
 
 
 def read_npy(path: Path) -> ShardRows:
-    """Read the two files of a shard and verify the checksum.
+    """Read the .npy file and the JSON file of a shard, and verify the checksum.
 
     Raises:
         ValueError: if the checksum is wrong.
@@ -143,7 +143,7 @@ def read_npy(path: Path) -> ShardRows:
         raise ValueError("the checksum of its embeddings is wrong")
     ids = np.array(content["ids"], dtype=np.int64)
     unreadable = _pairs(content["unreadable"])
-    image_files = content.get("image_files", "")  # earlier releases did not write it
+    image_files = content.get("image_files", "")  # earlier releases did not write this value
     return ShardRows(ids, embeddings, content["paths"], content["labels"], unreadable, content["origin"], image_files)
 
 
@@ -164,7 +164,7 @@ class EmbeddingManifest:
         images_sha256: digest of the list of images, see `digest_of_list`.
         model_sha256: digest of the checkpoint file or the weights.
         preparation: plain values that describe the preparation of an image for the network.
-        dim: D, the dimension of an embedding; 0 if it is unknown before the first embedding.
+        dim: D, the dimension of an embedding; 0 if D is unknown before the first embedding.
         shard_size: number of images of a shard; the last shard may be smaller.
         file_format: `"parquet"` or `"npy"`.
         dtype: type of the numbers in the files, `"float32"` or `"float16"`.
@@ -209,7 +209,7 @@ def digest_of_files(files: Iterable[Path]) -> str:
 
 
 class EmbeddingFolder:
-    """A folder of embeddings, some of whose shards may be missing. Use `create` or `load` instead of the constructor.
+    """A folder of embeddings in which shards may be missing. Use `create` or `load` instead of the constructor.
 
     Args:
         owner: prefix of error messages.
@@ -295,7 +295,7 @@ class EmbeddingFolder:
         """Write a shard. At any time, the shard is either complete or missing.
 
         Raises:
-            OSError: if it cannot be written completely.
+            OSError: if the shard cannot be written completely.
             ValueError: if a number is too large for the dtype of the files.
         """
         dtype = np.dtype(self.manifest.dtype)
@@ -318,7 +318,7 @@ class EmbeddingFolder:
         """The rows of a shard.
 
         Raises:
-            ValueError: if its file is missing or damaged, or was copied from another folder.
+            ValueError: if the file of the shard is missing or damaged, or was copied from another folder.
         """
         file = self._file(shard)
         if not file.exists():
@@ -403,15 +403,15 @@ class EmbeddingFolder:
         return f"{digest} {shard}"
 
     def _file(self, shard: int, suffix: str = "") -> Path:
-        """The file of a shard; by default the file that is written last, whose existence makes the shard complete."""
+        """The file of a shard with this suffix; by default the file that is written last and completes the shard."""
         return self.path / f"part-{shard:05d}{suffix or '.' + self.manifest.file_format}"
 
 
 def check_output(owner: str, path: Path) -> None:
-    """Raise unless embeddings may be written to a path: it is new, an empty folder, or a folder of embeddings.
+    """Raise unless embeddings may be written to a path: a new path, an empty folder, or a folder of embeddings.
 
     Raises:
-        ValueError: if the path is a file, or a folder that holds anything else.
+        ValueError: if the path is a file, or a folder that holds anything but embeddings.
     """
     occupied = path.exists() or path.is_symlink()
     if not occupied:

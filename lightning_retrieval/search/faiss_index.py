@@ -25,9 +25,9 @@ from lightning_retrieval.files import DigestStream
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
 
-ROWS_PER_CENTROID = 256  # faiss' k-means ignores further rows
+ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
-COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; they may have a prefix
+COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; a prefix may precede the name
 
 
 def load_faiss() -> Any:
@@ -44,7 +44,7 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     Raises:
         ValueError: if faiss does not know the factory string or a parameter, or does not support inner products for
             this kind of index.
-        TypeError: if one of them is not a string.
+        TypeError: if `factory` or `parameters` is not a string.
     """
     faiss = load_faiss()
     if not isinstance(factory, str):
@@ -121,9 +121,9 @@ def faiss_reason(error: RuntimeError) -> str:
 
 
 def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
-    """Train the first shard and replace the others by copies of it, unless the shards are already trained.
+    """Train the first shard and replace all other shards by copies of it, unless they are already trained.
 
-    The training uses a sample of the rows, as large as the largest sample that faiss can use.
+    The training uses the largest sample of the rows that faiss can use.
 
     Raises:
         ValueError: if there are too few rows.
@@ -133,7 +133,7 @@ def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
     faiss = load_faiss()
     try:
         centroids = max(faiss.extract_index_ivf(shards[0]).nlist, FEWEST_CENTROIDS)
-    except RuntimeError:  # not an IVF index
+    except RuntimeError:  # the index is not an IVF index
         centroids = FEWEST_CENTROIDS
     try:
         shards[0].train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
@@ -166,9 +166,9 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
 
 
 def _reserve(shards: list[Any], rows: int) -> None:
-    """Reserve memory for `rows` more rows in flat indexes: when faiss grows the memory, it briefly holds it twice."""
+    """Reserve memory for `rows` more rows in flat indexes: enlarging the memory later would briefly double it."""
     faiss = load_faiss()
-    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # per shard: a block is split evenly, up to one row
+    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # rows per shard; each block may give a shard one extra row
     for shard in shards:
         inner = shard
         if isinstance(shard, faiss.IndexIDMap):
@@ -190,7 +190,7 @@ def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: ND
 def search_shards(
     shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int
 ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
-    """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer are found.
+    """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer rows are found.
 
     Raises:
         ValueError: if faiss cannot search with the index's parameters.
@@ -220,7 +220,7 @@ def search_shards(
 
 
 def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) -> None:
-    """Remove rows from whichever shards hold them.
+    """Remove rows from the shards that hold them.
 
     Raises:
         ValueError: if faiss cannot remove rows from this kind of index.
@@ -239,7 +239,7 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
 
 
 def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[Tensor, "rows dim"]:
-    """The stored vectors of these ids, each of which must be in one of the shards.
+    """The stored vectors of the rows with these ids. Each id must be in one of the shards.
 
     Raises:
         ValueError: if faiss cannot reconstruct vectors from this kind of index.
@@ -287,7 +287,7 @@ def _rebuild_from_lists(shard: Any, ids: NDArray[np.int64]) -> NDArray[np.float3
     try:
         rows: NDArray[np.float32] = shard.reconstruct_batch(ids)
     finally:
-        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # the table would be saved, and slow down every change
+        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # faiss would save the table, and update it at every change
     return rows
 
 

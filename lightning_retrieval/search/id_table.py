@@ -21,8 +21,8 @@ def integer_ids(owner: str, ids: Any) -> NDArray[np.int64]:
     """Validate ids and convert them to an array.
 
     Raises:
-        ValueError: if they are not one-dimensional.
-        TypeError: if they are not a tensor of integers.
+        ValueError: if the ids are not one-dimensional.
+        TypeError: if the ids are not a tensor of integers.
     """
     check_tensor(owner, "ids", ids)
     if ids.ndim != 1:
@@ -37,7 +37,7 @@ def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
 
     Raises:
         ValueError: if the number of ids differs from the number of rows, or an id is negative or occurs twice.
-        TypeError: if they are not integers.
+        TypeError: if the ids are not integers.
     """
     check_integers(owner, "ids", ids, rows, "embeddings")
     new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
@@ -56,7 +56,7 @@ def ids_after(owner: str, largest: int, rows: int) -> NDArray[np.int64]:
     """The next `rows` integers after the largest id of an index (-1 for an empty index).
 
     Raises:
-        ValueError: if they do not fit into 64 bits.
+        ValueError: if the integers do not fit into 64 bits.
     """
     if rows > LARGEST_ID - largest:
         raise ValueError(
@@ -85,8 +85,8 @@ class IdTable:
     """Sorted ids with their paths.
 
     Args:
-        ids: sorted, all different.
-        paths: one path for each id, "" for none.
+        ids: ids in ascending order, all different.
+        paths: path of each id; "" for an id without a path.
     """
 
     def __init__(self, ids: NDArray[np.int64], paths: PackedStrings) -> None:
@@ -119,12 +119,12 @@ class IdTable:
         return len(self.ids)
 
     def new_ids(self, ids: Tensor | None, rows: int) -> NDArray[np.int64]:
-        """The ids of new rows: `ids`, validated, or the integers after the largest id if None.
+        """The ids of new rows: the validated `ids`; if None, the integers after the largest id of the table.
 
         Raises:
             ValueError: if the number of ids differs from the number of rows, or an id is negative, occurs twice or is
                 in the table.
-            TypeError: if they are not integers.
+            TypeError: if the ids are not integers.
         """
         if ids is None:
             largest = -1
@@ -194,7 +194,7 @@ def check_new_rows(
 
 
 def _packed(paths: Sequence[str] | None, rows: int) -> PackedStrings:
-    """The paths as `PackedStrings`, without a copy if they already are; "" for each row if None."""
+    """The paths as `PackedStrings`; paths that are already `PackedStrings` are not copied. If None, "" for each row."""
     if paths is None:
         return PackedStrings.from_arrays(np.zeros(0, np.uint8), np.zeros(rows, np.int64))
     if isinstance(paths, PackedStrings):

@@ -39,7 +39,7 @@ from lightning_retrieval.search.storage import new_version, read_folder
 LARGEST_DIM = 2**31 - 1  # limit of faiss
 MOST_SHARDS = 10_000  # each shard is a file
 RECALL_AT, RECALL_QUERIES = 10, 256
-SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
+SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # attributes that the manifest saves
 
 
 def measure_recall(
@@ -87,7 +87,7 @@ def _exact_neighbours(
     best_ids = torch.full((len(queries), k), -1)
     for begin in range(0, len(embeddings), SMALL_BLOCK):
         block = torch.from_numpy(normalized_rows(embeddings[begin : begin + SMALL_BLOCK]))
-        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # (query, block)
+        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # shape (query, block)
         with ieee_products():
             scores = queries @ block.T
         scores = scores.masked_fill(block_ids == query_ids[:, None], -torch.inf)
@@ -130,7 +130,7 @@ class EditLock:
 
 
 class RetrievalIndex:
-    """Embeddings with ids and, optionally, paths: add, search, remove, save and load.
+    """An index of embeddings with ids and optional paths: add, search, remove, save and load rows.
 
     Args:
         dim: D, the dimension of an embedding, >= 1.
@@ -143,8 +143,8 @@ class RetrievalIndex:
         about: plain values by name that are saved with the index, such as the checkpoint that made the embeddings.
 
     Raises:
-        ValueError: if a number is out of range, faiss does not know the factory string or a parameter, or it does not
-            support inner products for this factory string.
+        ValueError: if a number is out of range, if faiss does not know the factory string or a parameter, or if faiss
+            does not support inner products for this factory string.
         TypeError: if a number is not an integer, `factory` or `parameters` is not a string, or `about` holds anything
             but plain values.
 
@@ -167,9 +167,9 @@ class RetrievalIndex:
         `docs/scaling.md` lists the bytes of a row and the time of a search for each kind of factory string.
 
     Threads:
-        Threads may search, add and remove at the same time. Each call is atomic: it sees the index before or after each
-        of the others. Searches run in parallel. `search_with_paths` is one call, so another thread cannot remove a row
-        between the search and the look-up of its path.
+        Threads may search, add and remove at the same time. Each call is atomic: no call sees the index during a
+        change by another call. Searches run in parallel. `search_with_paths` is one call, so another thread cannot
+        remove a row between the search and the look-up of the row's path.
 
     Relations:
         The commands `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no
@@ -215,13 +215,13 @@ class RetrievalIndex:
     ) -> None:
         """Add rows.
 
-        The first call trains the index if it needs training, so it should get many representative rows. It also
-        measures `recall` on 256 of these rows: the fraction of their 10 nearest neighbours, by exact search, that are
-        among the 10 rows that the index finds. To add more rows than fit into memory, pass a tensor over a file
+        If the index needs training, the first call trains it and should get many representative rows. The first call
+        also measures `recall` with 256 of these rows as queries: the fraction of the 10 nearest rows by exact search
+        that the index finds too. To add more rows than fit into memory, pass a tensor over a file
         (`torch.from_file`), or add a folder of embeddings with `lightning-retrieval index --embeddings`.
 
         Args:
-            embeddings: floating point, on any device, of any norm.
+            embeddings: one floating-point row for each embedding, on any device, of any norm.
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, or None.
 
@@ -252,7 +252,7 @@ class RetrievalIndex:
         """The k nearest rows of each query, nearest first.
 
         Args:
-            queries: embeddings, floating point, on any device, of any norm.
+            queries: embeddings as floating-point rows, on any device, of any norm.
             k: from 1 to the number of rows.
 
         Returns:
@@ -276,8 +276,8 @@ class RetrievalIndex:
             k: as for `search`.
 
         Returns:
-            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
-                an approximate index finds fewer than k rows.
+            The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
+                and where an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
@@ -302,7 +302,7 @@ class RetrievalIndex:
         *,
         rows_in_memory: int = ROWS_IN_MEMORY,
     ) -> None:
-        """Like `add` and `save`, for an empty IVF index that gets larger than memory. Afterwards it is memory-mapped.
+        """Fill and save an empty IVF index, which may get larger than memory. Afterwards, the index is memory-mapped.
 
         Args:
             folder: as for `save`.
@@ -340,7 +340,7 @@ class RetrievalIndex:
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters. Works for memory-mapped indexes too.
 
-        `recall` is not measured again: it belongs to the previous parameters.
+        `recall` is not measured again, so its value still belongs to the previous parameters.
 
         Args:
             parameters: as for the constructor; other parameters keep their values.
@@ -359,7 +359,7 @@ class RetrievalIndex:
         """Remove rows, with their ids and paths.
 
         Args:
-            ids: ids of the rows; may repeat.
+            ids: ids of the rows; an id may occur more than once.
 
         Raises:
             ValueError: if an id is not in the index, the index is memory-mapped, or faiss cannot remove rows from this
@@ -415,7 +415,7 @@ class RetrievalIndex:
                 not exist yet, be empty, or hold an index.
 
         Raises:
-            ValueError: if the folder holds anything else, another process writes to it, or the index is memory-mapped.
+            ValueError: if the folder holds other files, another process writes to it, or the index is memory-mapped.
             OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
         """
         path = check_path(OWNER, "folder", folder)
@@ -462,7 +462,7 @@ class RetrievalIndex:
             count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
-            _check_rows(shards, table, settings["dim"])  # before anything of this dimension is allocated
+            _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
             index = cls(**settings)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             reason = first_line(error).removeprefix(f"{OWNER}: ")

@@ -1,6 +1,6 @@
-"""A connection to Milvus: a file of Milvus Lite, which runs in this process, a server, or a cluster.
+"""A connection to Milvus: to a file of Milvus Lite (which runs in this process), to a server, or to a cluster.
 
-pymilvus is the client of all three. Each of its errors becomes an error of one sentence.
+pymilvus is the client in all three cases. Each error of pymilvus becomes an error of one sentence.
 
 An index `birds` is a collection `birds_5f0c21d4` with the alias `birds`. A new index is written to another collection,
 to which the alias is then moved in one atomic step. So a reader always finds a complete index, old or new. The metadata
@@ -33,7 +33,7 @@ MISSING = (
     f"{OWNER}: a store in Milvus needs pymilvus and milvus-lite; install them with pip install "
     "'lightning-retrieval[milvus]'."
 )
-SUFFIX = ".db"  # pymilvus recognises a file of Milvus Lite by it
+SUFFIX = ".db"  # pymilvus recognises a file of Milvus Lite by this suffix
 ADDRESS = re.compile("(https?|tcp|unix):")
 CONNECTING = 10.0  # timeout of a connection, in seconds
 CALLING = 60.0  # timeout of a call, in seconds
@@ -82,7 +82,7 @@ class MilvusConnection:
         return self.checked(method, partial(getattr(self._client, method), *args, timeout=seconds, **settings))
 
     def checked(self, method: str, call: Callable[[], Any]) -> Any:
-        """Return the result of `call`, which uses a method of the client; an error becomes an error of one sentence.
+        """Return the result of `call`, which uses a method of the client; an error of pymilvus becomes one sentence.
 
         Raises:
             OSError: if Milvus reports an error.
@@ -100,7 +100,7 @@ class MilvusConnection:
     def load(self, collection: str) -> None:
         """Load a collection, so that it can be searched.
 
-        Reading may fail while a thread of Milvus Lite writes a file of the index, so it is then tried again.
+        While a thread of Milvus Lite writes a file of the index, loading may fail; then loading is tried again.
 
         Raises:
             ValueError: if the connection is closed.
@@ -116,7 +116,7 @@ class MilvusConnection:
             time.sleep(BETWEEN_LOADS)
 
     def close(self) -> None:
-        """Close the connection. Closing the last one to a file also stops Milvus Lite, which first writes its data."""
+        """Close the connection. When the last connection to a file closes, Milvus Lite writes its data and stops."""
         if self._client is None:
             return
         self._client.close()
@@ -153,7 +153,7 @@ class MilvusConnection:
 
 
 def is_file(uri: str) -> bool:
-    """Whether this is a file of Milvus Lite and not an address; raises unless it is a string."""
+    """Whether a URI is the path of a file of Milvus Lite, not an address; raises unless the URI is a string."""
     check_string(OWNER, "uri", uri)
     return not ADDRESS.match(uri)
 
@@ -167,7 +167,7 @@ def shown_uri(uri: str) -> str:
 
 
 def _lite_file(uri: str, may_create: bool) -> Path:
-    """The absolute path of a file of Milvus Lite, on disk a folder; raises if it is missing and may not be created."""
+    """The absolute path of a file of Milvus Lite, on disk a folder; raises if it must exist but does not."""
     if not uri.endswith(SUFFIX):
         raise ValueError(
             f"{OWNER}: `uri` must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as "
@@ -209,9 +209,10 @@ def _is_locked(file: Path) -> bool:
 
 
 def _import_pymilvus(with_lite: bool) -> Any:
-    """Import pymilvus. If this is the first import, only the handlers of the program get what it and Milvus Lite log.
+    """Import pymilvus. If this is the first import, remove the log handlers of pymilvus and Milvus Lite.
 
-    Their own handlers, which are removed, would print each error with its traceback, although it is also raised.
+    These handlers would print each error with its traceback, although the error is also raised. The log handlers of the
+    program still get all messages.
     """
     was_loaded = "pymilvus" in sys.modules
     with optional_import(MISSING):
@@ -240,7 +241,8 @@ def _reason(error: Exception) -> str:
 
 
 EXACT = "FLAT"
-LITE_KINDS = ("FLAT", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8", "AUTOINDEX")  # Lite also accepts other names
+# Types of index that Milvus Lite supports. It silently accepts other names, too.
+LITE_KINDS = ("FLAT", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8", "AUTOINDEX")
 KINDS = (*LITE_KINDS, "IVF_PQ", "IVF_RABITQ", "HNSW_PQ", "HNSW_PRQ", "SCANN", "DISKANN", "GPU_CAGRA", "GPU_IVF_FLAT")
 LARGEST = 999_999_999  # largest parameter; Milvus uses 32-bit integers
 EXAMPLES = "'Flat', 'HNSW,M=32,efConstruction=200' or 'IVF_FLAT,nlist=1024'"
@@ -250,12 +252,12 @@ def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, A
     """Parse the type of an index and its build parameters.
 
     Args:
-        factory: the type, followed by comma-separated assignments of numbers.
+        factory: type of the index, followed by comma-separated assignments of numbers.
         of_lite: accept only types that Milvus Lite supports.
 
     Raises:
-        ValueError: if the text has another form, or there is no such type.
-        TypeError: if it is not a string.
+        ValueError: if `factory` has another form, or its type of index does not exist.
+        TypeError: if `factory` is not a string.
     """
     check_string(OWNER, "factory", factory)
     kind, _, assignments = factory.partition(",")
@@ -278,8 +280,8 @@ def search_parameters(parameters: str) -> dict[str, Any]:
     """Parse search parameters, such as `"ef=64"` for HNSW or `"nprobe=16"` for IVF_FLAT.
 
     Raises:
-        ValueError: if the text does not consist of assignments of numbers.
-        TypeError: if it is not a string.
+        ValueError: if `parameters` does not consist of assignments of numbers.
+        TypeError: if `parameters` is not a string.
     """
     check_string(OWNER, "parameters", parameters)
     values = _assignments(parameters)
@@ -309,15 +311,15 @@ def _assignments(text: str) -> dict[str, Any] | None:
     return values
 
 
-# Properties of a collection: metadata as JSON, recall and, in Milvus Lite, the number of rows, which is empty during a
-# change.
+# Names of a collection's properties: the metadata as JSON, the recall and, in Milvus Lite, the number of rows. During a
+# change of the rows, the number of rows is an empty text.
 PROPERTY, RECALL, ROWS = "lightning_retrieval", "lightning_retrieval_recall", "lightning_retrieval_rows"
 VERSION = 1
 ID, EMBEDDING, PATH = "id", "embedding", "path"
 METRIC = "COSINE"
 LEAST_DIM, LARGEST_DIM = 2, 32_768  # limits of Milvus
-LONGEST_PATH = 65_535  # bytes, limit of Milvus
-LONGEST_NAME = 200  # characters; Milvus' limit is 255
+LONGEST_PATH = 65_535  # limit of Milvus in bytes
+LONGEST_NAME = 200  # number of characters; the limit of Milvus is 255
 REBUILD = "build the index again, or give the name of another"
 
 
@@ -389,7 +391,7 @@ def create_collection(
     schema.add_field(EMBEDDING, DataType.FLOAT_VECTOR, dim=metadata.dim)
     schema.add_field(PATH, DataType.VARCHAR, max_length=LONGEST_PATH)
     index = MilvusClient.prepare_index_params()
-    # Servers accept build parameters as single values or nested like this; Milvus Lite accepts only this form.
+    # Servers accept build parameters as single values or nested in `params`; Milvus Lite accepts only the nested form.
     nested = {"params": build_parameters}
     index.add_index(EMBEDDING, index_type=kind, metric_type=METRIC, params=nested)
     collection = f"{metadata.name}_{secrets.token_hex(4)}"
@@ -407,11 +409,11 @@ def create_collection(
 def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metadata, float | None, int | None]:
     """The name of the collection of an index, its metadata, its recall and its number of rows.
 
-    Recall and number of rows are None if they are not recorded.
+    The recall or the number of rows is None if it is not recorded.
 
     Raises:
         FileNotFoundError: if there is no collection of this name.
-        ValueError: if it is not an index, is damaged, or has the wrong fields, metric or version.
+        ValueError: if the collection is not an index, is damaged, or has the wrong fields, metric or version.
     """
     check_name(name)
     if not connection.call("has_collection", name):
@@ -437,7 +439,7 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
         )
     try:
         metadata = _metadata(values)
-        recall, rows = None, None  # recorded as empty while unknown
+        recall, rows = None, None  # a property is empty while its value is unknown
         if properties.get(RECALL):
             recall = float(properties[RECALL])
         if properties.get(ROWS):
@@ -465,7 +467,7 @@ def publish_collection(connection: MilvusConnection, collection: str, name: str)
 
 
 def drop_collection(connection: MilvusConnection, collection: str) -> None:
-    """Delete a collection, after its aliases, as Milvus requires."""
+    """Delete the aliases of a collection, then the collection: Milvus requires this order."""
     described = connection.call("describe_collection", collection)
     for alias in described.get("aliases", []):
         connection.call("drop_alias", alias)
@@ -473,7 +475,7 @@ def drop_collection(connection: MilvusConnection, collection: str) -> None:
 
 
 def _metadata(values: dict[str, Any]) -> Metadata:
-    """Metadata with these values; raises TypeError or ValueError if they are invalid."""
+    """Metadata with these values; raises TypeError or ValueError if a value is invalid."""
     metadata = Metadata(**values)
     index_kind(metadata.factory)
     search_parameters(metadata.parameters)
@@ -491,7 +493,7 @@ def _collection_of(connection: MilvusConnection, name: str) -> str:
 
 
 def _check_fields(connection: MilvusConnection, collection: str, fields: list[dict[str, Any]], dim: int) -> None:
-    """Raise unless the collection has the dimension in its metadata, and the metric of this library."""
+    """Raise unless a collection has the dimension `dim` of its metadata, and the metric of this library."""
     dims = {entry["name"]: entry.get("params", {}).get("dim") for entry in fields}
     index = connection.call("describe_index", collection, EMBEDDING) or {}
     found = (int(dims.get(EMBEDDING) or 0), index.get("metric_type"))

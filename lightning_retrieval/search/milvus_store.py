@@ -1,4 +1,4 @@
-"""An index in Milvus: embedded in a file (Milvus Lite), or on a server or a cluster."""
+"""An index in Milvus: in a file (Milvus Lite), on a server, or on a cluster."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -34,13 +34,13 @@ from lightning_retrieval.search.rows import (
     plain_values,
 )
 
-BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # per insertion
-BATCH_IDS, BATCH_QUERIES = 4_096, 256  # per request
-MOST_RESULTS = 16_384  # per query, limit of Milvus
+BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # maximum numbers of rows and of bytes in one insertion
+BATCH_IDS, BATCH_QUERIES = 4_096, 256  # maximum numbers of ids and of queries in one request
+MOST_RESULTS = 16_384  # maximum number of results of one query, a limit of Milvus
 
 
 def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-    """The rows, with normalised embeddings, in batches for one request each."""
+    """The rows, with normalised embeddings, in batches; each batch fits into one request."""
     size = max(1, min(BATCH_ROWS, BATCH_BYTES // (4 * embeddings.shape[1])))
     for begin, block in normalized_blocks(embeddings):
         for first in range(0, len(block), size):
@@ -53,7 +53,7 @@ def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -
 
 
 def id_batches(ids: NDArray[np.int64]) -> Iterator[list[int]]:
-    """The ids in batches for one request each."""
+    """The ids in batches; each batch fits into one request."""
     for first in range(0, len(ids), BATCH_IDS):
         yield ids[first : first + BATCH_IDS].tolist()
 
@@ -93,15 +93,15 @@ def check_directions(name: str, embeddings: Rows) -> None:
 
 
 class MilvusStore:
-    """An index in Milvus: add, search, remove, in a file of Milvus Lite or on a server or a cluster.
+    """An index in a file of Milvus Lite, on a Milvus server or on a cluster: add, search and remove rows.
 
     The constructor opens a published index; `create` makes a new one. `RetrievalIndex` has the same methods, so a
     program can use either class.
 
     Args:
-        uri: a path that ends in `.db`, for Milvus Lite, which runs in this process, one process at a time; or an
-            address such as `"http://localhost:19530"`. The environment variable `MILVUS_TOKEN` is the token, if one is
-            needed.
+        uri: a path that ends in `.db`, or an address such as `"http://localhost:19530"`. A path belongs to Milvus
+            Lite, which runs in this process; only one process at a time can open the path. If a server needs a token,
+            the environment variable `MILVUS_TOKEN` holds the token.
         name: name of the index.
 
     Raises:
@@ -109,8 +109,8 @@ class MilvusStore:
         FileNotFoundError: if there is no such file, or no such index in the store.
         ConnectionError: if no server answers at the address, or another process has opened the file.
         ValueError: if `uri` is neither a path that ends in `.db` nor an address, or the collection `name` is not an
-            index, or its dimension or metric was changed; for a file, also if the index does not have the number of
-            rows that it had when it was published or last changed.
+            index, or its dimension or metric was changed; for a file, also if the number of rows is not the number
+            recorded when the index was published or last changed.
         TypeError: if `uri` or `name` is not a string.
 
     Example:
@@ -138,7 +138,7 @@ class MilvusStore:
         try:
             self.collection, metadata, self.recall, rows = milvus.read_collection(self._connection, name)
             self._connection.load(self.collection)
-            self._counts_rows = rows is not None  # whether the number of rows is recorded
+            self._counts_rows = rows is not None  # whether Milvus records the number of rows
             self._check_count(name, rows)
         except BaseException:
             self._connection.close()
@@ -160,7 +160,7 @@ class MilvusStore:
         parameters: str = "",
         about: Mapping[str, Any] | None = None,
     ) -> "MilvusStore":
-        """Create an empty index. An existing index of the same name is not replaced before `publish`.
+        """Create an empty index. An existing index of the same name stays until `publish` replaces it.
 
         Args:
             uri: as for the constructor; a file that does not exist is created.
@@ -207,10 +207,10 @@ class MilvusStore:
     ) -> None:
         """Add rows, up to 10,000 in one request.
 
-        The first call measures `recall` if the index is approximate, like `RetrievalIndex.add`.
+        If the index is approximate, the first call measures `recall`, as `RetrievalIndex.add` does.
 
         Args:
-            embeddings: floating point, on any device, of any norm > 0.
+            embeddings: one floating-point row for each embedding, on any device, of any norm > 0.
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, at most 65,535 bytes long, or None.
 
@@ -250,7 +250,7 @@ class MilvusStore:
         """The k nearest rows of each query, nearest first.
 
         Args:
-            queries: embeddings, floating point, on any device, of any norm > 0.
+            queries: embeddings as floating-point rows, on any device, of any norm > 0.
             k: from 1 to the number of rows, at most 16,384.
 
         Returns:
@@ -275,8 +275,8 @@ class MilvusStore:
             k: as for `search`.
 
         Returns:
-            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
-                an approximate index finds fewer than k rows.
+            The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
+                and where an approximate index finds fewer than k rows.
 
         Raises:
             ValueError: as in `search`.
@@ -311,8 +311,8 @@ class MilvusStore:
             parameters: as for `create`; other parameters keep their values.
 
         Raises:
-            ValueError: if they are not assignments of positive numbers.
-            TypeError: if they are not a string.
+            ValueError: if `parameters` does not consist of assignments of positive numbers.
+            TypeError: if `parameters` is not a string.
         """
         milvus.search_parameters(parameters)
         self.parameters = join_parameters(self.parameters, parameters)
@@ -321,7 +321,7 @@ class MilvusStore:
         """Remove rows, with their ids and paths.
 
         Args:
-            ids: ids of the rows; may repeat.
+            ids: ids of the rows; an id may occur more than once.
 
         Raises:
             ValueError: if an id is not in the index; in this case, no row is removed.
@@ -352,8 +352,8 @@ class MilvusStore:
     def publish(self) -> None:
         """Give this index its name, in one atomic step, and delete the earlier index of this name.
 
-        Unpublished collections of the same name, such as those of killed processes, are deleted too. So only one
-        process at a time may build an index of this name.
+        Unpublished collections of the same name, such as those of killed processes, are deleted too. Only one
+        process at a time may therefore build an index of this name.
 
         Raises:
             ValueError: if the name now belongs to a collection that is not an index.
@@ -387,7 +387,7 @@ class MilvusStore:
     def _check_count(self, name: str, rows: int | None) -> None:
         """Raise if the index does not have the recorded number of rows.
 
-        If the list of files of a collection is damaged, Milvus Lite silently opens it without the rows in these files.
+        If a collection's list of files is damaged, Milvus Lite silently opens the collection without those files' rows.
         """
         if rows is not None and len(self) != rows:
             raise ValueError(
@@ -397,7 +397,7 @@ class MilvusStore:
 
     @contextmanager
     def _changed_rows(self) -> Iterator[None]:
-        """Record the number of rows after a change; none is recorded during it, as the process may be killed."""
+        """Record the number of rows after a change. During the change, record no number: the process may be killed."""
         if not self._counts_rows:
             yield
             return
@@ -428,7 +428,7 @@ class MilvusStore:
         return new
 
     def _largest_id(self, stored: int) -> int:
-        """The largest id, found by bisection with queries for an id >= a number; -1 for an empty index."""
+        """The largest id, found by bisection, with queries for ids >= a number; -1 for an empty index."""
         least, most = -1, LARGEST_ID
         if stored == 0:
             return least
@@ -442,7 +442,7 @@ class MilvusStore:
         return least
 
     def _fields(self, ids: NDArray[np.int64], field: str) -> dict[int, Any]:
-        """Maps each of these ids that is in the index to a field of its row."""
+        """The value of a field by id, for each of these ids that is in the index."""
         values = {}
         for part in id_batches(ids):
             for row in self._call("get", ids=part, output_fields=[ID, field]):
@@ -450,7 +450,7 @@ class MilvusStore:
         return values
 
     def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> None:
-        """Measure recall after Milvus has indexed the rows; before that, its search is exact."""
+        """Measure recall after Milvus has indexed the rows; until then, the search of Milvus is exact."""
         self._call("flush")
         self._call("release_collection")
         self._connection.load(self.collection)

@@ -22,7 +22,7 @@ from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 OWNER = "RetrievalIndex"  # prefix of error messages
 BLOCK = 1 << 16  # rows that are passed to faiss at a time
 SMALL_BLOCK = 1 << 12  # rows that are normalised or checked at a time, so that temporary copies are small
-SHOWN = 5  # invalid rows that an error message names
+SHOWN = 5  # number of invalid rows that an error message names
 
 
 class FolderRows:
@@ -59,7 +59,7 @@ class FolderRows:
         return self.shape[0]
 
     def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
-        """The rows of a slice, or at positions in ascending order."""
+        """The rows of a slice, or the rows at these positions, which must be in ascending order."""
         if isinstance(positions, slice):
             positions = torch.arange(*positions.indices(len(self)))
         selected = torch.empty(len(positions), self.shape[1])

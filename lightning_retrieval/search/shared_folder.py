@@ -1,8 +1,8 @@
 """Lets several processes fill a folder of embeddings: each writes different shards, so no image is embedded twice.
 
 Rank 0 finds the missing shards and sends the list to all ranks, so a run can be continued with any number of processes.
-All processes of a run share the folder's lock until the last of them has finished; no other run can begin before. Each
-process collects the embeddings in the order of the images, and writes a shard as soon as it is complete.
+All processes of a run share the folder's lock until the last process has finished. Until then, no other run can begin.
+Each process collects the embeddings in the order of the images, and writes a shard as soon as it is complete.
 """
 
 import secrets
@@ -30,7 +30,7 @@ class ShardCollector:
 
     Args:
         folder: the folder that shards are written to.
-        missing: numbers of the shards to write; if None, those missing in the folder.
+        missing: numbers of the shards to write; if None, the shards missing in the folder.
         image_files: for each shard number, the digest of its image files, which is stored with the shard.
     """
 
@@ -56,7 +56,7 @@ class ShardCollector:
             ValueError: if the positions do not ascend.
         """
         for row, position in enumerate(positions):
-            if position <= self._last:  # checked before the next shard begins, which would write the current one
+            if position <= self._last:  # checked before `_enter_shard_of` writes the current shard
                 raise ValueError(
                     f"{self.folder.owner}: images must come in the order of their ids, got {position} after "
                     f"{self._last}; use a loader that does not shuffle."
@@ -109,7 +109,7 @@ class ShardCollector:
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """A folder of embeddings, with the shards that this process fills. Made by `share_folder`.
+    """A folder of embeddings, with the shards that this process fills. `share_folder` makes this object.
 
     Args:
         folder: the folder. `dim` in its manifest may be 0 if the dimension of an embedding is not known yet.
@@ -131,7 +131,7 @@ class SharedFolder:
 
     @property
     def ranges(self) -> Iterator[range]:
-        """The positions of the images of these shards."""
+        """The positions of the images of each shard that this process writes."""
         return map(self.folder.positions, self.shards)
 
     @property
@@ -140,7 +140,7 @@ class SharedFolder:
         return len(self.missing) >= world_size()
 
     def begin(self, dim: int) -> EmbeddingFolder:
-        """Open the folder for embeddings of dimension `dim`. The first process that calls this writes the manifest."""
+        """Open the folder for embeddings of dimension `dim`. The first process to do so writes the manifest."""
         manifest = replace(self.folder.manifest, dim=dim)
         return EmbeddingFolder.create(self.folder.owner, self.folder.path, manifest)
 
@@ -155,18 +155,18 @@ def share_folder(
     describe: Callable[[], EmbeddingManifest],
     image_files: Callable[[range], str] | None = None,
 ) -> SharedFolder:
-    """Distribute the missing shards of a folder over the processes. All must call this; if one raises, all raise.
+    """Distribute the missing shards over all processes. Each process must call this function; if one raises, all raise.
 
     Args:
         owner: prefix of error messages.
         path: path of the folder, on a file system that all processes share.
-        describe: returns the manifest of the embeddings; its `dim` may be 0 if it is not known yet.
+        describe: returns the manifest of the embeddings; `dim` of the manifest may be 0 if it is not known yet.
         image_files: maps a range of positions to the digest of their image files, see `digest_of_files`. Shards that
             were written with another digest are written again. If None, image files are not compared.
 
     Raises:
         ValueError: if processes have different images or models, the folder has another manifest or a damaged file,
-            another run is writing to it, or it is not the same folder on all processes.
+            another run is writing to the folder, or the path is not the same folder on all processes.
         OSError: if the folder cannot be written to.
     """
     manifests = together(describe)
@@ -176,7 +176,7 @@ def share_folder(
         missing, changed, token = together(lambda: _begin(folder, image_files, stack))[0]
         together(lambda: _join(folder, token, stack))
         digests = {}
-        if image_files is not None:  # before reading: images that change later are embedded again
+        if image_files is not None:  # computed before images are read, so that later changes are noticed
             digests = {shard: image_files(folder.positions(shard)) for shard in _of_this_process(missing)}
         return SharedFolder(folder, missing, changed, digests, stack.pop_all())
 

@@ -6,8 +6,8 @@
 
 All files of one version are in one inner folder. A change writes a new inner folder and then replaces the manifest in
 one atomic step, so a reader always finds a complete version, old or new. Afterwards, inner folders that are not in the
-manifest are deleted. Those left by a killed process are deleted before the next change, to free the space. Only one
-process at a time can change the folder: it holds the lock.
+manifest are deleted. Inner folders that a killed process left are deleted before the next change, to free space. Only
+one process at a time can change the folder: the process that holds the lock.
 """
 
 import json
@@ -35,19 +35,19 @@ from lightning_retrieval.search.rows import OWNER
 MANIFEST = "manifest.json"
 REBUILD = "build the index again"
 FORMAT = Manifest("index", MANIFEST, "index", REBUILD)
-ATTEMPTS = 100  # attempts to read while other processes replace the index
+ATTEMPTS = 100  # maximum number of attempts to read while other processes replace the index
 
 Writer = Callable[[DigestStream], None]
 Read = TypeVar("Read")
 
 
 def check_folder(owner: str, folder: Path) -> None:
-    """Raise unless an index may be written to a path: it is new, an empty folder, or holds an index.
+    """Raise unless an index may be written to a path: a new path, an empty folder, or the folder of an index.
 
-    The index may be damaged or incomplete.
+    An index in the folder may be damaged or incomplete.
 
     Raises:
-        ValueError: if the path is a file, or a folder that holds anything else.
+        ValueError: if the path is a file, or a folder that holds anything but an index.
     """
     occupied = folder.exists() or folder.is_symlink()
     if occupied and not (folder.is_dir() and _may_be_replaced(folder)):
@@ -62,7 +62,8 @@ class NewVersion:
 
     Args:
         folder: folder of the index.
-        inner: empty inner folder for the files. Other files in it must be deleted before the version is published.
+        inner: empty inner folder for the files. Any other files in the inner folder must be deleted before the version
+            is published.
     """
 
     def __init__(self, folder: Path, inner: Path) -> None:
@@ -79,7 +80,7 @@ class NewVersion:
             write: writes the content to a stream.
 
         Raises:
-            OSError: if it cannot be written completely.
+            OSError: if the file cannot be written completely.
         """
         path = self.inner / name
         digest = write_verified(OWNER, path, write)
@@ -119,7 +120,7 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
     If the caller raises, the folder keeps its previous content.
 
     Args:
-        folder: created if it does not exist.
+        folder: folder of the index, which is created if it does not exist.
 
     Raises:
         ValueError: if the folder holds anything but an index, is inside a file, or another process writes to it.
@@ -153,7 +154,7 @@ def read_folder(folder: Path, verify: bool, read: Callable[[dict[str, Path], dic
     Args:
         folder: folder of the index.
         verify: compare checksums, which reads all files once; if False, compare only sizes.
-        read: maps the files, by name, and the settings to the result; may be called several times.
+        read: maps the files, by name, and the settings to the result; `read` may be called several times.
 
     Raises:
         FileNotFoundError: if the folder or one of its files does not exist.
@@ -199,7 +200,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _lists_files(files: Any) -> bool:
-    """Whether this lists files of one inner folder, each with its size and checksum."""
+    """Whether `files` lists files of one inner folder, each with its size and checksum."""
     if not isinstance(files, dict):
         return False
     folders = set()
@@ -218,7 +219,7 @@ def _may_be_replaced(folder: Path) -> bool:
     if manifest.exists():
         try:
             content = json.loads(manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # possibly the damaged manifest of an index
+        except (OSError, ValueError, RecursionError):  # the file may be the damaged manifest of an index
             has_inner = any(_is_inner(path) for path in folder.iterdir())
             return has_inner and not _has_other_files(folder)
         return isinstance(content, dict) and content.get("format") == FORMAT.format
