@@ -22,7 +22,7 @@ from lightning_retrieval.datamodules.samplers.base import (
 )
 
 _MAX_LISTED = 1_000_000  # above this number, combinations are drawn one by one instead of listed
-_COMBINATION_STREAM = 1  # seeds (seed, refill, 1), so that combinations and batches differ in their random numbers
+_COMBINATION_STREAM = 1  # combinations have the seed (seed, refill, 1), and batches the seed (seed, epoch)
 
 
 def shuffled_order(generator: np.random.Generator, size: int) -> Integers:
@@ -55,7 +55,7 @@ class ShuffledQueues:
 
     def __init__(self, items: Integers, sizes: Integers, random: Iterator[float]) -> None:
         ends = np.cumsum(sizes)
-        # Memory views return Python integers, one at a time, faster than arrays do.
+        # Reading one Python integer from a memory view is faster than reading one from an array.
         self.items = items.copy().data
         self.ends = ends.data
         self.begins = (ends - sizes).data
@@ -135,9 +135,9 @@ class CategorySampler(GlobalBatchSampler):
         >>> sorted(sorted(categories[index] for index in batch) for batch in sampler)
         [[5, 5, 5, 5], [7, 7, 7, 7]]
 
-    If there are more than a million combinations, they are not listed. Instead, random combinations are drawn such that
-    within an epoch every category is drawn once before any is drawn twice. A batch is drawn when it is needed, in about
-    a microsecond per image.
+    If there are more than a million combinations of categories, they are not listed. Instead, random combinations are
+    drawn such that within an epoch every category is drawn once before any is drawn twice. A batch is drawn when it is
+    needed, in about a microsecond per image.
 
     Relations:
         Negatives from the categories of the positives are harder than those of `PKSampler`, which draws from all
