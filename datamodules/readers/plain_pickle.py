@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_LEVELS = 20  # nested lists; walking deeper ones would exceed Python's recursion limit
+MOST_LEVELS = 20  # levels of nested containers; code that walks very deep levels would exceed Python's recursion limit
 PLAIN_KINDS = "biufcSU"  # kinds of dtypes: bool, integers, floats, complex numbers, bytes and text
 
 # NumPy's functions, found without their module path, which depends on the version.
@@ -56,7 +56,7 @@ def _is_nested_deeply(value: Any) -> bool:
     """Whether containers are nested more than `MOST_LEVELS` deep, or contain themselves."""
     level: list[Any] = [[value]]
     for _ in range(MOST_LEVELS + 1):
-        inner: dict[int, Any] = {}  # by id, because a list may occur several times
+        inner: dict[int, Any] = {}  # keyed by `id`, because a list may occur several times
         for outer in level:
             parts = outer
             if isinstance(outer, dict):
@@ -96,7 +96,7 @@ class _Function:
 
 
 class _PlainDtype:
-    """Stands in for a dtype, because a pickled state could set anything; `dtype` is the real dtype."""
+    """A stand-in for a dtype, because a pickle could give a dtype any state; `dtype` is the real dtype."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         self.dtype: np.dtype[Any] = np.dtype(name)
@@ -129,7 +129,7 @@ def _real_dtype(plain_dtype: Any) -> np.dtype[Any]:
 
 
 def _make_bytes(source: Any = b"", *_: Any) -> bytes:
-    """Like `bytes`, but without `bytes(number)`, which would allocate that much memory."""
+    """Like `bytes`, but without `bytes(number)`, which would allocate `number` bytes."""
     if isinstance(source, str):
         return source.encode("latin1")
     return bytes(memoryview(source))
@@ -140,7 +140,7 @@ def _make_bytearray(source: Any = b"", *_: Any) -> bytearray:
 
 
 def _encode(text: str, *_: Any) -> bytes:
-    """Like `codecs.encode`, with which protocols up to 2 pickle bytes."""
+    """Like `codecs.encode`, which pickles of protocol 2 and lower call to create bytes."""
     return text.encode("latin1")
 
 
@@ -158,7 +158,7 @@ def _frombuffer(data: Any, plain_dtype: Any, *more: Any) -> Any:
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("builtins", "bytes"): _Function(_make_bytes),  # in old protocols, and for the state of an empty array
+    ("builtins", "bytes"): _Function(_make_bytes),  # called in old protocols, and for the state of an empty array
     ("builtins", "bytearray"): _Function(_make_bytearray),
     ("builtins", "set"): _Function(set),
     ("builtins", "frozenset"): _Function(frozenset),
