@@ -71,7 +71,7 @@ class BackboneRequest:
         name: the argument `backbone`.
         weights: the argument `weights`.
         pooling: the argument `pooling`, not yet checked.
-        image_size: the size for which the backbone is built; None for its default.
+        image_size: image size for which the backbone is built; None for the default size of the backbone.
         arguments: further keyword arguments of the constructor of the network.
     """
 
@@ -82,7 +82,7 @@ class BackboneRequest:
     arguments: Mapping[str, Any]
 
     def checked_pooling(self, default: str = "gem", allowed: tuple[str, ...] = MAP_POOLINGS) -> str:
-        """The requested pooling, or `default` if it is None; raises unless it is allowed.
+        """The requested pooling, or `default` if no pooling was requested; raises unless the pooling is allowed.
 
         Args:
             default: default pooling of the backbone.
@@ -99,5 +99,5 @@ class BuiltBackbone(NamedTuple):
 
     module: nn.Module
     pooling: str
-    preparation: dict[str, Any]  # arguments of `Preparation` for its weights
-    arguments: dict[str, Any]  # to build it again without a network connection
+    preparation: dict[str, Any]  # arguments of `Preparation` for the weights
+    arguments: dict[str, Any]  # arguments that build the backbone again without a network connection

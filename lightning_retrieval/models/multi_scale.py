@@ -31,13 +31,13 @@ def multi_scale(
     *,
     eps: float = 0.0,
 ) -> Float[Tensor, "batch dim"]:
-    """Embed images at several scales: the normalised power mean of the normalised embeddings.
+    """Embed images at several scales, and return the normalised power mean of the normalised embeddings.
 
     With x the normalised embedding at a scale, the power mean is sympow(mean over scales of sympow(x, p), 1 / p), where
     sympow(x, p) = sign(x) max(|x|, eps)^p for each entry. With p = 1 and eps = 0, the result is the mean. With eps = 0,
-    it equals `extract_ms` of filipradenovic/cnnimageretrieval-pytorch, where p is the exponent of the pooling. With p =
-    3 and eps = 1e-6, it equals `--pooling gem` of naver/deep-image-retrieval: every entry with an absolute value below
-    eps^(1 / p) = 0.01 becomes 0.01, with its sign.
+    the result equals `extract_ms` of filipradenovic/cnnimageretrieval-pytorch, where p is the exponent of the pooling.
+    With p = 3 and eps = 1e-6, the result equals `--pooling gem` of naver/deep-image-retrieval: every entry with an
+    absolute value below eps^(1 / p) = 0.01 becomes 0.01, with its sign.
 
     Resizing is bilinear, with antialiasing when an image becomes smaller, as in PIL and therefore in
     naver/deep-image-retrieval; filipradenovic/cnnimageretrieval-pytorch resizes without antialiasing.
@@ -51,7 +51,7 @@ def multi_scale(
         eps: smallest absolute value that is raised to a power, from 0 to 1; no effect with a single scale.
 
     Returns:
-        Unit rows.
+        One unit row per image.
 
     Raises:
         ValueError: if `scales` is empty, a number is out of its range, or the images have another shape.
@@ -66,7 +66,7 @@ def multi_scale(
         torch.Size([2, 16])
 
     Relations:
-        `RetrievalModule(eval_scales=...)` does this in evaluation and prediction.
+        `RetrievalModule(eval_scales=...)` embeds at several scales in evaluation and prediction.
 
     Source:
         Radenovic et al., TPAMI 2019; Revaud et al., ICCV 2019.

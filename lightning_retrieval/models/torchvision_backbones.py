@@ -21,7 +21,7 @@ from lightning_retrieval.models.pretrained import are_skipped, hub_error, is_loc
 
 POOLING_AND_CLASSIFIER = ("avgpool", "classifier", "fc")
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
-CLASSIFIERS = ("classifier", "fc", "heads", "head", *AUXILIARY_CLASSIFIERS)  # first part of names in a state dict
+CLASSIFIERS = ("classifier", "fc", "heads", "head", *AUXILIARY_CLASSIFIERS)  # first parts of names in a state dict
 
 
 def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
@@ -47,7 +47,7 @@ def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
     if has_file and not are_skipped():
         load_local_file(str(request.weights), backbone, optional=CLASSIFIERS)
     poolings: tuple[str, ...] = MAP_POOLINGS
-    if isinstance(backbone, models.VisionTransformer):  # always returns its class token
+    if isinstance(backbone, models.VisionTransformer):  # a ViT always returns its class token
         poolings = ALL_POOLINGS
     pooling = request.checked_pooling("gem", poolings)
     return BuiltBackbone(backbone, pooling, _preparation(backbone, weights), dict(request.arguments))
@@ -113,7 +113,7 @@ def _without_classifier(model: nn.Module) -> nn.Module:
 
     torchvision registers the children of a model in the order in which `forward` calls them. So the trunk consists of
     the children before the pooling or, if the pooling is a function call, before the classifier; names in the state
-    dict do not change. Anything that `forward` does besides calling its children is added here; a test compares each
+    dict do not change. Anything that `forward` does besides calling the children is added here; a test compares each
     family with its `forward`.
     """
     from torchvision.models import DenseNet, VisionTransformer
