@@ -1,4 +1,4 @@
-"""Images with objects in boxes, for detectors: index, dataset, and the base classes of the data modules."""
+"""Index, dataset and base classes of the data modules for images with objects in boxes, to train detectors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -53,13 +53,13 @@ class BoxIndex:
     Args:
         paths: paths relative to the data set's root.
         objects: for each image, its boxes, its labels from 1, and whether each object is difficult. An image may have
-            no objects.
+            no object.
         class_names: names of the classes 1, 2, ...
 
     Raises:
         TypeError: if `paths` or `class_names` is not a sequence of strings.
-        ValueError: if there is no image, lengths differ, a label is not from 1 to the number of classes, or a box has
-            no area or is not finite.
+        ValueError: if there is no image; if lengths differ; if a label is not from 1 to the number of classes; if a box
+            has no area or is not finite.
 
     Example:
         >>> from lightning_retrieval.datamodules import BoxIndex
@@ -325,7 +325,8 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         """
         trainer = self.trainer
         if trainer is not None and getattr(trainer, "overfit_batches", 0) > 0:
-            size = max(1, self.batch_size // trainer.world_size)  # per process: Lightning's sampler distributes images
+            # This is the size per process, since Lightning's sampler distributes single images.
+            size = max(1, self.batch_size // trainer.world_size)
             return DataLoader(self.train_set, batch_size=size, **self._loader_settings())
         sampler = RandomBatchSampler(len(self.train_set), batch_size=self.batch_size, seed=self.seed)
         return training_loader(trainer, self.train_set, sampler, **self._loader_settings())

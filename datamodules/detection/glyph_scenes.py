@@ -48,8 +48,8 @@ class Scene:
     """A drawn scene."""
 
     pixels: UInt8[np.ndarray, "height width"]
-    boxes: Float[np.ndarray, "object 4"]  # x1, y1, x2, y2 in pixels
-    labels: Int[np.ndarray, " object"]  # from 1
+    boxes: Float[np.ndarray, "object 4"]  # left, top, right, bottom in pixels
+    labels: Int[np.ndarray, " object"]  # class numbers, counted from 1
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class GlyphSceneSet(Dataset[Item]):
 
     Args:
         artist: draws the scenes.
-        split: `"train"`, `"val"` or `"test"`; each split has other scenes.
+        split: `"train"`, `"val"` or `"test"`; no scene is in two splits.
         size: number of scenes.
         scene_seed: a scene is a function of (scene_seed, split, index).
     """

@@ -103,7 +103,7 @@ class PascalVOC(BoxDataModule):
 
 
 def read_annotation(path: Path) -> Objects:
-    """The objects in the annotation of one image: boxes, labels from 1 in the order of `CLASSES`, difficult flags.
+    """The boxes, labels and difficult flags of the objects in an annotation. Label 1 is the first of `CLASSES`.
 
     Raises:
         FileNotFoundError: if the file does not exist.

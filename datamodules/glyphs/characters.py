@@ -91,13 +91,13 @@ class GlyphFonts:
         return pixels.tobytes()
 
     def versions(self) -> str:
-        """The versions of the packages that determine the images, for the table of classes and for messages."""
+        """The versions of the packages with which the images are drawn, for the table of classes and for messages."""
         freetype = features.version("freetype2")
         return f"matplotlib {self.matplotlib_version}, Pillow {PIL.__version__}, FreeType {freetype}"
 
     @cached_property
     def _faces(self) -> list[ImageFont.FreeTypeFont]:
-        # The other layout engine needs libraqm, which not every Pillow has, and draws some characters differently.
+        # The other layout engine draws some characters differently, and needs libraqm, which not every Pillow has.
         basic = ImageFont.Layout.BASIC
         faces = []
         for file in self.files:
@@ -151,7 +151,7 @@ def read_class_table() -> list[GlyphClass]:
 
 
 def table_counts() -> dict[str, Count]:
-    """Images and classes of each split when the table was made.
+    """The numbers of images and classes in each split when the table was made.
 
     Example:
         >>> from lightning_retrieval.datamodules.glyphs.characters import table_counts
@@ -173,7 +173,7 @@ def table_differences(font_names: Sequence[str]) -> tuple[list[str], str]:
 
 
 def split_of(code_point: int) -> str:
-    """The split of the class whose lowest code point is `code_point`. It depends only on this code point.
+    """The split of the class whose lowest code point is `code_point`. The split depends only on this code point.
 
     Args:
         code_point: a Unicode code point, >= 0.
@@ -265,7 +265,7 @@ def _merge_lookalikes(drawings: _Drawings) -> list[list[int]]:
 
 
 def _num_equal_drawings(drawings: _Drawings) -> Counter[tuple[int, int]]:
-    """The number of fonts in which two code points have equal drawings, for each pair with such a font."""
+    """For each pair of code points with equal drawings in some font, the number of such fonts."""
     code_points_of: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
     for code_point, of_font in drawings.items():
         for font, pixels in of_font.items():

@@ -79,7 +79,7 @@ def _expand_user(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _in_folder(path: Path) -> Iterator[None]:
-    """Context for writing a file: create its folder; errors of the system mention the folder."""
+    """Context in which a file is written: its folder is created, and errors of the system mention the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -153,7 +153,7 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
         ('LATIN', {'train'})
 
     Cost:
-        34 MB of memory for the images, 3.4 MB on disk.
+        The images need 34 MB of memory, and 3.4 MB on disk.
     """
     folder = cache_folder(cache_dir)
     classes = read_class_table()

@@ -136,7 +136,7 @@ class CUB200(ImageDataModule):
 
 
 def _read_by_id(file: ListFile, fields: int) -> tuple[list[int], list[list[str]]]:
-    """The image ids of a list, and its other columns."""
+    """The image ids of a list, and the other columns of the list."""
     id_texts, *columns = file.columns(fields)
     ids = file.integers("image_id", id_texts)
     file.check_unique("image_id", ids)

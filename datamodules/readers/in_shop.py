@@ -176,7 +176,7 @@ class InShop(ImageDataModule):
         return np.flatnonzero(np.isin(partition.statuses, statuses))
 
     def _read_boxes(self, wanted: NDArray[np.str_]) -> NDArray[np.int32]:
-        """The box of each of these images, (images, 4)."""
+        """The box of each of these images, of shape (images, 4)."""
         file = self._list(BOXES)
         images, _, _, *columns = _read_counted(file, BOXES_HEADER)
         file.check_unique("image_name", images, skip=2)

@@ -160,7 +160,7 @@ class INaturalist(ImageDataModule):
     def _labels_of_levels(
         self, taxonomy: _Taxonomy, labels: NDArray[np.int64], names: Sequence[str]
     ) -> NDArray[np.int64]:
-        """The label of each image at each level, (images, levels)."""
+        """The label of each image at each level, of shape (images, levels)."""
         unknown = find_missing(names, taxonomy)
         if unknown:
             raise ValueError(

@@ -29,8 +29,8 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
         path: the file.
 
     Raises:
-        ValueError: if the pickle needs anything else (the message names it), cannot be unpickled, or has containers
-            nested more than `MOST_LEVELS` deep.
+        ValueError: if the pickle needs another function or type (the message has the name), cannot be unpickled, or has
+            containers nested more than `MOST_LEVELS` deep.
     """
     with path.open("rb") as file:
         try:

@@ -35,7 +35,7 @@ DISTRACTORS = "revisitop1m.txt"
 IMAGE_FOLDERS = ("jpg", "images")
 MAX_PIXELS = np.iinfo(np.int32).max  # larger than any image
 FULL_IMAGE = (0, 0, MAX_PIXELS, MAX_PIXELS)
-MAX_SHOWN = 80  # characters of an invalid value in a message
+MAX_SHOWN = 80  # number of characters of an invalid value that a message shows
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _shown(values: Any) -> str:
 
 
 def _to_list(values: Any) -> list[Any] | None:
-    """The entries of a list, tuple or array, converted from NumPy's types to Python's; None for anything else."""
+    """The entries of a list, tuple or array, with NumPy's types converted to Python's; None for other values."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
@@ -192,8 +192,8 @@ def _to_list(values: Any) -> list[Any] | None:
 class RevisitedImages(ImageSet):
     """The images of one city, scaled so that the longer side has `image_size` pixels, but never enlarged.
 
-    The crop of a query is scaled by the factor of its full image, as in the official code. The set is evaluated with
-    the lists in the ground truth.
+    The crop of a query is scaled by the same factor as the full image of the query, as in the official code. The set is
+    evaluated with the lists in the ground truth.
     """
 
     def __init__(
@@ -392,7 +392,7 @@ class RevisitedOxford(_Revisited):
         crop_queries: whether each query is cropped to its box, as prescribed by the protocol; without cropping, results
             are too high. The box is in pixels of the file, before the rotation by EXIF orientation.
         image_size: length in pixels of the longer side after scaling; images are never enlarged. A query's crop is
-            scaled by the factor of its full image.
+            scaled by the same factor as the full image.
         transform: name of the transform after scaling, see `Preparation`; `"ap_gem"` does not change the size.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,

@@ -32,7 +32,8 @@ class VGGFace2(ImageDataModule):
 
     Args:
         root: the folder that contains `train/` and `test/`.
-        boxes: whether each image is cropped to its box in `bb_landmark/loose_bb_train.csv` or `loose_bb_test.csv`.
+        boxes: whether each image is cropped to its box, read from `loose_bb_train.csv` and `loose_bb_test.csv` in
+            `bb_landmark/`.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -181,7 +182,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _read_boxes(file: ListFile, split: str, paths: Sequence[str]) -> NDArray[np.int32]:
-    """The box of each image (left, top, right, bottom), in the order of the paths, (images, 4)."""
+    """The left, top, right and bottom of each image's box, in the order of the paths, of shape (images, 4)."""
     sides = array("i")  # four numbers for each row that belongs to an image
     positions = array("q")  # for each of these rows, the position of its image
     for position, box, _ in _matching_rows(file, split, paths):

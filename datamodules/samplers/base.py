@@ -143,7 +143,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         """
         drawn, position_in_drawn = np.unique(np.array(batch), return_inverse=True)
         positions = np.flatnonzero(np.isin(self.images, drawn))
-        if len(positions) != len(drawn):  # a subclass also draws images of other classes
+        if len(positions) != len(drawn):  # the subclass also draws images of other classes
             return None
         classes = np.searchsorted(self.class_starts, positions, side="right") - 1
         by_index = np.argsort(self.images[positions])
@@ -210,7 +210,7 @@ class RandomBatchSampler(GlobalBatchSampler):
         super().__init__(np.zeros(num_images, np.int64), seed=seed)
 
     def classes_of(self, batch: Sequence[int]) -> None:
-        """None: the images have no classes."""
+        """Return None, because the images have no classes."""
 
     def __len__(self) -> int:
         return self.num_images // self.batch_size

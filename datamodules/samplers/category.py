@@ -228,7 +228,7 @@ class CategorySampler(GlobalBatchSampler):
         image_queues = ShuffledQueues(self.images, self.class_sizes, random)
         for combination in itertools.islice(self._combinations(random), len(self)):
             batch: list[int] = []
-            # Random order, so that rank 0 does not always get the same category.
+            # The categories are in random order, so that rank 0 does not always get the same category.
             for position in shuffled_order(generator, len(combination)).tolist():
                 classes = class_queues.take(combination[position], self._classes_per_category)
                 for class_index, times in Counter(classes).items():

@@ -98,7 +98,7 @@ def _shuffled_order(
     ahead: NDArray[np.bool_],
     rest_of_group: Integers,
 ) -> Integers:
-    """Shuffle the items within each set; the first `rest_of_group` positions get items that are not ahead, if any."""
+    """Shuffle the items of each set so that the first `rest_of_group` items are not ahead, as far as possible."""
     random = generator.integers(1 << 32, size=len(set_of_item))
     if not rest_of_group.any():
         return _sort_within_sets(set_of_item, np.zeros(len(set_of_item), dtype=bool), random)

@@ -16,7 +16,7 @@ ALL_POOLINGS = (*MAP_POOLINGS, CLASS_TOKEN, OWN)
 
 
 def poolings_of_network(has_class_token: bool) -> tuple[str, ...]:
-    """The possible poolings of a network that also has its own pooling."""
+    """The possible poolings of a network of timm or Hugging Face, which also has its own pooling."""
     if has_class_token:
         return ALL_POOLINGS
     return (*MAP_POOLINGS, OWN)

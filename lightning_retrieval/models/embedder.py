@@ -52,8 +52,9 @@ class Embedder(PretrainedModule):
         embedding_dim: dimension of the embeddings, from 1 to 2^20.
         pooling: `"gem"` (`GeM`, p = 3, learned; negative values count as 0), `"avg"` and `"max"` pool feature maps, or
             the patch tokens of a transformer of timm or Hugging Face. `"class_token"` takes the class token. `"own"` is
-            the pooling of the backbone itself, such as class token, average or attention pooling. None chooses `"own"`
-            for transformers of timm and Hugging Face, and `"gem"` for all other backbones. Vectors are not pooled.
+            the pooling of the backbone itself, such as class token, average or attention pooling. If None, the pooling
+            is `"own"` for transformers of timm and Hugging Face, and `"gem"` for all other backbones. Vectors are not
+            pooled.
         normalize: whether embeddings are L2-normalised, in float32 or better, also under autocast.
         weights: pretrained weights; None for random weights. Possible values: `"DEFAULT"`; torchvision's name, such as
             `"IMAGENET1K_V2"`; a tag of timm, such as `"lvd142m"`; a revision of the Hugging Face hub. These weights are
@@ -248,7 +249,7 @@ class Embedder(PretrainedModule):
     def init_args(self) -> dict[str, Any] | None:
         """The constructor's arguments as plain values, or None if the backbone was given as a module.
 
-        `Embedder(**embedder.init_args())` has the same structure. If a state dict will be loaded into it, replace
+        `Embedder(**embedder.init_args())` has the same structure. To load a state dict afterwards, first replace
         `weights` by None in the arguments, so that nothing is downloaded. The path of a local file of weights is
         omitted, except with `lora`, since adapters need these weights.
         """

@@ -241,7 +241,7 @@ def _without_pretrained_parts(config: Any) -> None:
 
 
 def _image_size(config: Any) -> int | tuple[int, int]:
-    """The size for which the network is built."""
+    """The image size for which the network is built."""
     size = getattr(config, "image_size", DEFAULT_IMAGE_SIZE)
     if isinstance(size, (list, tuple)):
         return size[0], size[1]
@@ -249,7 +249,7 @@ def _image_size(config: Any) -> int | tuple[int, int]:
 
 
 def _prefix_tokens(model: nn.Module) -> dict[str, int]:
-    """For each parameter that holds tokens before the patch tokens, their number."""
+    """Map the name of each parameter with tokens before the patch tokens to the number of its tokens."""
     found = {}
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")

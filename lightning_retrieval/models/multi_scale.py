@@ -48,7 +48,7 @@ def multi_scale(
         scales: factors of height and width, each from 0.001 to 100; the resulting sizes are rounded.
         p: exponent of the mean over scales, from 0.1 to 10: 1 is the average; larger values give larger entries more
             weight. Entries keep their signs.
-        eps: smallest absolute value that is raised to a power, from 0 to 1; no effect with a single scale.
+        eps: smallest absolute value that is raised to a power, from 0 to 1. With a single scale, `eps` has no effect.
 
     Returns:
         One unit row per image.

@@ -368,7 +368,7 @@ def load_hub() -> Any:
 
 
 def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
-    """The two files of a model: in a local folder, or in the cache of the hub, where they are downloaded if necessary.
+    """The paths of the two files of a model, in a local folder or, after a download if needed, in the hub's cache.
 
     Args:
         name: a folder, or `user/name` on the hub.

@@ -2,10 +2,9 @@
 
     f = P (x - m), normalised, with P = V^T L^-1
 
-    m      mean of the queries q of the matching pairs (q, p)
-    S      mean of (q - p) (q - p)^T over the pairs
-    L      Cholesky factor of S: S = L L^T
-    V      eigenvectors of the second moments of L^-1 (x - m) over all rows x, the largest eigenvalue first
+    m      mean of the first images q of the matching pairs (q, p) S      mean of (q - p) (q - p)^T over the pairs L
+    Cholesky factor of S: S = L L^T V      eigenvectors of the second moments of L^-1 (x - m) over all rows x, the
+    largest eigenvalue first
 
 L^-1 shrinks the directions in which images of the same class differ. V^T rotates the result so that the first rows of P
 keep most of the variance; keeping only the first `dim` rows reduces the dimension. If S is singular, the official code
@@ -29,11 +28,11 @@ from lightning_retrieval.models.whitening import (
 )
 from lightning_retrieval.ranking.labels import finest
 
-_FIT_PAIRS = 8192  # pairs that are converted to float64 at a time
+_FIT_PAIRS = 8192  # number of pairs that are converted to float64 at a time
 
 
 def matching_pairs(labels: Int[Tensor, " row"], pairs_per_image: int) -> Int[Tensor, "pair 2"]:
-    """The indices of the pairs: each image with the next `pairs_per_image` images of its class, cyclically.
+    """The indices of the pairs. Each image is paired with the next `pairs_per_image` images of its class, cyclically.
 
     Images of a class are in the order of the rows, so the pairs are always the same. In a class with too few images,
     each image is paired with all others; a class with a single image has no pair.
@@ -96,11 +95,10 @@ def whitening_of_pairs(
 class SupervisedWhitening(WhiteningOfSums):
     """Whitens the differences of matching pairs, rotates to the directions of largest variance, and normalises.
 
-    Like `PCAWhitening`, it is learned by `fit`, here from embeddings and their labels, and applied to other embeddings.
-    Matching pairs are images of the same class: each image with the next `pairs_per_image` images of its class,
-    cyclically in the order of the rows. So each image is the first of at most `pairs_per_image` pairs, whatever the
-    sizes of the classes, and the pairs are always the same. With labels of several levels, the finest level defines the
-    classes.
+    The whitening is learned by `fit` from embeddings and their labels, and applied to other embeddings. Matching pairs
+    are images of the same class: each image is paired with the next `pairs_per_image` images of its class, cyclically
+    in the order of the rows. So each image is the first image of at most `pairs_per_image` pairs, whatever the sizes of
+    the classes, and the pairs are always the same. With labels of several levels, the finest level defines the classes.
 
     Args:
         dim: number of directions to keep, >= 1; the directions with the largest variance are kept. If None, all are

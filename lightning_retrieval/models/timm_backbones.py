@@ -107,7 +107,7 @@ class TimmBackbone(nn.Module):
         return features
 
     def _of_tokens(self, tokens: Float[Tensor, "batch token channel"]) -> Float[Tensor, "batch channel ..."]:
-        norm = getattr(self.model, "fc_norm", None)  # last layer norm, in models that apply it after averaging
+        norm = getattr(self.model, "fc_norm", None)  # some models apply their last layer norm after averaging
         if isinstance(norm, nn.Module):
             tokens = norm(tokens)
         if self.pooling == CLASS_TOKEN:
@@ -205,7 +205,7 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
 
 
 def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str, Tensor]]:
-    """The path of the file in a package, and the tensors of the file by timm's names.
+    """The path of the file of packaged weights, and a dict from timm's names to the tensors of the file.
 
     Args:
         timm: the package.
@@ -255,8 +255,8 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
     """A model with the tensors of a file.
 
     Raises:
-        ValueError: if a parameter or running statistic of the model is missing: timm would silently keep random values,
-            and ignore tensors with other names.
+        ValueError: if the file lacks a parameter or running statistic of the model. timm itself would silently keep
+            random values, and ignore tensors with other names.
     """
     network = f"timm/{request.name}"
     # With another number of classes, timm skips the classifier and loads all other weights.
@@ -269,7 +269,7 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
             model = _flexible_model(timm, request, request.name, weights)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # timm fails on some invalid names
         raise pretrained.other_weights(path, network, error) from None
-    model.pretrained_cfg.pop("state_dict", None)  # otherwise the model would store and copy the tensors
+    model.pretrained_cfg.pop("state_dict", None)  # if this entry stayed, the model would store and copy the tensors
     pretrained.check_loaded(path, network, model, missing.get(model, model.state_dict().keys()))
     return model
 

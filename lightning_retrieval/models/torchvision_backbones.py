@@ -139,7 +139,7 @@ def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
             return parts
         if name in AUXILIARY_CLASSIFIERS:
             continue
-        if isinstance(part, nn.ModuleList):  # called in order
+        if isinstance(part, nn.ModuleList):  # its parts are called in order
             part = nn.Sequential(*part)
         parts[name] = part
     raise ValueError(

@@ -35,7 +35,7 @@ from lightning_retrieval.distributed import (
 )
 from lightning_retrieval.ranking.rows import float64_device, normalize
 
-_FIT_ROWS = 8192  # rows that are converted to float64 at a time
+_FIT_ROWS = 8192  # number of rows that are converted to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FitRows:
         return torch.searchsorted(ends, positions.contiguous(), right=True)
 
     def fetch(self, positions: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
-        """The rows at these positions; each process may ask for other positions.
+        """The rows at these positions. Each process may give different positions.
 
         With several processes, this is a collective operation.
         """
@@ -190,7 +190,7 @@ class Whitening(nn.Module):
 
     A subclass implements `fit`, which sets `learned`. `RetrievalModule` and `LearnWhitening` accept every whitening.
     The state is part of `state_dict()`, but not a buffer, so that DDP does not broadcast it at each step and half
-    precision does not round it; it can be loaded without knowing its size in advance.
+    precision does not round it. The state can be loaded without knowing its size in advance.
 
     Args:
         dim: number of directions to keep, >= 1; the first directions are kept. If None, all are kept.
@@ -208,7 +208,7 @@ class Whitening(nn.Module):
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from these rows; returns the whitening.
+        """Learn from these rows, and return the whitening.
 
         Args:
             embeddings: one row per image, from the same model as the embeddings to whiten.
@@ -219,7 +219,7 @@ class Whitening(nn.Module):
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from the rows of all processes, each of which passes its shard; returns the whitening.
+        """Learn from the rows of all processes, and return the whitening. Each process passes its shard of the rows.
 
         This is a collective operation. Unless a subclass overrides this method, each process gathers all rows for
         `fit`.
@@ -299,7 +299,7 @@ class WhiteningOfSums(Whitening):
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from these rows, in float64; returns the whitening.
+        """Learn from these rows, in float64, and return the whitening.
 
         Args:
             embeddings: one row per image, from the same model as the embeddings to whiten.
@@ -314,7 +314,7 @@ class WhiteningOfSums(Whitening):
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from the rows of all processes, each of which passes its shard; returns the whitening.
+        """Learn from the rows of all processes, and return the whitening. Each process passes its shard of the rows.
 
         This is a collective operation. Each process sends only sums, which are D^2 + D numbers.
 
