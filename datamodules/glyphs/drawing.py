@@ -38,7 +38,7 @@ from lightning_retrieval.files import new_file
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder of the cache: `cache_dir`, or `lightning-retrieval` in the user's cache folder.
+    """The folder of the cache: `cache_dir` or, if it is None, `lightning-retrieval` in the user's cache folder.
 
     Raises:
         ValueError: if `cache_dir` is an empty string.
@@ -102,10 +102,11 @@ class GlyphImages:
     """The images and their properties. There are about 33,000 images (`image` in the shapes) of about 3,400 classes.
 
     Args:
-        images: grey values, bright ink (255) on dark (0), ordered by class, then by font name.
-        labels: class of each image, an index into `characters`.
-        fonts: font of each image, an index into `font_names`. If several fonts give the same drawing, this is the first
-            of these fonts.
+        images: grey values of bright ink (255) on a dark background (0). Images are ordered by class, then by font
+            name.
+        labels: class of each image, as an index into `characters`.
+        fonts: font of each image, as an index into `font_names`. If several fonts give the same drawing, this is the
+            first of these fonts.
         splits: `"train"`, `"val"` or `"test"` of each image. All images of a class are in the same split.
         characters: all characters of each class, lowest code point first. This is the full table, which does not depend
             on versions of fonts and renderers. A class has no images if the installed fonts give fewer than 2 different

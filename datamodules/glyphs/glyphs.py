@@ -1,4 +1,4 @@
-"""Glyphs, the built-in data set: its data module, its dataset and its augmentation."""
+"""The data module, the dataset and the augmentation of Glyphs, the built-in data set."""
 
 import dataclasses
 from functools import cached_property

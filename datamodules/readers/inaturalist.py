@@ -36,7 +36,7 @@ class INaturalist(ImageDataModule):
     """iNaturalist 2018: 325,846 training images of 5,690 species, 136,093 test images of 2,452 other species.
 
     In the test each image is a query, and all other test images are its gallery. `root` contains `train_val2018/` and
-    Smooth-AP's split lists, directly or in `Inat_dataset_splits/`. If `levels` are given, it also contains
+    Smooth-AP's split lists, directly or in `Inat_dataset_splits/`. If `levels` are given, `root` also contains
     `train2018.json`, `val2018.json` or `categories.json` of the official release. A class is an official category, that
     is, a species. With `sampler="category"`, batches are drawn from few supercategories (birds, plants, ...). A
     category id that occurs in several supercategories is a separate class in each of them, as in Smooth-AP's code, with

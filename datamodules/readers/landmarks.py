@@ -194,7 +194,7 @@ def _is_url(source: str) -> bool:
 
 
 def _mirrored_path(url: str) -> str:
-    """The relative path at which `wget -x` stores a URL, `<host>/<path>`; empty if the URL is invalid."""
+    """The path `<host>/<path>` at which `wget -x` stores the file of a URL; empty if the URL is invalid."""
     try:
         parts = urlsplit(url)
     except ValueError:

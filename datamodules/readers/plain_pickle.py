@@ -17,8 +17,8 @@ MOST_LEVELS = 20  # levels of nested containers; code that walks very deep level
 PLAIN_KINDS = "biufcSU"  # kinds of dtypes: bool, integers, floats, complex numbers, bytes and text
 
 # NumPy's functions, found without their module path, which depends on the version.
-_numpy_scalar: Any = np.float64(0).__reduce__()[0]  # numpy.core.multiarray.scalar
-_numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # numpy.core.numeric._frombuffer
+_numpy_scalar: Any = np.float64(0).__reduce__()[0]  # this is numpy.core.multiarray.scalar
+_numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # this is numpy.core.numeric._frombuffer
 
 
 def load_plain_pickle(owner: str, path: Path) -> Any:
@@ -158,7 +158,7 @@ def _frombuffer(data: Any, plain_dtype: Any, *more: Any) -> Any:
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("builtins", "bytes"): _Function(_make_bytes),  # called in old protocols, and for the state of an empty array
+    ("builtins", "bytes"): _Function(_make_bytes),  # needed by old protocols, and by the state of an empty array
     ("builtins", "bytearray"): _Function(_make_bytearray),
     ("builtins", "set"): _Function(set),
     ("builtins", "frozenset"): _Function(frozenset),

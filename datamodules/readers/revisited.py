@@ -385,7 +385,7 @@ class RevisitedOxford(_Revisited):
 
     Args:
         root: the folder that contains `gnd_roxford5k.pkl` (or one other `gnd_*.pkl`) and the images in `jpg` or
-            `images`; or its parent folder, if it is named `roxford5k` or `oxford5k`.
+            `images`. If this folder is named `roxford5k` or `oxford5k`, `root` may also be its parent folder.
         distractors: the folder `revisitop1m`, with `revisitop1m.txt` and 1,001,001 images in `jpg`, which are added to
             the gallery; None for no distractors. With distractors, paths are relative to `data.root`, which is then the
             closest common parent of both folders.
@@ -444,7 +444,7 @@ class RevisitedParis(_Revisited):
 
     Args:
         root: the folder that contains `gnd_rparis6k.pkl` (or one other `gnd_*.pkl`) and the images in `jpg` or
-            `images`; or its parent folder, if it is named `rparis6k` or `paris6k`.
+            `images`. If this folder is named `rparis6k` or `paris6k`, `root` may also be its parent folder.
         distractors: the folder `revisitop1m`; None for no distractors.
         crop_queries: whether each query is cropped to its box.
         image_size: length in pixels of the longer side after scaling.

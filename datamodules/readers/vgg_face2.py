@@ -221,7 +221,7 @@ def _read_boxes(file: ListFile, split: str, paths: Sequence[str]) -> NDArray[np.
 
 
 def _line_of_row(file: ListFile, split: str, paths: Sequence[str], row: int) -> int:
-    """The line number of one of `_matching_rows`, for an error message."""
+    """The line number of row `row` of `_matching_rows`, for an error message."""
     _, _, line = next(islice(_matching_rows(file, split, paths), row, None))
     return line
 

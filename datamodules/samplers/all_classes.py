@@ -30,10 +30,10 @@ class AllClassesSampler(GlobalBatchSampler):
     """Batches that hold every class, with as many images of each class as fit.
 
     An epoch has ceil(N / batch_size) batches, where N is the number of images in classes with two images or more. A
-    batch takes the same number of images from each class. A class with fewer images contributes all of them, and the
-    larger classes fill the rest. If positions remain that cannot be distributed equally, they go to a random choice of
-    the larger classes, one position each. No batch holds an image twice, and within an epoch every image of a class is
-    drawn once before any is drawn twice.
+    batch takes n images from each class, or all images of a class with fewer than n; n is as large as the batch size
+    allows. The positions that then remain go to a random choice of the larger classes, one position each. No batch
+    holds an image twice, and within an epoch every image of a class is drawn once before any image of the class is
+    drawn twice.
 
     In a batch the images of a class are adjacent, and the classes are in random order.
 

@@ -40,7 +40,7 @@ def group_equal_values(values: NDArray[Any]) -> tuple[Integers, Integers]:
     """Sort the indices of `values` so that equal values are adjacent.
 
     Returns:
-        The indices, ascending within each group of equal values, and the position at which each group starts.
+        The sorted indices, which ascend within each group of equal values, and the first position of each group.
     """
     order: Integers = np.argsort(values, kind="stable")
     if len(order) <= np.iinfo(np.int32).max:

@@ -104,11 +104,12 @@ class CategorySampler(GlobalBatchSampler):
     """Batches of P classes from a few categories, the same number of classes from each, with K images per class.
 
     An epoch has ceil(N / (P K)) batches, where N is the number of images in classes with two images or more. Every
-    combination of categories is drawn once before any is drawn twice, also across epochs. Within an epoch every class
-    of a category is drawn once before any is drawn twice, and likewise every image of a class. A batch holds an image
-    more than once only if the image's class has fewer images than the batch takes from it. The images of that class
-    then occur equally often, up to a difference of one, in the batch and in each group of K. Likewise, a batch holds a
-    class more than once only if the class's category has fewer classes than the batch takes from it.
+    combination of categories is drawn once before any combination is drawn twice, also across epochs. Within an epoch,
+    every class of a category is drawn once before any class of the category is drawn twice; the same holds for the
+    images of a class. A batch holds an image more than once only if the image's class has fewer images than the batch
+    takes from it. The images of that class then occur equally often, up to a difference of one, in the batch and in
+    each group of K. Likewise, a batch holds a class more than once only if the class's category has fewer classes than
+    the batch takes from it.
 
     In a batch the classes of a category are adjacent, and so are the images of a class.
 
@@ -236,7 +237,7 @@ class CategorySampler(GlobalBatchSampler):
             yield np.array(batch)
 
     def _combinations(self, random: Iterator[float]) -> Iterator[list[int]]:
-        """The combinations of categories of this epoch and, after them, those of the next epochs."""
+        """The combinations of categories in this epoch, then the combinations in the next epochs."""
         if self.combinations is None:
             return self._unlisted_combinations(random)
         return self._listed_combinations(self.combinations)

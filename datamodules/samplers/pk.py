@@ -86,7 +86,7 @@ def _write_round(
     next_round_start = round_start + sizes
     next_group_start = next_round_start // group_size * group_size
     in_next_group = position >= next_group_start[set_of_item]
-    # A group that started in an earlier round now holds every item once more, so its marks stay.
+    # A group that started in an earlier round now holds every item once more, so the marks do not change.
     starts_in_this_round = next_group_start >= round_start
     ahead[order] = np.where(starts_in_this_round[set_of_item], in_next_group, ahead[order])
 

@@ -70,7 +70,7 @@ class BackboneRequest:
     Args:
         name: the argument `backbone`.
         weights: the argument `weights`.
-        pooling: the argument `pooling`, not yet checked.
+        pooling: the argument `pooling`, which is not yet checked.
         image_size: image size for which the backbone is built; None for the default size of the backbone.
         arguments: further keyword arguments of the constructor of the network.
     """

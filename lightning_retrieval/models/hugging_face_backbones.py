@@ -32,10 +32,10 @@ CLASS_TOKENS = ("cls_token", "class_embedding")
 PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")
 # Layers of a classifier: the first parts of their names in a file.
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "pooler")
-MASK_TOKEN = "mask_token"  # used in pretraining only; missing in some weights, and irrelevant for embeddings
+MASK_TOKEN = "mask_token"  # some weights lack this parameter, which only pretraining uses
 # Entries of a config that do not describe the network.
 NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
-NO_CODE = {"trust_remote_code": False}  # never run code of a repository, and never ask at the terminal
+NO_CODE = {"trust_remote_code": False}  # transformers must not run code of a repository, and not ask at the terminal
 
 
 class HuggingFaceBackbone(nn.Module):
@@ -193,7 +193,7 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
 
 
 def _source(request: BackboneRequest) -> dict[str, Any]:
-    """The arguments that tell transformers where to look for a name: the revision, and whether only on disk.
+    """The arguments that tell transformers which revision to load, and whether to look only on disk.
 
     While a file that holds the weights is loaded, nothing may be downloaded.
     """

@@ -19,7 +19,7 @@ from lightning_retrieval.preparation.pixels import check_normalized
 from lightning_retrieval.ranking.rows import normalize
 
 LEAST_SCALE, MOST_SCALE = 1e-3, 100.0
-# Ways to combine the scales: the settings of `multi_scale` by name. "gem" is `--pooling gem` of dirtorch.
+# The settings of `multi_scale` for each way to combine scales. "gem" is `--pooling gem` of dirtorch.
 SCALE_POOLING: dict[str, dict[str, float]] = {"mean": {"p": 1.0, "eps": 0.0}, "gem": {"p": 3.0, "eps": 1e-6}}
 
 

@@ -104,7 +104,7 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     found = without_prefixes(read_weights(path), names, (*PREFIXES, prefix))
     kept = {name: value for name, value in found.items() if not name.startswith(optional)}
     check_loaded(path, "this backbone", backbone, [name for name in names if name not in kept])
-    # Files of older releases also hold buffers of indices, which are computed today; they are ignored.
+    # Files of older releases also hold buffers of indices, which are ignored, because they are computed today.
     unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
     if unknown:
         raise ValueError(
@@ -396,7 +396,7 @@ def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The constructor's arguments in a config file.
+    """Read the arguments of the constructor of `Embedder` from a config file.
 
     Raises:
         ValueError: if the file is not the config of an embedder that this release can read.

@@ -103,7 +103,7 @@ class SupervisedWhitening(WhiteningOfSums):
     Args:
         dim: number of directions to keep, >= 1; the directions with the largest variance are kept. If None, all are
             kept.
-        pairs_per_image: largest number of pairs of which an image is the first, >= 1.
+        pairs_per_image: largest number of pairs in which an image is the first image, >= 1.
 
     Raises:
         ValueError: if a number is out of its range; in `fit`, if there are no labels or no pairs, `dim` is larger than

@@ -212,7 +212,7 @@ class Whitening(nn.Module):
 
         Args:
             embeddings: one row per image, from the same model as the embeddings to whiten.
-            labels: labels of the images, for whitenings that need them.
+            labels: labels of the images, for whitenings that need labels.
         """
         raise NotImplementedError
 
@@ -226,7 +226,7 @@ class Whitening(nn.Module):
 
         Args:
             embeddings: one row per image of this process, from the same model as the embeddings to whiten.
-            labels: labels of these images, for whitenings that need them.
+            labels: labels of these images, for whitenings that need labels.
         """
         owner = type(self).__name__
         check_on_all_processes(owner, partial(check_matrix, owner, "embeddings", embeddings), embeddings, labels)
@@ -421,7 +421,7 @@ class PCAWhitening(WhiteningOfSums):
         if dim > from_dim:
             raise ValueError(f"PCAWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {dim}.")
         needed = 2
-        if self.power:  # n rows vary in at most n - 1 directions
+        if self.power:  # because n rows vary in at most n - 1 directions
             needed = dim + 1
         if rows < needed:
             raise ValueError(
