@@ -408,7 +408,7 @@ class BoxDataModule(DetectionDataModule):
         return BoxSet(self._split("test"), self.root)
 
     def check(self) -> DataReport:
-        """Compare the counts with the published ones, and look for missing image files."""
+        """Compare the counts with the published counts, and look for missing image files."""
         report = DataReport()
         for name, index in self.splits.items():
             images, classes = len(index), len(index.class_names)

@@ -93,7 +93,7 @@ def _in_folder(path: Path) -> Iterator[None]:
 DRAWING_VERSION = 1  # increase this number when the drawing changes: the name of the cache file depends on it
 
 
-# Images, labels and fonts, as in `GlyphImages`.
+# The arrays `images`, `labels` and `fonts` of `GlyphImages`.
 _Arrays = tuple[UInt8[np.ndarray, "image 32 32"], Int64[np.ndarray, " image"], Int64[np.ndarray, " image"]]
 
 

@@ -45,8 +45,8 @@ class INaturalist(ImageDataModule):
     Args:
         root: the folder that contains `train_val2018/`.
         levels: levels of the taxonomy, finest first, out of species, genus, family, order, class, phylum and kingdom;
-            species must be one of them. The labels then have shape (images, levels), for hierarchical losses. If None,
-            labels are the species.
+            species must be one of them. With `levels`, labels have shape (images, levels), for hierarchical losses. If
+            None, labels are the species.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,

@@ -77,7 +77,7 @@ class StanfordOnlineProducts(ImageDataModule):
         return [self._list("train").path, self._list("test").path]
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The images of both lists, in their order."""
+        """The images of both lists, in the order of each list."""
         train_list, test_list = self._list("train"), self._list("test")
         train, test = _read_list("train", train_list), _read_list("test", test_list)
         _check_no_shared_id(train_list, train.image_ids, test_list, test.image_ids)

@@ -158,12 +158,12 @@ def _frombuffer(data: Any, plain_dtype: Any, *more: Any) -> Any:
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("builtins", "bytes"): _Function(_make_bytes),  # needed by old protocols, and by the state of an empty array
+    ("builtins", "bytes"): _Function(_make_bytes),  # old protocols and empty arrays need it
     ("builtins", "bytearray"): _Function(_make_bytearray),
     ("builtins", "set"): _Function(set),
     ("builtins", "frozenset"): _Function(frozenset),
     ("_codecs", "encode"): _Function(_encode),
-    ("numpy", "ndarray"): "ndarray",  # only passed on to `_reconstruct`, which ignores it
+    ("numpy", "ndarray"): "ndarray",  # the pickle passes this to `_reconstruct`, which ignores it
     ("numpy", "dtype"): _Function(_PlainDtype),
     ("numpy.core.multiarray", "_reconstruct"): _Function(_reconstruct),
     ("numpy.core.multiarray", "scalar"): _Function(_scalar),

@@ -40,7 +40,7 @@ MAX_SHOWN = 80  # number of characters of an invalid value that a message shows
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """The content of `gnd_*.pkl`.
+    """The content of a file `gnd_*.pkl`.
 
     Args:
         images: names of the database images, without suffix.
@@ -318,7 +318,7 @@ class _Revisited(ImageDataModule):
         return report
 
     def _pickle(self) -> Path:
-        """The path of the ground truth: the official name, or the only other `gnd_*.pkl` in a folder."""
+        """The path of the ground truth. It has the official name, or is the only other `gnd_*.pkl` in its folder."""
         official = f"gnd_{self.city}.pkl"
         for folder in (self.folder, self.folder / self.city, self.folder / self.original_city):
             if (folder / official).exists():
@@ -345,7 +345,7 @@ class _Revisited(ImageDataModule):
         """The box of each query in pixels; each box must contain at least one pixel."""
         boxes = []
         for number, (path, sides) in enumerate(zip(paths, self.ground_truth.boxes)):
-            left, top, right, bottom = map(round, sides)  # as Pillow rounds
+            left, top, right, bottom = map(round, sides)  # Pillow rounds boxes in the same way
             if left >= right or top >= bottom:
                 raise ValueError(
                     f"{type(self).__name__}: `boxes` must contain at least one pixel, got "

@@ -183,7 +183,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 def _read_boxes(file: ListFile, split: str, paths: Sequence[str]) -> NDArray[np.int32]:
     """The left, top, right and bottom of each image's box, in the order of the paths, of shape (images, 4)."""
-    sides = array("i")  # four numbers for each row that belongs to an image
+    sides = array("i")  # the box of each row that belongs to an image, as four numbers
     positions = array("q")  # for each of these rows, the position of its image
     for position, box, _ in _matching_rows(file, split, paths):
         positions.append(position)

@@ -249,7 +249,7 @@ class CategorySampler(GlobalBatchSampler):
             yield queue.take(0, self.categories_per_batch)
 
     def _listed_combinations(self, combinations: Integers) -> Iterator[list[int]]:
-        """All epochs read from one shuffled queue; this epoch starts where the previous epoch ended."""
+        """Yield combinations from a shuffled queue that all epochs share, starting where the previous epoch ended."""
         first_refill, start = divmod(self.epoch * len(self), len(combinations))
         for refill in itertools.count(first_refill):
             generator = np.random.default_rng((self.seed, refill, _COMBINATION_STREAM))

@@ -188,7 +188,7 @@ class Embedder(PretrainedModule):
         return embeddings
 
     def pooled_features(self, images: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch channel"]:
-        """The features of the backbone after pooling, before the head. They are embeddings that need no training.
+        """The features of the backbone after pooling, before the head. They can be compared without training.
 
         Args:
             images: as for `forward`.

@@ -304,7 +304,7 @@ class PretrainedModule(nn.Module):
         config, weights = find_files(name, revision)
         arguments = read_config(config)
         check_plain_data("Embedder", "init_args", arguments)
-        if arguments.get("lora") is not None:  # adapters would need other weights; save_pretrained merges them
+        if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
         try:
             with without_pretrained_weights():

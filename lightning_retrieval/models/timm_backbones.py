@@ -183,7 +183,7 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
 
     Args:
         timm: the package.
-        request: has the image size and further arguments.
+        request: the request, with the image size and further arguments.
         name: name of the model, with the tag of its weights.
         weights: the arguments of `timm.create_model` that load the weights.
     """
