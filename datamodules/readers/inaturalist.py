@@ -273,5 +273,5 @@ def _missing_ranks(categories: _Taxonomy, ranks: Sequence[str]) -> list[str]:
 
 
 def _taxon(category: Mapping[str, Any], ranks: Sequence[str]) -> str:
-    """The name of a category's taxon with its higher ranks, highest first."""
+    """The names of a category at these ranks, the highest rank first, joined by slashes."""
     return "/".join(str(category[rank]) for rank in reversed(ranks))

@@ -368,7 +368,7 @@ def load_hub() -> Any:
 
 
 def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
-    """The paths of the two files of a model, in a local folder or, after a download if needed, in the hub's cache.
+    """The paths of the two files of a model. For a model on the hub, the files are downloaded unless they are cached.
 
     Args:
         name: a folder, or `user/name` on the hub.

@@ -149,7 +149,7 @@ def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
 
 
 class _InceptionInput(nn.Module):
-    """Converts images from ImageNet's mean and std to 0.5 and 0.5, which weights of Inception and GoogLeNet expect."""
+    """Converts images from ImageNet's mean and std to mean 0.5 and std 0.5, as Inception and GoogLeNet expect."""
 
     scale: Tensor
     shift: Tensor
