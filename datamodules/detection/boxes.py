@@ -1,4 +1,4 @@
-"""Images with objects in boxes, for detectors: index, dataset, and the base classes of the data modules."""
+"""Index, dataset and base classes of the data modules for images with objects in boxes, to train detectors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,8 @@ from lightning_retrieval.training.random_state import seed_or_default
 class ImageObjects(NamedTuple):
     """The objects in one image.
 
-    `boxes` are (objects, 4) left, top, right and bottom in pixels of the image, `labels` from 1 to C, and `difficult`
-    is True for objects that are neither trained on nor counted in evaluation.
+    `boxes` (objects, 4) are left, top, right and bottom in pixels of the image. `labels` (objects,) are from 1 to C.
+    `difficult` (objects,) is True for objects that are neither trained on nor counted in evaluation.
     """
 
     boxes: NDArray[np.float32]
@@ -53,13 +53,13 @@ class BoxIndex:
     Args:
         paths: paths relative to the data set's root.
         objects: for each image, its boxes, its labels from 1, and whether each object is difficult. An image may have
-            no objects.
+            no object.
         class_names: names of the classes 1, 2, ...
 
     Raises:
         TypeError: if `paths` or `class_names` is not a sequence of strings.
-        ValueError: if there is no image, lengths differ, a label is not from 1 to the number of classes, or a box has
-            no area or is not finite.
+        ValueError: if there is no image; if lengths differ; if a label is not from 1 to the number of classes; if a box
+            has no area or is not finite.
 
     Example:
         >>> from lightning_retrieval.datamodules import BoxIndex
@@ -88,7 +88,7 @@ class BoxIndex:
         self.paths = list(paths)
         self.class_names = list(class_names)
         images = [_image_objects(given) for given in objects]
-        # Concatenated, because forked workers would copy millions of small arrays.
+        # The arrays are concatenated, because forked workers would copy millions of small arrays.
         self._ends = np.cumsum([len(image.labels) for image in images])
         self._boxes = np.concatenate([image.boxes for image in images])
         self._labels = np.concatenate([image.labels for image in images])
@@ -134,7 +134,7 @@ class BoxIndex:
             )
 
     def _path_of_object(self, position: int) -> str:
-        """The image that an object is in, for error messages."""
+        """The path of the image that contains an object, for error messages."""
         return self.paths[int(np.searchsorted(self._ends, position, side="right"))]
 
 
@@ -163,21 +163,21 @@ Item = tuple[Tensor, dict[str, Tensor]]
 class BoxSet(Dataset[Item]):
     """A map-style dataset of pairs of an image and its target, in the format of torchvision's detectors.
 
-    The image is a float tensor (3, height, width) from 0 to 1. The target is a dict of `boxes` (objects, 4) in pixels,
-    left, top, right and bottom, `labels` (objects,), `difficult` (objects,), and the number `image_id`, which is the
-    image's position in the index. Images are not rotated by their EXIF orientation, since boxes refer to the pixels of
-    the file. Boxes are clipped to their image.
+    The image is a float tensor (3, height, width) from 0 to 1. The target is a dict of `boxes` (objects, 4), which are
+    left, top, right and bottom in pixels, `labels` (objects,), `difficult` (objects,) and `image_id`, the image's
+    position in the index. Images are not rotated by their EXIF orientation, since boxes refer to the pixels of the
+    file. Boxes are clipped to their image.
 
     Args:
         index: the images and their objects.
         root: the folder that the paths are relative to.
-        train: whether difficult objects are skipped, and half of the images are flipped, chosen by the seed that
-            `RetrievalDataLoader` gives each index.
+        train: whether difficult objects are skipped and each image is flipped with probability 0.5. The seed that
+            `RetrievalDataLoader` gives each index decides about the flip.
 
     Raises:
         TypeError: if `train` is not a bool.
-        ValueError: for an item, if the image cannot be decoded, or a box is outside the image.
-        FileNotFoundError: for an item, if the file does not exist.
+        ValueError: when an item is read, if the image cannot be decoded or a box is outside the image.
+        FileNotFoundError: when an item is read, if the file does not exist.
 
     Example:
         >>> from PIL import Image
@@ -257,7 +257,7 @@ class DetectionSettings(TypedDict, total=False):
 
 
 class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
-    """Base class of the data modules for detectors: random global batches for training, evaluation in order.
+    """Base class of the data modules for detectors: training batches are random, evaluation batches are in order.
 
     A subclass defines `class_names` and the sets `train_set`, `val_set` and `test_set`, whose items are pairs of an
     image and a target in the format of `BoxSet`.
@@ -266,8 +266,8 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         batch_size: number of images in a global batch, >= 1, which is distributed over the processes.
         eval_batch_size: number of images at a time in evaluation, >= 1.
         num_workers: number of processes that load images, >= 0; with 0 the training process loads them.
-        seed: determines the batches and the augmentation, together with the epoch; if None, the seed of
-            `seed_everything`, else 0.
+        seed: seed that, together with the epoch, determines the batches and the augmentation. If None, the seed of
+            `seed_everything` is used, or 0 if none was set.
         pin_memory: whether batches are copied to page-locked memory; if None, only if there is a GPU.
 
     Raises:
@@ -325,7 +325,8 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         """
         trainer = self.trainer
         if trainer is not None and getattr(trainer, "overfit_batches", 0) > 0:
-            size = max(1, self.batch_size // trainer.world_size)  # per process: Lightning's sampler distributes images
+            # This is the size per process, since Lightning's sampler distributes single images.
+            size = max(1, self.batch_size // trainer.world_size)
             return DataLoader(self.train_set, batch_size=size, **self._loader_settings())
         sampler = RandomBatchSampler(len(self.train_set), batch_size=self.batch_size, seed=self.seed)
         return training_loader(trainer, self.train_set, sampler, **self._loader_settings())
@@ -364,7 +365,7 @@ class BoxDataModule(DetectionDataModule):
         ValueError: if a file is not as expected, a split is missing, or an argument is invalid.
     """
 
-    # (images, objects that are not difficult) of each split as published, for `check`
+    # Published numbers of each split, for `check`: (images, objects that are not difficult).
     published_objects: ClassVar[Mapping[str, tuple[int, int]]] = MappingProxyType({})
 
     def __init__(self, root: str | Path, **settings: Unpack[DetectionSettings]) -> None:
@@ -391,7 +392,7 @@ class BoxDataModule(DetectionDataModule):
 
     @cached_property
     def train_set(self) -> BoxSet:
-        """The training images, half of them flipped, without difficult objects."""
+        """The training images, each flipped with probability 0.5, without difficult objects."""
         return BoxSet(self._split("train"), self.root, train=True)
 
     @cached_property
@@ -407,7 +408,7 @@ class BoxDataModule(DetectionDataModule):
         return BoxSet(self._split("test"), self.root)
 
     def check(self) -> DataReport:
-        """Compare the counts with the published ones, and look for missing image files."""
+        """Compare the counts with the published counts, and look for missing image files."""
         report = DataReport()
         for name, index in self.splits.items():
             images, classes = len(index), len(index.class_names)

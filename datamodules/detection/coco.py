@@ -26,8 +26,8 @@ class CocoDetection(BoxDataModule):
 
     A file has the lists `images` (`id`, `file_name`), `annotations` (`image_id`, `category_id`, `bbox` as left, top,
     width and height in pixels, optionally `iscrowd`) and `categories` (`id`, `name`). Labels are numbered from 1 in the
-    order of the categories' ids. Crowds are treated as difficult objects: not trained on, and ignored in evaluation.
-    Images without annotations are kept.
+    order of the categories' ids. Crowds are treated as difficult objects: they are not trained on, and are ignored in
+    evaluation. Images without annotations are kept.
 
     Args:
         root: the folder that the file names of the images are relative to.
@@ -96,7 +96,7 @@ def read_coco(path: Path) -> BoxIndex:
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if the file is not JSON, or not in this format.
+        ValueError: if the file is not JSON, or not in COCO's format.
     """
     content = _load(path)
     _check_unique(path, "category", "id", content["categories"])
@@ -128,7 +128,7 @@ def read_coco(path: Path) -> BoxIndex:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The content of the file; raises unless it has the three lists, and their entries have the required keys."""
+    """Return the content of the file; raise unless it has the three lists and each entry has the required keys."""
     if not path.is_file():
         raise FileNotFoundError(f"{OWNER}: {path} must be a JSON file in COCO's format, but there is no such file.")
     try:
@@ -169,7 +169,7 @@ def _check_keys(path: Path, name: str, number: int, entry: Any, keys: Mapping[st
 
 
 def _check_unique(path: Path, what: str, key: str, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Check that no two entries have the same value."""
+    """Check that no two entries have the same value of `key`."""
     seen = set()
     for entry in entries:
         if entry[key] in seen:
@@ -180,7 +180,7 @@ def _check_unique(path: Path, what: str, key: str, entries: Iterable[Mapping[str
 def _checked_box(
     path: Path, annotation: dict[str, Any], paths: Mapping[Any, str], label_of: Mapping[Any, int]
 ) -> list[float]:
-    """Left, top, right and bottom of an annotation; raises if its image or its category does not exist."""
+    """Left, top, right and bottom of an annotation; raises if the box is invalid, or its image or category unknown."""
     where = f"in annotation {annotation['id']}"
     if annotation["image_id"] not in paths:
         raise ValueError(

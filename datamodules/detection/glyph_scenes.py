@@ -18,7 +18,7 @@ from lightning_retrieval.datamodules.detection.boxes import DetectionDataModule,
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
 from lightning_retrieval.datamodules.image_check import DataReport
 
-# The characters of the classes, in this order; all fonts below contain them, and no two look alike.
+# The characters of the classes, in this order; all fonts below contain them, and no two characters look alike.
 CHARACTERS = "AERSKMTX2458BGHNDFJLPQUWY3679bdefghkmnqrty"
 DISTRACTORS = "?&#%@$!+=<>*"  # characters of no class, drawn as clutter
 
@@ -37,8 +37,8 @@ FONTS = (
 )
 FONT_SIZES = (16, 38)  # smallest and largest, in pixels
 MAX_OVERLAP = 0.1  # largest overlap of the boxes of two objects, as a fraction of the smaller box
-TRIES = 20  # positions tried for an object before it is skipped because of overlap
-VISIBLE = 64  # a character's box encloses its pixels with at least this grey value
+TRIES = 20  # number of positions that are tried for an object; if all overlap too much, the object is skipped
+VISIBLE = 64  # the box of a character encloses all its pixels with this grey value or more
 NOISE = 18.0  # standard deviation of the grey values
 CONTRASTS = (25, 90)  # smallest and largest difference between the grey values of character and background
 
@@ -48,8 +48,8 @@ class Scene:
     """A drawn scene."""
 
     pixels: UInt8[np.ndarray, "height width"]
-    boxes: Float[np.ndarray, "object 4"]  # x1, y1, x2, y2 in pixels
-    labels: Int[np.ndarray, " object"]  # from 1
+    boxes: Float[np.ndarray, "object 4"]  # left, top, right, bottom in pixels
+    labels: Int[np.ndarray, " object"]  # class numbers, counted from 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SceneArtist:
 
     Args:
         image_size: height and width in pixels.
-        num_classes: number of classes: the first characters of `CHARACTERS`.
+        num_classes: number of classes, which are the first characters of `CHARACTERS`.
         max_objects: maximum number of objects in a scene; the minimum is 1.
         frequency_exponent: class k is drawn with a probability proportional to 1 / k ** frequency_exponent.
         max_rotation: largest rotation of a character in degrees, to both sides.
@@ -109,7 +109,7 @@ class SceneArtist:
         return {name: str(file) for name, file in zip(fonts.names, fonts.files)}
 
     def _face(self, name: str, size: int) -> ImageFont.FreeTypeFont:
-        """A font in one size, which is loaded once."""
+        """A font in one size; each pair of font and size is loaded only once."""
         if (name, size) not in self._faces:
             basic = ImageFont.Layout.BASIC
             self._faces[name, size] = ImageFont.truetype(self._files[name], size, layout_engine=basic)
@@ -177,11 +177,13 @@ SPLITS = ("train", "val", "test")
 
 
 class GlyphSceneSet(Dataset[Item]):
-    """One split: pairs of an image (3, height, width) in [0, 1] and a target of `boxes`, `labels` and `image_id`.
+    """One split of the scenes. An item is a pair of an image and a target, a dict of `boxes`, `labels` and `image_id`.
+
+    The image has shape (3, height, width) and values in [0, 1].
 
     Args:
         artist: draws the scenes.
-        split: `"train"`, `"val"` or `"test"`; their scenes differ.
+        split: `"train"`, `"val"` or `"test"`; no scene is in two splits.
         size: number of scenes.
         scene_seed: a scene is a function of (scene_seed, split, index).
     """
@@ -207,14 +209,14 @@ class GlyphSceneSet(Dataset[Item]):
 
 
 class GlyphScenes(DetectionDataModule):
-    """Scenes of characters in ten of matplotlib's fonts and many sizes, over clutter, without a download.
+    """Images of characters in ten of matplotlib's fonts and many sizes over clutter; nothing is downloaded.
 
     Scenes are drawn on demand, in a millisecond. A scene is a function of (scene_seed, split, index).
 
     Args:
         num_classes: number of characters, from 1 to 42.
         image_size: height and width in pixels, >= 64.
-        max_objects: a scene has 1 to this many objects, >= 1.
+        max_objects: largest number of objects in a scene, >= 1; the smallest number is 1.
         frequency_exponent: class k is drawn with a probability proportional to 1 / k ** frequency_exponent, >= 0; 0
             gives all classes the same frequency.
         max_rotation: largest rotation of a character in degrees, >= 0.
@@ -225,7 +227,8 @@ class GlyphScenes(DetectionDataModule):
         batch_size: number of images in a global batch, >= 1, which is distributed over the processes.
         eval_batch_size: number of images at a time in evaluation, >= 1.
         num_workers: number of processes that draw scenes, >= 0.
-        seed: determines the batches, together with the epoch; if None, the seed of `seed_everything`, else 0.
+        seed: seed that, together with the epoch, determines the batches. If None, the seed of `seed_everything` is
+            used, or 0 if none was set.
         pin_memory: whether batches are copied to page-locked memory; if None, only if there is a GPU.
 
     Raises:
@@ -283,7 +286,7 @@ class GlyphScenes(DetectionDataModule):
 
     @property
     def class_names(self) -> list[str]:
-        """The characters."""
+        """The characters of the classes 1, 2, ..."""
         return list(CHARACTERS[: self.num_classes])
 
     @cached_property

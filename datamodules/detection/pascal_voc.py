@@ -17,7 +17,7 @@ CLASSES = (
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
 
-# Numbers of images, and of objects that are not difficult.
+# (number of images, number of objects that are not difficult)
 TRAIN_COUNTS = {"VOC2007": (5011, 12608), "VOC2012": (11540, 27450)}
 TEST_COUNTS = (4952, 12032)
 
@@ -27,14 +27,14 @@ Objects = tuple[list[list[float]], list[int], list[bool]]
 
 
 class PascalVOC(BoxDataModule):
-    """Pascal VOC: training on the sets `trainval` of 2007, of 2012 or of both, evaluation on `test` of 2007.
+    """Pascal VOC: the training set is `trainval` of 2007, of 2012 or of both; the test set is `test` of 2007.
 
     In training, difficult objects are skipped; in evaluation they are ignored, as in the development kit.
 
     Args:
-        root: the folder `VOCdevkit`, which contains the folders `VOC2007` and `VOC2012`, or the folder that contains
-            it.
-        train_sets: the years to train on, `"VOC2007"` and `"VOC2012"`; both are known as 07+12.
+        root: the folder `VOCdevkit`, which contains the folders `VOC2007` and `VOC2012`, or the parent folder of
+            `VOCdevkit`.
+        train_sets: the years to train on: `"VOC2007"`, `"VOC2012"` or both, which are known as 07+12.
         settings: arguments of `DetectionDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `seed`,
             `pin_memory`.
 
@@ -49,8 +49,8 @@ class PascalVOC(BoxDataModule):
         ('VOC2007', 'VOC2012')
 
     Relations:
-        `VOCMetrics` computes AP by VOC's rules. `BoxSet` describes the targets. In the files, boxes consist of
-        inclusive pixels counted from 1; here, 1 is subtracted from left and top.
+        `VOCMetrics` computes AP by VOC's rules. `BoxSet` describes the targets. In the files, pixels are counted from
+        1, and the right and bottom pixels belong to the box; so 1 is subtracted from left and top.
 
     Source:
         Everingham et al., The Pascal Visual Object Classes (VOC) Challenge, IJCV 2010.
@@ -69,7 +69,7 @@ class PascalVOC(BoxDataModule):
 
     @property
     def published_objects(self) -> Mapping[str, tuple[int, int]]:  # type: ignore[override]
-        """Numbers of images and objects of each split, added over the years."""
+        """Numbers of images and objects in each split; training numbers are summed over the years."""
         images = sum(TRAIN_COUNTS[year][0] for year in self.train_sets)
         objects = sum(TRAIN_COUNTS[year][1] for year in self.train_sets)
         return {"train": (images, objects), "test": TEST_COUNTS}
@@ -103,7 +103,7 @@ class PascalVOC(BoxDataModule):
 
 
 def read_annotation(path: Path) -> Objects:
-    """The objects in the annotation of one image: boxes, labels from 1 in the order of `CLASSES`, difficult flags.
+    """The boxes, labels and difficult flags of the objects in an annotation. Label 1 is the first of `CLASSES`.
 
     Raises:
         FileNotFoundError: if the file does not exist.

@@ -6,8 +6,8 @@ A class is a character, or several characters that look alike. The table was mad
    contain. The fonts LastResort (which draws boxes) and cmex10, cmsy10, cmmi10 (which draw other symbols at ASCII code
    points) are excluded.
 2. Draw each character in each font that contains it; see `GlyphFonts`.
-3. Characters whose drawings are equal, pixel for pixel, in at least four fifths of the fonts that contain both are one
-   class, such as Latin, Greek and Cyrillic O. Classes with only one distinct drawing are dropped.
+3. Two characters are in one class if their drawings are equal, pixel for pixel, in at least four fifths of the fonts
+   that contain both. So Latin, Greek and Cyrillic O are one class. Classes with only one distinct drawing are dropped.
 4. Half of the classes, chosen by a hash of the lowest code point, are for testing; a tenth of the other half is for
    validation.
 
@@ -37,7 +37,7 @@ from lightning_retrieval.optional_packages import optional_import
 
 IMAGE_SIZE = 32  # pixels
 FONT_SIZE = 22  # pixels
-BASELINE = (IMAGE_SIZE // 2, 23)  # position of the middle of a character's advance, in pixels from the top left corner
+BASELINE = (IMAGE_SIZE // 2, 23)  # middle of the character's advance on the baseline, in pixels from the top left
 EXCLUDED_FONTS = frozenset({"LastResortHE-Regular", "cmex10", "cmmi10", "cmsy10"})
 
 
@@ -91,13 +91,13 @@ class GlyphFonts:
         return pixels.tobytes()
 
     def versions(self) -> str:
-        """The versions of the packages that determine the images, for the table of classes and for messages."""
+        """The versions of the packages with which the images are drawn, for the table of classes and for messages."""
         freetype = features.version("freetype2")
         return f"matplotlib {self.matplotlib_version}, Pillow {PIL.__version__}, FreeType {freetype}"
 
     @cached_property
     def _faces(self) -> list[ImageFont.FreeTypeFont]:
-        # The other layout engine needs libraqm, which not every Pillow has, and draws some characters differently.
+        # The other layout engine draws some characters differently, and needs libraqm, which not every Pillow has.
         basic = ImageFont.Layout.BASIC
         faces = []
         for file in self.files:
@@ -151,7 +151,7 @@ def read_class_table() -> list[GlyphClass]:
 
 
 def table_counts() -> dict[str, Count]:
-    """Images and classes of each split when the table was made.
+    """The numbers of images and classes in each split when the table was made.
 
     Example:
         >>> from lightning_retrieval.datamodules.glyphs.characters import table_counts
@@ -166,14 +166,14 @@ def table_counts() -> dict[str, Count]:
 
 
 def table_differences(font_names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the table's fonts that are missing among these, and a sentence about both versions of the renderer."""
+    """Return the table's fonts that `font_names` lacks, and a sentence with the installed and the table's versions."""
     made_with = TABLE.read_text(encoding="ascii").partition("\n")[0].removeprefix("# ")
     missing = [f"{name}.ttf" for name in TABLE_FONTS.split() if name not in font_names]
     return missing, f"drawn with {GlyphFonts().versions()}, the table's images with {made_with}"
 
 
 def split_of(code_point: int) -> str:
-    """The split of the class whose lowest code point is `code_point`; depends only on this code point.
+    """The split of the class whose lowest code point is `code_point`. The split depends only on this code point.
 
     Args:
         code_point: a Unicode code point, >= 0.
@@ -221,7 +221,7 @@ def make_class_table() -> str:
         for code_point in code_points:
             distinct.update(drawings[code_point].values())
         if len(distinct) >= 2:
-            # Code points, because many characters look alike or are changed by editors.
+            # The table has code points, because many characters look alike or are changed by editors.
             names = " ".join(f"U+{code_point:04X}" for code_point in code_points)
             category = unicodedata.name(chr(code_points[0])).split()[0]
             writer.writerow([names, category, split_of(code_points[0]), len(distinct)])
@@ -252,7 +252,7 @@ def _draw_all(fonts: GlyphFonts, code_points: Sequence[int]) -> _Drawings:
 
 
 def _merge_lookalikes(drawings: _Drawings) -> list[list[int]]:
-    """The code points of each class, by their lowest code point."""
+    """The code points of each class, in the order of the lowest code point of each class."""
     group_of: dict[int, list[int]] = {}
     for code_point in drawings:
         group_of[code_point] = [code_point]
@@ -265,7 +265,7 @@ def _merge_lookalikes(drawings: _Drawings) -> list[list[int]]:
 
 
 def _num_equal_drawings(drawings: _Drawings) -> Counter[tuple[int, int]]:
-    """For each pair of code points, the number of fonts in which their drawings are equal, if at least one."""
+    """For each pair of code points with equal drawings in some font, the number of such fonts."""
     code_points_of: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
     for code_point, of_font in drawings.items():
         for font, pixels in of_font.items():

@@ -1,10 +1,11 @@
 """Draws images of characters from the fonts that matplotlib ships: a retrieval data set that needs no download.
 
 A class is a character, or several characters that look alike; an image is a character in one font; a category is a
-Unicode script (the first word of the Unicode name). `characters.py` defines the classes and their splits. The images:
+Unicode script (the first word of the Unicode name). `characters.py` defines the classes and their splits. The images
+are made as follows:
 
-1. Each character of a class is drawn in each font that contains it, in 32 x 32 pixels, at one size on one baseline:
-   a comma is not an apostrophe, o is not O.
+1. Each character of a class is drawn in each font that contains it, in 32 x 32 pixels, at one size on one baseline.
+   So a comma differs from an apostrophe, and o from O.
 2. Blank drawings are dropped. Equal drawings within a class are kept once, for the first font that draws them.
    Classes with only one drawing have no images.
 
@@ -37,7 +38,7 @@ from lightning_retrieval.files import new_file
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder of the cache: `cache_dir`, or `lightning-retrieval` in the user's cache folder.
+    """The folder of the cache: `cache_dir` or, if it is None, `lightning-retrieval` in the user's cache folder.
 
     Raises:
         ValueError: if `cache_dir` is an empty string.
@@ -78,7 +79,7 @@ def _expand_user(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _in_folder(path: Path) -> Iterator[None]:
-    """Context for writing a file: create its folder; errors of the system mention the folder."""
+    """Context in which a file is written: its folder is created, and errors of the system mention the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -92,7 +93,7 @@ def _in_folder(path: Path) -> Iterator[None]:
 DRAWING_VERSION = 1  # increase this number when the drawing changes: the name of the cache file depends on it
 
 
-# Images, labels and fonts, as in `GlyphImages`.
+# The arrays `images`, `labels` and `fonts` of `GlyphImages`.
 _Arrays = tuple[UInt8[np.ndarray, "image 32 32"], Int64[np.ndarray, " image"], Int64[np.ndarray, " image"]]
 
 
@@ -101,10 +102,11 @@ class GlyphImages:
     """The images and their properties. There are about 33,000 images (`image` in the shapes) of about 3,400 classes.
 
     Args:
-        images: grey values, bright ink (255) on dark (0), ordered by class, then by font name.
-        labels: class of each image, an index into `characters`.
-        fonts: font of each image, an index into `font_names`. If several fonts give the same drawing, it is the first
-            of them.
+        images: grey values of bright ink (255) on a dark background (0). Images are ordered by class, then by font
+            name.
+        labels: class of each image, as an index into `characters`.
+        fonts: font of each image, as an index into `font_names`. If several fonts give the same drawing, this is the
+            first of these fonts.
         splits: `"train"`, `"val"` or `"test"` of each image. All images of a class are in the same split.
         characters: all characters of each class, lowest code point first. This is the full table, which does not depend
             on versions of fonts and renderers. A class has no images if the installed fonts give fewer than 2 different
@@ -130,12 +132,14 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
     the images are drawn again. Several processes may call this function at the same time.
 
     Args:
-        cache_dir: folder of the cache, created if it does not exist. If None, `lightning-retrieval` in the user's cache
-            folder: `XDG_CACHE_HOME` or `~/.cache` on Linux, `~/Library/Caches` on macOS, `LOCALAPPDATA` on Windows.
+        cache_dir: folder of the cache, created if it does not exist. If None, the folder is `lightning-retrieval` in
+            the user's cache folder: `XDG_CACHE_HOME` or `~/.cache` on Linux, `~/Library/Caches` on macOS,
+            `LOCALAPPDATA` on Windows.
 
     Raises:
-        OSError: if there is no cache yet and `cache_dir` cannot be created or written; raised before anything is drawn.
-            It has the type of the system's error, such as `PermissionError` or `NotADirectoryError`.
+        OSError: if there is no cache yet and `cache_dir` cannot be created or written. The error is raised before
+            anything is drawn, and has the type of the system's error, such as `PermissionError` or
+            `NotADirectoryError`.
         ValueError: if `cache_dir` is an empty string.
         TypeError: if `cache_dir` is not a string, a path or None.
         FileNotFoundError: if matplotlib's installation has no fonts, or the user has no home folder.
@@ -150,7 +154,7 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
         ('LATIN', {'train'})
 
     Cost:
-        34 MB of memory for the images, 3.4 MB on disk.
+        The images need 34 MB of memory, and 3.4 MB on disk.
     """
     folder = cache_folder(cache_dir)
     classes = read_class_table()
@@ -198,7 +202,7 @@ def _cached_or_drawn(path: Path, classes: list[GlyphClass], fonts: GlyphFonts) -
     with contextlib.suppress(Exception), path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
         return arrays["images"], arrays["labels"], arrays["fonts"]
     with _in_folder(path), tempfile.TemporaryFile(dir=path.parent):
-        pass  # raises, if the folder cannot be written, before the slow drawing
+        pass  # if the folder cannot be written, this raises an error before the slow drawing
     images, labels, font_of = _draw_classes(classes, fonts)
     with _in_folder(path), new_file(path) as file:
         np.savez_compressed(file, images=images, labels=labels, fonts=font_of)
@@ -207,7 +211,7 @@ def _cached_or_drawn(path: Path, classes: list[GlyphClass], fonts: GlyphFonts) -
 
 def _draw_classes(classes: list[GlyphClass], fonts: GlyphFonts) -> _Arrays:
     """Images, labels and fonts of all classes that have at least two different images."""
-    pixels = bytearray()  # not bytes, since PyTorch needs a writable array
+    pixels = bytearray()  # a bytearray, because PyTorch needs a writable array
     labels: list[int] = []
     font_of: list[int] = []
     for label, row in enumerate(classes):

@@ -1,4 +1,4 @@
-"""Glyphs, the built-in data set: its data module, its dataset and its augmentation."""
+"""The data module, the dataset and the augmentation of Glyphs, the built-in data set."""
 
 import dataclasses
 from functools import cached_property
@@ -25,14 +25,14 @@ MAX_ROTATION, MAX_SHEAR, MAX_SCALING, MAX_SHIFT = 0.12, 0.15, 0.12, 0.05
 
 
 class GlyphDataset(Dataset[dict[str, Any]]):
-    """One split of the glyphs; items are dicts of `images` (channels, 32, 32) in [0, 1], `labels`, `ids`.
+    """One split of the glyphs; items are dicts of `images` (channels, 32, 32) in [0, 1], `labels` and `ids`.
 
     Args:
         glyphs: all images.
         split: `"train"`, `"val"` or `"test"`.
-        augment: whether each image is slightly rotated, sheared, scaled and shifted, depending on the seed of its
-            index.
-        channels: 1, or 3 equal channels for networks that expect colour.
+        augment: whether each image is slightly rotated, sheared, scaled and shifted, by random numbers from the seed of
+            its index.
+        channels: number of channels: 1, or 3 equal channels for networks that expect colour images.
 
     Raises:
         ValueError: if `split` or `channels` has another value.
@@ -94,9 +94,10 @@ class Glyphs(RetrievalDataModule):
         samples_per_class: K, number of images of each of these classes, >= 2.
         eval_batch_size: number of images that are embedded at a time in evaluation, >= 1.
         num_workers: number of processes that load images, >= 0.
-        seed: seed of the batches and the augmentation; if None, the seed of `seed_everything`, else 0.
+        seed: seed of the batches and the augmentation. If None, the seed of `seed_everything` is used, or 0 if none was
+            set.
         augment: whether the training images are slightly rotated, sheared, scaled and shifted.
-        channels: 1, or 3 equal channels for networks that expect colour.
+        channels: number of channels: 1, or 3 equal channels for networks that expect colour images.
         cache_dir: folder in which the drawn images are cached; if None, the user's cache folder.
 
     Raises:
@@ -191,10 +192,10 @@ class Glyphs(RetrievalDataModule):
 def random_affine(
     images: Float[Tensor, "batch channel height width"], random: Float[Tensor, "batch 6"]
 ) -> Float[Tensor, "batch channel height width"]:
-    """Transform each image by an affine map given by six random numbers in [0, 1); pixels from outside become 0."""
+    """Transform each image by an affine map given by six random numbers in [0, 1); pixels from outside are 0."""
     rotation, shear, scaling_x, scaling_y, shift_x, shift_y = (2 * random - 1).unbind(1)
     cos, sin = (MAX_ROTATION * rotation).cos(), (MAX_ROTATION * rotation).sin()
-    # Maps coordinates of the new image, in [-1, 1], to coordinates of the old image.
+    # The affine map takes coordinates of the new image, in [-1, 1], to coordinates of the old image.
     row_x = torch.stack([cos * (1 + MAX_SCALING * scaling_x), MAX_SHEAR * shear - sin, 2 * MAX_SHIFT * shift_x], 1)
     row_y = torch.stack([sin, cos * (1 + MAX_SCALING * scaling_y), 2 * MAX_SHIFT * shift_y], 1)
     maps = torch.stack([row_x, row_y], 1)  # (batch, 2, 3)

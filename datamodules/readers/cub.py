@@ -36,8 +36,8 @@ class CUB200(ImageDataModule):
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
-        ValueError: if a line lacks a field, an id is not an integer, occurs twice or is missing in another list, a
-            class is not from 1 to 200, or a box is empty or not four finite numbers.
+        ValueError: if a line lacks a field; if an id is not an integer, occurs twice or is missing in another list; if
+            a class is not from 1 to 200; if a box is empty or not four finite numbers.
         TypeError: if `boxes` is not a bool.
 
     Example:
@@ -64,7 +64,7 @@ class CUB200(ImageDataModule):
         self.boxes = check_bool(type(self).__name__, "boxes", boxes)
 
     def sources(self) -> list[Path]:
-        """The lists of images, of their classes and, if `boxes`, of their boxes."""
+        """The lists of images, of their classes and, if `boxes` is True, of their boxes."""
         found = [self._list(PATHS).path, self._list(CLASSES).path]
         if self.boxes:
             found.append(self._list(BOXES).path)
@@ -72,7 +72,7 @@ class CUB200(ImageDataModule):
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of `images.txt`, joined with the other lists by image id."""
-        self.sources()  # raises if one is missing
+        self.sources()  # raises an error if a list is missing
         find_file(type(self).__name__, self.root, "images")
         path_list = self._list(PATHS)
         image_ids, (paths,) = _read_by_id(path_list, 2)
@@ -98,7 +98,7 @@ class CUB200(ImageDataModule):
         return ListFile(owner, find_file(owner, self.root, name))
 
     def _read_species(self, image_ids: Sequence[int]) -> dict[int, int]:
-        """The class of each image, by id."""
+        """Map the id of each image to its class."""
         file = self._list(CLASSES)
         ids, (texts,) = _read_by_id(file, 2)
         self._check_same_ids(image_ids, file, ids)
@@ -112,7 +112,7 @@ class CUB200(ImageDataModule):
         return species
 
     def _read_boxes(self, image_ids: Sequence[int]) -> dict[int, _Box]:
-        """The box of each image, by id."""
+        """Map the id of each image to its box."""
         file = self._list(BOXES)
         ids, sides = _read_by_id(file, 5)
         self._check_same_ids(image_ids, file, ids)
@@ -136,7 +136,7 @@ class CUB200(ImageDataModule):
 
 
 def _read_by_id(file: ListFile, fields: int) -> tuple[list[int], list[list[str]]]:
-    """The image ids of a list, and its other columns."""
+    """The image ids of a list, and the other columns of the list."""
     id_texts, *columns = file.columns(fields)
     ids = file.integers("image_id", id_texts)
     file.check_unique("image_id", ids)
@@ -159,7 +159,7 @@ def _is_macos_metadata(path: str) -> bool:
 def _make_index(
     images: Mapping[int, str], species: Mapping[int, int], boxes: Mapping[int, _Box] | None, lines: ListLines
 ) -> ImageIndex:
-    """The index of the images of a split; `images` maps their ids to their paths."""
+    """The index of the images of a split; `images` maps image ids to paths."""
     species_of_images = []
     boxes_of_images = []
     for image in images:

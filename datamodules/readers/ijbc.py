@@ -15,7 +15,7 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageS
 from lightning_retrieval.datamodules.table_file import ListFile, enclosing_pixels, find_file, leaves_root
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
-CROPS = "meta/ijbc_face_tid_mid.txt"  # list in the re-pack: file name, template and media id of each crop
+CROPS = "meta/ijbc_face_tid_mid.txt"  # list in the re-pack, with file name, template and media id of each crop
 BOX_COLUMNS = ("FACE_X", "FACE_Y", "FACE_WIDTH", "FACE_HEIGHT")
 _Box = tuple[int, int, int, int]  # left, top, right, bottom
 
@@ -23,17 +23,17 @@ _Box = tuple[int, int, int, int]  # left, top, right, bottom
 class _Face(NamedTuple):
     subject: int
     path: str  # below the root
-    medium: str  # the photograph or video
+    medium: str  # id of the photograph or video
 
 
 class IJBC(ImageDataModule):
     """IJB-C: faces of about 3,500 people in photographs and video frames. There is no training split.
 
     Each face is a query, and all other faces are its gallery. A face here is an instance: a person in one photograph,
-    or in all frames of a video, whose embeddings are averaged. Instances are identified by the `SIGHTING_ID` in NIST's
-    release and by the media id in the re-pack. Templates, which group photographs and videos for other protocols,
-    overlap. So a frame in several templates counts as one image, and a video with frames in several templates as one
-    instance; otherwise queries would retrieve themselves.
+    or a person in all frames of a video. The embeddings of these frames are averaged. Instances are identified by the
+    `SIGHTING_ID` in NIST's release and by the media id in the re-pack. Templates group photographs and videos for other
+    protocols, and may overlap. A frame in several templates counts as one image, and a video with frames in several
+    templates as one instance; otherwise queries would retrieve themselves.
 
     `root` is one of the following:
 
@@ -41,14 +41,14 @@ class IJBC(ImageDataModule):
       `ijbc_1N_gallery_G2.csv` and `ijbc_1N_probe_mixed.csv`. The images are cropped to the boxes of the faces.
     - InsightFace's re-pack: `loose_crop/` and `meta/ijbc_face_tid_mid.txt`. Add the same three lists to `meta/`, since
       the re-pack does not contain the subjects. If a frame is in several templates, the re-pack has several crops of
-      it; all are averaged.
+      the frame; the embeddings of all crops are averaged.
 
     Rows without a subject or a box are skipped, with one warning that gives their number.
 
     Args:
         root: the folder of the release or the re-pack.
-        least_instances: minimum number of instances of a person, >= 1. People with fewer are skipped; a message gives
-            their number.
+        least_instances: minimum number of instances of a person, >= 1. People with fewer instances are skipped, and a
+            message gives the number of these people.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -57,9 +57,9 @@ class IJBC(ImageDataModule):
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
-        ValueError: if a list lacks a column, a line lacks a field, a subject's id is not an integer, a box is not
-            numbers or has no pixels, a template has two subjects, no person has enough instances, or the data module is
-            used for training.
+        ValueError: if a list lacks a column or a line lacks a field; if a subject's id is not an integer, a box is not
+            numbers or has no pixels, or a template has two subjects; if no person has enough instances; if the data
+            module is used for training.
 
     Example:
         >>> from pathlib import Path
@@ -188,7 +188,7 @@ def _read_boxes(lists: Sequence[ListFile]) -> dict[_Face, _Box]:
 
 
 def _read_crops(lists: Sequence[ListFile], crops: ListFile) -> list[_Face]:
-    """The faces in the re-pack; the subject of a face is that of its template."""
+    """The faces in the re-pack; the subject of a face is the subject of its template."""
     subject_of = _read_subjects(lists)
     images, templates, media = crops.columns(3)
     crops.check_unique("image", images)

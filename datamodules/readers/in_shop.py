@@ -39,7 +39,7 @@ class InShop(ImageDataModule):
         root: the folder that contains `list_eval_partition.txt`, directly or in `Eval` or `Anno`, and the images in
             `img` or `Img/img`.
         boxes: whether each image is cropped to the clothing item's box in `list_bbox_inshop.txt`.
-        high_res: whether images are read from `img_highres` instead of `img`, where they have 256 x 256 pixels. The
+        high_res: whether images are read from `img_highres` instead of `img`, whose images have 256 x 256 pixels. The
             boxes refer to the images in `img`.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
@@ -49,9 +49,9 @@ class InShop(ImageDataModule):
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
-        ValueError: if both `boxes` and `high_res` are set; if the number of images in a list differs from its first
-            line, the header differs, a line lacks a field, an image occurs twice, a status is unknown, or an image has
-            no box or an empty one.
+        ValueError: if both `boxes` and `high_res` are True; if the number of images in a list differs from the number
+            in its first line, the header differs, or a line lacks a field; if an image occurs twice, has an unknown
+            status, or has no box or an empty box.
         TypeError: if `boxes` or `high_res` is not a bool.
 
     Example:
@@ -94,7 +94,7 @@ class InShop(ImageDataModule):
             )
 
     def sources(self) -> list[Path]:
-        """The partition and, if `boxes`, the list of boxes."""
+        """The partition and, if `boxes` is True, the list of boxes."""
         found = [self._list(PARTITION).path]
         if self.boxes:
             found.append(self._list(BOXES).path)
@@ -102,7 +102,7 @@ class InShop(ImageDataModule):
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of the partition, in its order."""
-        self.sources()  # raises if one is missing
+        self.sources()  # raises an error if a list is missing
         partition = self._read_partition()
         paths = self._image_paths(partition)
         # Gender and kind are the two folders below `img`.
@@ -129,7 +129,7 @@ class InShop(ImageDataModule):
         return splits
 
     def check(self) -> DataReport:
-        """Count the images and classes, including those of queries and gallery, and look for missing files."""
+        """Count the images and classes of splits, queries and gallery, and look for missing files."""
         report = super().check()
         test = self.splits["test"]
         for status in STATUSES["test"]:
@@ -146,7 +146,8 @@ class InShop(ImageDataModule):
         file = self._list(PARTITION)
         images, items, statuses = _read_counted(file, PARTITION_HEADER)
         file.check_unique("image_name", images, skip=2)
-        for position, (image, status) in enumerate(zip(images, statuses), 2):  # after the count and the header
+        # The first two lines are the count and the header.
+        for position, (image, status) in enumerate(zip(images, statuses), 2):
             if status not in ("train", "query", "gallery"):
                 raise file.error(f"`evaluation_status` must be train, query or gallery, got {status!r}", position)
             folders = image.split("/")
@@ -175,7 +176,7 @@ class InShop(ImageDataModule):
         return np.flatnonzero(np.isin(partition.statuses, statuses))
 
     def _read_boxes(self, wanted: NDArray[np.str_]) -> NDArray[np.int32]:
-        """The box of each of these images, (images, 4)."""
+        """The box of each of these images, of shape (images, 4)."""
         file = self._list(BOXES)
         images, _, _, *columns = _read_counted(file, BOXES_HEADER)
         file.check_unique("image_name", images, skip=2)

@@ -18,9 +18,9 @@ from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
-TAXONOMIES = ("categories.json", "val2018.json", "train2018.json")  # each has all categories; the smallest file first
+TAXONOMIES = ("categories.json", "val2018.json", "train2018.json")  # each has all categories; the smallest comes first
 
-_Taxonomy = dict[str, Mapping[str, Any]]  # category id: its entry in the taxonomy
+_Taxonomy = dict[str, Mapping[str, Any]]  # maps a category id to its entry in the taxonomy
 
 
 class _Images(NamedTuple):
@@ -33,19 +33,20 @@ class _Images(NamedTuple):
 
 
 class INaturalist(ImageDataModule):
-    """Species: 325,846 training images of 5,690 species, 136,093 test images of 2,452 other species.
+    """iNaturalist 2018: 325,846 training images of 5,690 species, 136,093 test images of 2,452 other species.
 
     In the test each image is a query, and all other test images are its gallery. `root` contains `train_val2018/` and
-    Smooth-AP's split lists, directly or in `Inat_dataset_splits/`; for `levels` also `train2018.json`, `val2018.json`
-    or `categories.json` of the official release. A class is an official category; its category, for
-    `sampler="category"`, is the supercategory (birds, plants, ...). A category id that occurs in several
-    supercategories is a separate class in each of them, as in Smooth-AP's code, with names such as `Aves/9`.
+    Smooth-AP's split lists, directly or in `Inat_dataset_splits/`. If `levels` are given, `root` also contains
+    `train2018.json`, `val2018.json` or `categories.json` of the official release. A class is an official category, that
+    is, a species. With `sampler="category"`, batches are drawn from few supercategories (birds, plants, ...). A
+    category id that occurs in several supercategories is a separate class in each of them, as in Smooth-AP's code, with
+    names such as `Aves/9`.
 
     Args:
         root: the folder that contains `train_val2018/`.
         levels: levels of the taxonomy, finest first, out of species, genus, family, order, class, phylum and kingdom;
-            species must be one of them. Labels are then (images, levels), for hierarchical losses. If None, labels are
-            the species.
+            species must be one of them. With `levels`, labels have shape (images, levels), for hierarchical losses. If
+            None, labels are the species.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -54,9 +55,9 @@ class INaturalist(ImageDataModule):
 
     Raises:
         FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.
-        ValueError: if `levels` are unknown or in another order, a line is not the path of an image in the folder of its
-            category or occurs twice, or the taxonomy lacks a category or has two different entries for one; with
-            `levels`, also if several supercategories share a category id.
+        ValueError: if `levels` are unknown or in another order; if a line occurs twice or is not the path of an image
+            in the folder of its category; if the taxonomy lacks a category or has two different entries for a category;
+            with `levels`, also if several supercategories share a category id.
 
     Example:
         >>> from pathlib import Path
@@ -70,8 +71,8 @@ class INaturalist(ImageDataModule):
         (array([0, 0, 1, 1]), ['9', '100'])
 
     Relations:
-        Taxa are compared with all their higher ranks, so a plant genus and a bird genus with the same name are
-        different.
+        Two taxa are equal only if all their higher ranks are equal. So a plant genus and a bird genus with the same
+        name are different.
 
     Source:
         Van Horn et al., CVPR 2018. The split: Brown et al., "Smooth-AP", ECCV 2020. Levels: Ramzi et al., "HAPPIER",
@@ -90,7 +91,7 @@ class INaturalist(ImageDataModule):
             self.levels = _check_levels(tuple(levels))
 
     def sources(self) -> list[Path]:
-        """The lists and, for `levels`, the files of the taxonomy."""
+        """The lists and, if `levels` are given, the files of the taxonomy."""
         found = [self._list("train").path, self._list("test").path]
         if self.levels is not None:
             found += self._taxonomy_files()
@@ -108,7 +109,7 @@ class INaturalist(ImageDataModule):
                 f"INaturalist: `levels` need each category id in one supercategory, got {min(shared)} in several, "
                 f"{_where_shared([train, test], min(shared))}; set levels=None."
             )
-        # The splits share supercategories, so these must have the same numbers in both.
+        # The splits share supercategories, so a supercategory must have the same number in both splits.
         categories, _ = class_numbers(train.supercategories + test.supercategories)
         return {
             "train": self._make_index(train, categories[: len(train.paths)], taxonomy, shared),
@@ -141,11 +142,11 @@ class INaturalist(ImageDataModule):
             if (self.root / name).is_file():
                 found.append(self.root / name)
         if not found:
-            found.append(find_file("INaturalist", self.root, *reversed(TAXONOMIES)))  # raises, with a suggestion
+            found.append(find_file("INaturalist", self.root, *reversed(TAXONOMIES)))  # raises an error with advice
         return found
 
     def _read_taxonomy(self) -> _Taxonomy:
-        """The categories by id, from the first of the files that has all ranks."""
+        """The categories by id, from the first file whose categories have all ranks."""
         ranks = LEVELS[1:]
         problem = ""
         for path in self._taxonomy_files():
@@ -159,7 +160,7 @@ class INaturalist(ImageDataModule):
     def _labels_of_levels(
         self, taxonomy: _Taxonomy, labels: NDArray[np.int64], names: Sequence[str]
     ) -> NDArray[np.int64]:
-        """The label of each image at each level, (images, levels)."""
+        """The label of each image at each level, of shape (images, levels)."""
         unknown = find_missing(names, taxonomy)
         if unknown:
             raise ValueError(
@@ -222,7 +223,7 @@ def _shared_numbers(lists: Sequence[_Images]) -> set[int]:
 
 
 def _where_shared(lists: Sequence[_Images], number: int) -> str:
-    """Two supercategories with the same category id, and a line for each, for an error message."""
+    """Name two supercategories with the same category id, and a line of each, for an error message."""
     line_of: dict[str, str] = {}
     for images in lists:
         for position, (category_id, supercategory) in enumerate(zip(images.category_ids, images.supercategories)):
@@ -272,5 +273,5 @@ def _missing_ranks(categories: _Taxonomy, ranks: Sequence[str]) -> list[str]:
 
 
 def _taxon(category: Mapping[str, Any], ranks: Sequence[str]) -> str:
-    """The name of a category's taxon with its higher ranks, highest first."""
+    """The names of a category at these ranks, the highest rank first, joined by slashes."""
     return "/".join(str(category[rank]) for rank in reversed(ranks))

@@ -23,20 +23,22 @@ class _Row(NamedTuple):
     source: str  # URL or path
     path: str  # below the root; empty if the file is missing
     landmark: int
-    position: int  # in its list
+    position: int  # position in its list
 
 
 class LandmarksClean(ImageDataModule):
-    """Landmarks: 42,410 training images of 586 landmarks; the validation list, of 554 of them, is the test set.
+    """Landmarks-clean: 42,410 training images of 586 landmarks, and 6,382 test images of 554 of these landmarks.
 
-    `root` contains the lists `annotation_clean_train.txt` and, for a test set, `annotation_clean_val.txt`, directly or
-    in `annotations/`. Each line is `<URL> <landmark>`, as published, or `<path> <landmark>` with a path relative to the
-    root; more fields may follow. The image of a URL is the file `<host>/<path>` in the folder `images`, as stored by
-    `wget -x`, or else the file there with the name of the URL's last part. Many URLs are dead, so missing images are
-    skipped, with one warning that gives their number. Ambiguous file names, which are the last part of several URLs,
-    are skipped too: if all these URLs show the same landmark, the first is kept, otherwise none. With file names from
-    last parts, 3,573 of the 48,792 published lines (7.3 %) are skipped even if no URL is dead; with `<host>/<path>`, no
-    file is ambiguous.
+    `root` contains the list `annotation_clean_train.txt`, directly or in `annotations/`. For a test set, it also
+    contains the published validation list `annotation_clean_val.txt`. Each line is `<URL> <landmark>`, as published, or
+    `<path> <landmark>` with a path relative to the root; more fields may follow.
+
+    The image of a URL is the file `<host>/<path>` in the folder `images`, as stored by `wget -x`. If this file does not
+    exist, the image is the file in `images` whose name is the last part of the URL. Many URLs are dead, so missing
+    images are skipped, and one warning gives their number. A file name that is the last part of several URLs is
+    ambiguous: if all these URLs show the same landmark, only the first line is kept, otherwise no line. If all files
+    are named by the last part of their URL, 3,573 of the 48,792 published lines (7.3 %) are skipped even if no URL is
+    dead. If all files are at `<host>/<path>`, no file is ambiguous.
 
     Args:
         root: the folder that contains the lists.
@@ -101,7 +103,7 @@ class LandmarksClean(ImageDataModule):
             rows += self._read_rows(split, file)
         self._warn_of_missing(rows)
         kept = _without_ambiguous(rows)
-        # The splits share landmarks, so these must have the same numbers in both.
+        # The splits share landmarks, so a landmark must have the same number in both splits.
         labels, names = class_numbers([row.landmark for row in kept])
         splits = {}
         for split, file in self._lists().items():
@@ -113,7 +115,7 @@ class LandmarksClean(ImageDataModule):
         return splits
 
     def _lists(self) -> dict[str, ListFile]:
-        """The list of each split; that of the test split only if it exists."""
+        """The list of each split. The test split is left out if its list does not exist."""
         found = {}
         for split, name in LISTS.items():
             exists = (self.root / "annotations" / name).is_file() or (self.root / name).is_file()
@@ -192,7 +194,7 @@ def _is_url(source: str) -> bool:
 
 
 def _mirrored_path(url: str) -> str:
-    """The relative path at which `wget -x` stores a URL, `<host>/<path>`; empty if the URL is invalid."""
+    """The path `<host>/<path>` at which `wget -x` stores the file of a URL; empty if the URL is invalid."""
     try:
         parts = urlsplit(url)
     except ValueError:

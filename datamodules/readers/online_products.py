@@ -30,7 +30,7 @@ class StanfordOnlineProducts(ImageDataModule):
 
     The first half of the products is for training, the second for testing. In the test each image is a query, and all
     other test images are its gallery. The splits are those of `Ebay_train.txt` and `Ebay_test.txt`; the categories are
-    their super classes.
+    the super classes in these lists.
 
     Args:
         root: the folder that contains `Ebay_train.txt` and the folders of images; or a folder with the lists in
@@ -43,8 +43,8 @@ class StanfordOnlineProducts(ImageDataModule):
 
     Raises:
         FileNotFoundError: if a list or the images are missing; the message suggests where they may be.
-        ValueError: if the header of a list differs, a line lacks a field, an id is not an integer or occurs twice, or a
-            class is in two super classes.
+        ValueError: if the header of a list differs or a line lacks a field; if an id is not an integer or occurs twice;
+            if a class is in two super classes.
 
     Example:
         >>> from pathlib import Path
@@ -77,11 +77,11 @@ class StanfordOnlineProducts(ImageDataModule):
         return [self._list("train").path, self._list("test").path]
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The images of both lists, in their order."""
+        """The images of both lists, in the order of each list."""
         train_list, test_list = self._list("train"), self._list("test")
         train, test = _read_list("train", train_list), _read_list("test", test_list)
         _check_no_shared_id(train_list, train.image_ids, test_list, test.image_ids)
-        # The splits share categories, so these must have the same numbers in both.
+        # The splits share categories, so a category must have the same number in both splits.
         categories, _ = class_numbers(train.super_class_ids + test.super_class_ids)
         folder = self._image_folder(train.paths[0])
         return {

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_LEVELS = 20  # nested lists; walking deeper ones would exceed Python's recursion limit
+MOST_LEVELS = 20  # levels of nested containers; code that walks very deep levels would exceed Python's recursion limit
 PLAIN_KINDS = "biufcSU"  # kinds of dtypes: bool, integers, floats, complex numbers, bytes and text
 
 # NumPy's functions, found without their module path, which depends on the version.
-_numpy_scalar: Any = np.float64(0).__reduce__()[0]  # numpy.core.multiarray.scalar
-_numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # numpy.core.numeric._frombuffer
+_numpy_scalar: Any = np.float64(0).__reduce__()[0]  # this is numpy.core.multiarray.scalar
+_numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # this is numpy.core.numeric._frombuffer
 
 
 def load_plain_pickle(owner: str, path: Path) -> Any:
@@ -29,8 +29,8 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
         path: the file.
 
     Raises:
-        ValueError: if the pickle needs anything else (the message names it), cannot be unpickled, or has containers
-            nested more than `MOST_LEVELS` deep.
+        ValueError: if the pickle needs another function or type (the message has the name), cannot be unpickled, or has
+            containers nested more than `MOST_LEVELS` deep.
     """
     with path.open("rb") as file:
         try:
@@ -56,7 +56,7 @@ def _is_nested_deeply(value: Any) -> bool:
     """Whether containers are nested more than `MOST_LEVELS` deep, or contain themselves."""
     level: list[Any] = [[value]]
     for _ in range(MOST_LEVELS + 1):
-        inner: dict[int, Any] = {}  # by id, because a list may occur several times
+        inner: dict[int, Any] = {}  # keyed by `id`, because a list may occur several times
         for outer in level:
             parts = outer
             if isinstance(outer, dict):
@@ -96,7 +96,7 @@ class _Function:
 
 
 class _PlainDtype:
-    """Stands in for a dtype, because a pickled state could set anything; `dtype` is the real dtype."""
+    """A stand-in for a dtype, because a pickle could give a dtype any state; `dtype` is the real dtype."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         self.dtype: np.dtype[Any] = np.dtype(name)
@@ -129,7 +129,7 @@ def _real_dtype(plain_dtype: Any) -> np.dtype[Any]:
 
 
 def _make_bytes(source: Any = b"", *_: Any) -> bytes:
-    """Like `bytes`, but without `bytes(number)`, which would allocate that much memory."""
+    """Like `bytes`, but without `bytes(number)`, which would allocate `number` bytes."""
     if isinstance(source, str):
         return source.encode("latin1")
     return bytes(memoryview(source))
@@ -140,7 +140,7 @@ def _make_bytearray(source: Any = b"", *_: Any) -> bytearray:
 
 
 def _encode(text: str, *_: Any) -> bytes:
-    """Like `codecs.encode`, with which protocols up to 2 pickle bytes."""
+    """Like `codecs.encode`, which pickles of protocol 2 and lower call to create bytes."""
     return text.encode("latin1")
 
 
@@ -158,12 +158,12 @@ def _frombuffer(data: Any, plain_dtype: Any, *more: Any) -> Any:
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("builtins", "bytes"): _Function(_make_bytes),  # in old protocols, and for the state of an empty array
+    ("builtins", "bytes"): _Function(_make_bytes),  # old protocols and empty arrays need it
     ("builtins", "bytearray"): _Function(_make_bytearray),
     ("builtins", "set"): _Function(set),
     ("builtins", "frozenset"): _Function(frozenset),
     ("_codecs", "encode"): _Function(_encode),
-    ("numpy", "ndarray"): "ndarray",  # only passed on to `_reconstruct`, which ignores it
+    ("numpy", "ndarray"): "ndarray",  # the pickle passes this to `_reconstruct`, which ignores it
     ("numpy", "dtype"): _Function(_PlainDtype),
     ("numpy.core.multiarray", "_reconstruct"): _Function(_reconstruct),
     ("numpy.core.multiarray", "scalar"): _Function(_scalar),

@@ -35,18 +35,19 @@ DISTRACTORS = "revisitop1m.txt"
 IMAGE_FOLDERS = ("jpg", "images")
 MAX_PIXELS = np.iinfo(np.int32).max  # larger than any image
 FULL_IMAGE = (0, 0, MAX_PIXELS, MAX_PIXELS)
-MAX_SHOWN = 80  # characters of an invalid value in a message
+MAX_SHOWN = 80  # number of characters of an invalid value that a message shows
 
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """The content of `gnd_*.pkl`.
+    """The content of a file `gnd_*.pkl`.
 
     Args:
         images: names of the database images, without suffix.
         queries: names of the queries, without suffix.
         boxes: left, top, right, bottom of each query, in pixels of its image.
-        lists: maps `"easy"`, `"hard"` and `"junk"` to a list, for each query, of positions of images in the database.
+        lists: maps `"easy"`, `"hard"` and `"junk"` to one list per query, which has the positions of images in the
+            database.
     """
 
     images: list[str]
@@ -175,7 +176,7 @@ def _shown(values: Any) -> str:
 
 
 def _to_list(values: Any) -> list[Any] | None:
-    """The entries of a list, tuple or array, converted from NumPy's types to Python's; None for anything else."""
+    """The entries of a list, tuple or array, with NumPy's types converted to Python's; None for other values."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
@@ -191,8 +192,8 @@ def _to_list(values: Any) -> list[Any] | None:
 class RevisitedImages(ImageSet):
     """The images of one city, scaled so that the longer side has `image_size` pixels, but never enlarged.
 
-    The crop of a query is scaled by the factor of its full image, as in the official code. The set is evaluated with
-    the lists in the ground truth.
+    The crop of a query is scaled by the same factor as the full image of the query, as in the official code. The set is
+    evaluated with the lists in the ground truth.
     """
 
     def __init__(
@@ -219,15 +220,15 @@ class RevisitedImages(ImageSet):
         return image
 
     def metrics(self, ks: Sequence[int], **settings: Any) -> RevisitedMetrics:
-        """The metrics that `RetrievalEvaluation` computes for this set, with its settings."""
+        """The metrics that `RetrievalEvaluation` computes for this set, with the settings of the callback."""
         return RevisitedMetrics(**self.lists, ks=ks, **settings)
 
 
 class _Revisited(ImageDataModule):
     """Base class of `RevisitedOxford` and `RevisitedParis`."""
 
-    city: ClassVar[str]  # name in the official folder and file
-    original_city: ClassVar[str]  # name of the original data set's folder, which may contain the new file
+    city: ClassVar[str]  # name of the official folder, and part of the official file's name
+    original_city: ClassVar[str]  # folder of the original data set, which may also contain the new ground truth
     boxes_before_rotation = True  # as in the official code, which crops first and ignores the EXIF orientation
 
     def __init__(
@@ -247,7 +248,7 @@ class _Revisited(ImageDataModule):
         if distractors is not None:
             folder = Path(os.path.abspath(folder))
             distractor_folder = Path(os.path.abspath(check_path(owner, "distractors", distractors)))
-            common = Path(os.path.commonpath([folder, distractor_folder]))  # all images are below it
+            common = Path(os.path.commonpath([folder, distractor_folder]))  # folder that contains all images
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folder
         self.distractors = distractor_folder
@@ -272,9 +273,9 @@ class _Revisited(ImageDataModule):
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The database in the order of `imlist`, so that positions are ids, then the distractors, then the queries."""
+        """The database, then the distractors, then the queries. Database ids are the positions in `imlist`."""
         truth = self.ground_truth
-        self.sources()  # raises if one is missing
+        self.sources()  # raises an error if a list is missing
         folder = self._image_folder(self._pickle().parent)
         database = join_paths(folder, truth.images, ".jpg")
         distractors = self._read_distractors()
@@ -292,7 +293,7 @@ class _Revisited(ImageDataModule):
         return {"test": index}
 
     def evaluation_set(self, name: str, index: ImageIndex) -> RevisitedImages:
-        """The images, with the lists of each query by its id."""
+        """The images, with the lists of the queries, by the id of each query."""
         first_query = len(index) - len(self.ground_truth.queries)
         lists = {}
         for kind, list_of_query in self.ground_truth.lists.items():
@@ -317,7 +318,7 @@ class _Revisited(ImageDataModule):
         return report
 
     def _pickle(self) -> Path:
-        """The path of the ground truth: the official name, or the only other `gnd_*.pkl` in a folder."""
+        """The path of the ground truth. It has the official name, or is the only other `gnd_*.pkl` in its folder."""
         official = f"gnd_{self.city}.pkl"
         for folder in (self.folder, self.folder / self.city, self.folder / self.original_city):
             if (folder / official).exists():
@@ -331,20 +332,20 @@ class _Revisited(ImageDataModule):
                     f"{type(self).__name__}: `root` must contain {official} or one other gnd_*.pkl, got "
                     f"{', '.join(others)} in {folder}."
                 )
-        return find_file(type(self).__name__, self.folder, official)  # raises, with a suggestion
+        return find_file(type(self).__name__, self.folder, official)  # raises an error with a suggestion
 
     def _distractor_list(self, folder: Path) -> Path:
         return find_file(type(self).__name__, folder, DISTRACTORS, root_name="distractors")
 
     def _image_folder(self, folder: Path) -> str:
-        """The folder of the images in this folder, relative to the root."""
+        """The subfolder of `folder` that contains the images, relative to the root."""
         return find_file(type(self).__name__, folder, *IMAGE_FOLDERS).relative_to(self.root).as_posix()
 
     def _query_boxes(self, paths: Sequence[str]) -> list[tuple[int, int, int, int]]:
-        """The box of each query in pixels; each must contain at least one."""
+        """The box of each query in pixels; each box must contain at least one pixel."""
         boxes = []
         for number, (path, sides) in enumerate(zip(paths, self.ground_truth.boxes)):
-            left, top, right, bottom = map(round, sides)  # as Pillow rounds
+            left, top, right, bottom = map(round, sides)  # Pillow rounds boxes in the same way
             if left >= right or top >= bottom:
                 raise ValueError(
                     f"{type(self).__name__}: `boxes` must contain at least one pixel, got "
@@ -374,24 +375,24 @@ class _Revisited(ImageDataModule):
 class RevisitedOxford(_Revisited):
     """Revisited Oxford: 70 queries, 4,993 images of buildings in Oxford; for evaluation only.
 
-    There is one evaluation set, as `test_set` and `val_set`. It is evaluated with `RevisitedMetrics`:
-    `RetrievalEvaluation` logs `test/mAP/easy`, `test/mAP/medium`, `test/mAP/hard`, `test/mP@1/medium` and so on. Ids
-    are positions in `imlist`, then in the list of distractors, then in `qimlist`. Each query is a separate class; all
-    other images have the label of distractors.
+    `test_set` and `val_set` are the same set. It is evaluated with `RevisitedMetrics`: `RetrievalEvaluation` logs
+    `test/mAP/easy`, `test/mAP/medium`, `test/mAP/hard`, `test/mP@1/medium` and so on. Ids number the images of
+    `imlist`, then the distractors, then the queries of `qimlist`. Each query is a class of its own; all other images
+    have the label of distractors.
 
     Images keep their aspect ratio and therefore differ in size, so the default `eval_batch_size` is 1. It may be larger
     with an `eval_transform` that crops all images to one size.
 
     Args:
         root: the folder that contains `gnd_roxford5k.pkl` (or one other `gnd_*.pkl`) and the images in `jpg` or
-            `images`; or its parent folder, if it is named `roxford5k` or `oxford5k`.
-        distractors: the folder `revisitop1m`, with `revisitop1m.txt` and 1,001,001 images in `jpg`, to add these to the
-            gallery; None for no distractors. With distractors, paths are relative to the closest common parent of both
-            folders, `data.root`.
+            `images`. If this folder is named `roxford5k` or `oxford5k`, `root` may also be its parent folder.
+        distractors: the folder `revisitop1m`, with `revisitop1m.txt` and 1,001,001 images in `jpg`, which are added to
+            the gallery; None for no distractors. With distractors, paths are relative to `data.root`, which is then the
+            closest common parent of both folders.
         crop_queries: whether each query is cropped to its box, as prescribed by the protocol; without cropping, results
-            are too high. The box is in pixels of the file, before its rotation by EXIF orientation.
+            are too high. The box is in pixels of the file, before the rotation by EXIF orientation.
         image_size: length in pixels of the longer side after scaling; images are never enlarged. A query's crop is
-            scaled by the factor of its full image.
+            scaled by the same factor as the full image.
         transform: name of the transform after scaling, see `Preparation`; `"ap_gem"` does not change the size.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
@@ -443,8 +444,8 @@ class RevisitedParis(_Revisited):
 
     Args:
         root: the folder that contains `gnd_rparis6k.pkl` (or one other `gnd_*.pkl`) and the images in `jpg` or
-            `images`; or its parent folder, if it is named `rparis6k` or `paris6k`.
-        distractors: the folder `revisitop1m`, or None.
+            `images`. If this folder is named `rparis6k` or `paris6k`, `root` may also be its parent folder.
+        distractors: the folder `revisitop1m`; None for no distractors.
         crop_queries: whether each query is cropped to its box.
         image_size: length in pixels of the longer side after scaling.
         transform: name of the transform after scaling, see `Preparation`.
@@ -452,8 +453,7 @@ class RevisitedParis(_Revisited):
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
             `std`, `interpolation`, `background`, `reduced_scale`, `on_error`, `load_truncated`, `val_fraction`,
             `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`,
-            `sampler`, `pin_memory`, `persistent_workers`). JPEGs are decoded at their full size, also with
-            `reduced_scale`.
+            `sampler`, `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
 
     Raises:
         FileNotFoundError: as in `RevisitedOxford`.

@@ -25,7 +25,7 @@ _Images = tuple[list[str], list[int]]  # the name of each image, without suffix,
 
 
 class _RandomGallerySet(ImageSet):
-    """Images that are evaluated with random galleries, each with one image of each vehicle."""
+    """Images that are evaluated with random galleries; a gallery has one image of each vehicle."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class _RandomGallerySet(ImageSet):
         self.seed = seed
 
     def metrics(self, ks: Sequence[int], **settings: Any) -> RandomGalleryMetrics:
-        """The metrics that `RetrievalEvaluation` computes for this set, with its settings."""
+        """The metrics that `RetrievalEvaluation` computes for this set, with the settings of the callback."""
         return RandomGalleryMetrics(ks, draws=10, seed=self.seed, **settings)
 
 
@@ -59,8 +59,8 @@ class VehicleID(ImageDataModule):
         root: the folder that contains `train_test_split` with the lists, and the images in `image` or `images`.
         sizes: the test sets: `"small"`, `"medium"`, `"large"`, or several of them.
         protocol: `"retrieval"` or `"reid"`.
-        select_by_vid: whether a split consists of all images in `attribute/img2vid.txt` of the vehicles in its list, as
-            in FastAP, instead of the images in its list.
+        select_by_vid: whether the list of a split only selects vehicles, as in FastAP: the split then has all images of
+            these vehicles in `attribute/img2vid.txt`, instead of the images in the list.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -89,7 +89,7 @@ class VehicleID(ImageDataModule):
         CVPR 2016.
     """
 
-    published_counts = MappingProxyType(  # as in the papers, and as fast-reid's reader counts in the same lists
+    published_counts = MappingProxyType(  # counts in the papers, then counts of fast-reid's reader in the same lists
         {
             "train": [(110_178, 13_134), (113_346, 13_164)],
             "small": [(7_332, 800), (6_493, 800)],
@@ -114,7 +114,7 @@ class VehicleID(ImageDataModule):
         self.select_by_vid = check_bool(owner, "select_by_vid", select_by_vid)
 
     def sources(self) -> list[Path]:
-        """The lists, with `select_by_vid` the list of all images, and the list of models if it exists."""
+        """The lists; if `select_by_vid` is True, the list of all images; and, if it exists, the list of models."""
         names = list(self._lists().values())
         if self.select_by_vid:
             names.append(ALL_IMAGES)
@@ -125,11 +125,11 @@ class VehicleID(ImageDataModule):
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of the lists or, with `select_by_vid`, of `img2vid.txt`."""
-        self.sources()  # raises if one is missing
+        self.sources()  # raises an error if a list is missing
         folder = find_file(type(self).__name__, self.root, "image", "images").name
         all_images = self._read_images(ALL_IMAGES) if self.select_by_vid else None
         model_of = self._read_models()
-        vehicle_of: dict[str, int] = {}  # from all lists
+        vehicle_of: dict[str, int] = {}  # the vehicle of each image, from all lists
         splits: dict[str, ImageIndex] = {}
         for split, name in self._lists().items():
             images, vehicles = self._read_images(name)
@@ -226,7 +226,7 @@ def _check_one_model_each(file: ListFile, vehicles: Sequence[int], models: Seque
 def _check_one_vehicle_each(
     lines: ListLines, images: Sequence[str], vehicles: Sequence[int], vehicle_of: dict[str, int]
 ) -> None:
-    """Check that the vehicle of each image agrees with `vehicle_of`, and add the images of this list to it."""
+    """Check that each image has the same vehicle as in `vehicle_of`, and add new images to `vehicle_of`."""
     for position, (image, vehicle) in enumerate(zip(images, vehicles)):
         if vehicle_of.setdefault(image, vehicle) != vehicle:
             raise ValueError(

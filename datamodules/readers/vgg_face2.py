@@ -24,7 +24,7 @@ _Images = tuple[list[str], list[str]]  # the person of each image, and its path 
 
 
 class VGGFace2(ImageDataModule):
-    """Faces: 3.14 million training images of 8,631 people, 169,396 test images of 500 other people.
+    """VGGFace2: 3.14 million training images of 8,631 people, 169,396 test images of 500 other people.
 
     In the test each image is a query, and all other test images are its gallery. `root` contains the folders `train/`
     and `test/`, and the lists `train_list.txt` and `test_list.txt`, directly or in `meta/`. Paths in the lists may
@@ -32,7 +32,8 @@ class VGGFace2(ImageDataModule):
 
     Args:
         root: the folder that contains `train/` and `test/`.
-        boxes: whether each image is cropped to its box in `bb_landmark/loose_bb_train.csv` or `loose_bb_test.csv`.
+        boxes: whether each image is cropped to its box, read from `loose_bb_train.csv` and `loose_bb_test.csv` in
+            `bb_landmark/`.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
@@ -41,8 +42,8 @@ class VGGFace2(ImageDataModule):
 
     Raises:
         FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
-        ValueError: if a line is not the path of an image in a person's folder, an image occurs twice, or an image has
-            no box, an empty box or several different boxes.
+        ValueError: if a line is not the path of an image in a person's folder; if an image occurs twice, or has no box,
+            an empty box or several different boxes.
         TypeError: if `boxes` is not a bool.
 
     Example:
@@ -181,9 +182,9 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _read_boxes(file: ListFile, split: str, paths: Sequence[str]) -> NDArray[np.int32]:
-    """The box of each image (left, top, right, bottom), in the order of the paths, (images, 4)."""
-    sides = array("i")  # four numbers for each row that belongs to an image
-    positions = array("q")  # position of the image of each of these rows
+    """The left, top, right and bottom of each image's box, in the order of the paths, of shape (images, 4)."""
+    sides = array("i")  # the box of each row that belongs to an image, as four numbers
+    positions = array("q")  # for each of these rows, the position of its image
     for position, box, _ in _matching_rows(file, split, paths):
         positions.append(position)
         sides.extend(box)
@@ -220,7 +221,7 @@ def _read_boxes(file: ListFile, split: str, paths: Sequence[str]) -> NDArray[np.
 
 
 def _line_of_row(file: ListFile, split: str, paths: Sequence[str], row: int) -> int:
-    """The line number of one of `_matching_rows`, for an error message."""
+    """The line number of row `row` of `_matching_rows`, for an error message."""
     _, _, line = next(islice(_matching_rows(file, split, paths), row, None))
     return line
 
@@ -251,7 +252,7 @@ def _matching_rows(file: ListFile, split: str, paths: Sequence[str]) -> Iterator
 
 
 def _parse_box(file: ListFile, fields: Sequence[str], line: int) -> Sequence[int]:
-    """Left, top, right and bottom from name, x, y, width and height."""
+    """Left, top, right and bottom of the box in a row of name, x, y, width and height."""
     try:
         x, y, width, height = map(int, fields[1:])
         return array("i", (x, y, x + width, y + height))

@@ -11,11 +11,11 @@ from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, sh
 
 
 def largest_equal_count(sizes: Integers, total: int) -> int:
-    """The largest number n, up to the largest size, such that min(n, size), summed over all sets, is at most `total`.
+    """The largest n, at most the largest size, for which the sum of min(n, size) over all sets is at most `total`.
 
     Args:
         sizes: the sizes of the sets, ascending.
-        total: at most the sum of the sizes.
+        total: upper limit of the sum of min(n, size); it is at most the sum of the sizes.
     """
     used_by_smaller = np.cumsum(sizes) - sizes  # sum of the sizes of all smaller sets
     remaining_sets = np.arange(len(sizes), 0, -1)
@@ -30,18 +30,19 @@ class AllClassesSampler(GlobalBatchSampler):
     """Batches that hold every class, with as many images of each class as fit.
 
     An epoch has ceil(N / batch_size) batches, where N is the number of images in classes with two images or more. A
-    batch takes the same number of images from each class. A class with fewer images contributes all of them, and the
-    other classes fill the rest. Positions that cannot be distributed equally go to a random choice of the larger
-    classes, one image each. No batch holds an image twice, and within an epoch every image of a class is drawn once
-    before any is drawn twice.
+    batch takes n images from each class, or all images of a class with fewer than n; n is as large as the batch size
+    allows. The positions that then remain go to a random choice of the larger classes, one position each. No batch
+    holds an image twice, and within an epoch every image of a class is drawn once before any image of the class is
+    drawn twice.
 
     In a batch the images of a class are adjacent, and the classes are in random order.
 
     Args:
         labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
             single image are skipped, because that image has no positive; one warning gives their number.
-        batch_size: number of images in a batch, at least 2: at least the number of classes with two images or more,
-            and at most the number of their images. With twice the number of classes every image has a positive.
+        batch_size: number of images in a batch, at least 2. It is at least the number of classes with two images or
+            more, and at most the number of images in these classes. If it is at least twice the number of classes,
+            every image has a positive.
         seed: an integer >= 0. The seed and the epoch determine every batch.
 
     Raises:
@@ -64,7 +65,8 @@ class AllClassesSampler(GlobalBatchSampler):
 
     Source:
         Revaud, Almazan, Rezende and de Souza, Learning with Average Precision: Training Image Retrieval with a Listwise
-        Loss, ICCV 2019, section 4.2. The choice of the images beyond the first of each class is ours.
+        Loss, ICCV 2019, section 4.2. The choice of the images beyond the first of each class is an addition of this
+        library.
     """
 
     draws_classes = True

@@ -40,7 +40,7 @@ def group_equal_values(values: NDArray[Any]) -> tuple[Integers, Integers]:
     """Sort the indices of `values` so that equal values are adjacent.
 
     Returns:
-        The indices, ascending within each group of equal values, and the position at which each group starts.
+        The sorted indices, which ascend within each group of equal values, and the first position of each group.
     """
     order: Integers = np.argsort(values, kind="stable")
     if len(order) <= np.iinfo(np.int32).max:
@@ -60,14 +60,14 @@ def slice_positions(starts: Integers, lengths: Integers, dtype: np.dtype[Any]) -
 
 
 def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[Any], Integers, int]:
-    """The classes with two images or more, the smallest first.
+    """Group the images by class. Classes with a single image are left out, and the smallest class comes first.
 
     Returns:
-        The indices of the images of these classes, grouped by class; the label and the size of each class; and the
-            number of all classes, including those with a single image.
+        The indices of the images, grouped by class; the label and the size of each class; and the number of all
+            classes, including those with a single image.
 
     Raises:
-        ValueError: if there is no such class.
+        ValueError: if no class has two images.
     """
     order, starts = group_equal_values(labels)
     sizes = np.diff(starts, append=len(labels))
@@ -86,9 +86,9 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     """Base class of the batch samplers: groups images by class, and yields the global batches of an epoch.
 
     A subclass defines the number of batches in an epoch (`__len__`) and the batches themselves (`draw`). It may read
-    `images` (the dataset indices of all images in classes with two images or more, grouped by class, the smallest class
-    first), `class_labels`, `class_sizes` and `class_starts` (the label, the size and the first position in `images` of
-    each class).
+    `images`, the dataset indices of all images in classes with two images or more, grouped by class, the smallest class
+    first. It may also read `class_labels`, `class_sizes` and `class_starts`: the label, the size and the first position
+    in `images` of each class.
 
     Args:
         labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
@@ -100,10 +100,11 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         ValueError: if the labels are empty or not one-dimensional, or no class has two images.
 
     Relations:
-        `RetrievalDataLoader` compares the labels of the first batch with these labels. A difference is an error if
-        `draws_classes` is True, as in the samplers of this library that draw several images of a class, else a warning.
-        `.sampler` is the sampler itself, so that Lightning's `set_epoch` also reaches it through a plain
-        `DataLoader(dataset, batch_sampler=...)` in one process. With several processes, use `RetrievalDataLoader`.
+        `RetrievalDataLoader` compares the labels of the first batch with these labels. If they differ, the loader
+        raises an error if `draws_classes` is True, else it warns. `draws_classes` is True for the samplers of this
+        library that draw several images of a class. The property `sampler` returns the sampler itself, so that
+        Lightning also calls `set_epoch` in one process with a plain `DataLoader(dataset, batch_sampler=...)`. With
+        several processes, use `RetrievalDataLoader`.
     """
 
     draws_classes: ClassVar[bool] = False
@@ -135,14 +136,14 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         return starts
 
     def classes_of(self, batch: Sequence[int]) -> Integers | None:
-        """The class of each image of a batch, as an index of `class_labels`; None if these are not known.
+        """The class of each image of a batch, as an index of `class_labels`; None if a class is not known.
 
         Args:
             batch: dataset indices, as the sampler draws them.
         """
         drawn, position_in_drawn = np.unique(np.array(batch), return_inverse=True)
         positions = np.flatnonzero(np.isin(self.images, drawn))
-        if len(positions) != len(drawn):  # a subclass also draws images of other classes
+        if len(positions) != len(drawn):  # the subclass also draws images of other classes
             return None
         classes = np.searchsorted(self.class_starts, positions, side="right") - 1
         by_index = np.argsort(self.images[positions])
@@ -177,7 +178,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
 class RandomBatchSampler(GlobalBatchSampler):
     """Batches from a random order of all images in each epoch; the last N % batch_size images are skipped.
 
-    For training without image classes, such as that of a detector.
+    This sampler is for training without image classes, such as the training of a detector.
 
     Args:
         num_images: N, number of images, >= 2.
@@ -209,7 +210,7 @@ class RandomBatchSampler(GlobalBatchSampler):
         super().__init__(np.zeros(num_images, np.int64), seed=seed)
 
     def classes_of(self, batch: Sequence[int]) -> None:
-        """None: the images have no classes."""
+        """Return None, because the images have no classes."""
 
     def __len__(self) -> int:
         return self.num_images // self.batch_size

@@ -22,7 +22,7 @@ from lightning_retrieval.datamodules.samplers.base import (
 )
 
 _MAX_LISTED = 1_000_000  # above this number, combinations are drawn one by one instead of listed
-_COMBINATION_STREAM = 1  # seeds (seed, refill, 1), so that combinations and batches differ in their random numbers
+_COMBINATION_STREAM = 1  # combinations have the seed (seed, refill, 1), and batches the seed (seed, epoch)
 
 
 def shuffled_order(generator: np.random.Generator, size: int) -> Integers:
@@ -55,7 +55,7 @@ class ShuffledQueues:
 
     def __init__(self, items: Integers, sizes: Integers, random: Iterator[float]) -> None:
         ends = np.cumsum(sizes)
-        # Memory views return Python integers, one at a time, faster than arrays do.
+        # Reading one Python integer from a memory view is faster than reading one from an array.
         self.items = items.copy().data
         self.ends = ends.data
         self.begins = (ends - sizes).data
@@ -104,11 +104,12 @@ class CategorySampler(GlobalBatchSampler):
     """Batches of P classes from a few categories, the same number of classes from each, with K images per class.
 
     An epoch has ceil(N / (P K)) batches, where N is the number of images in classes with two images or more. Every
-    combination of categories is drawn once before any is drawn twice, also across epochs. Within an epoch every class
-    of a category is drawn once before any is drawn twice, and likewise every image of a class. A batch holds an image
-    more than once only if the image's class has fewer images than the batch takes from it. The images of that class
-    then occur equally often, up to a difference of one, in the batch and in each group of K. Likewise, a batch holds a
-    class more than once only if the class's category has fewer classes than the batch takes from it.
+    combination of categories is drawn once before any combination is drawn twice, also across epochs. Within an epoch,
+    every class of a category is drawn once before any class of the category is drawn twice; the same holds for the
+    images of a class. A batch holds an image more than once only if the image's class has fewer images than the batch
+    takes from it. The images of that class then occur equally often, up to a difference of one, in the batch and in
+    each group of K. Likewise, a batch holds a class more than once only if the class's category has fewer classes than
+    the batch takes from it.
 
     In a batch the classes of a category are adjacent, and so are the images of a class.
 
@@ -135,9 +136,9 @@ class CategorySampler(GlobalBatchSampler):
         >>> sorted(sorted(categories[index] for index in batch) for batch in sampler)
         [[5, 5, 5, 5], [7, 7, 7, 7]]
 
-    If there are more than a million combinations, they are not listed. Instead, random combinations are drawn such that
-    within an epoch every category is drawn once before any is drawn twice. A batch is drawn when it is needed, in about
-    a microsecond per image.
+    If there are more than a million combinations of categories, they are not listed. Instead, random combinations are
+    drawn such that within an epoch every category is drawn once before any is drawn twice. A batch is drawn when it is
+    needed, in about a microsecond per image.
 
     Relations:
         Negatives from the categories of the positives are harder than those of `PKSampler`, which draws from all
@@ -228,7 +229,7 @@ class CategorySampler(GlobalBatchSampler):
         image_queues = ShuffledQueues(self.images, self.class_sizes, random)
         for combination in itertools.islice(self._combinations(random), len(self)):
             batch: list[int] = []
-            # Random order, so that rank 0 does not always get the same category.
+            # The categories are in random order, so that rank 0 does not always get the same category.
             for position in shuffled_order(generator, len(combination)).tolist():
                 classes = class_queues.take(combination[position], self._classes_per_category)
                 for class_index, times in Counter(classes).items():
@@ -236,7 +237,7 @@ class CategorySampler(GlobalBatchSampler):
             yield np.array(batch)
 
     def _combinations(self, random: Iterator[float]) -> Iterator[list[int]]:
-        """The combinations of categories of this epoch and, after them, those of the next epochs."""
+        """The combinations of categories in this epoch, then the combinations in the next epochs."""
         if self.combinations is None:
             return self._unlisted_combinations(random)
         return self._listed_combinations(self.combinations)
@@ -248,7 +249,7 @@ class CategorySampler(GlobalBatchSampler):
             yield queue.take(0, self.categories_per_batch)
 
     def _listed_combinations(self, combinations: Integers) -> Iterator[list[int]]:
-        """All epochs read from one shuffled queue; this epoch starts where the previous epoch ended."""
+        """Yield combinations from a shuffled queue that all epochs share, starting where the previous epoch ended."""
         first_refill, start = divmod(self.epoch * len(self), len(combinations))
         for refill in itertools.count(first_refill):
             generator = np.random.default_rng((self.seed, refill, _COMBINATION_STREAM))

@@ -7,9 +7,9 @@ The caller cuts each queue into groups of `group_size` consecutive positions. A 
 group must not repeat an item, unless its set has fewer items than the group has positions; then the numbers of
 occurrences of the items in the group may differ by at most one.
 
-Invariant: after each refill, an item is marked as *ahead* if it occurs once more than the unmarked items in the group
-into which the next refill falls. (If all items occur equally often there, they have the same mark.) So the next refill
-only has to fill the rest of that group with items that are not ahead, as long as there are any.
+The next refill begins in a certain group. Invariant: in this group, each item that is marked as *ahead* occurs once
+more than each unmarked item. (If all items occur equally often in the group, they have the same mark.) So the next
+refill only has to fill the rest of the group with unmarked items, as long as there are any.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def shuffled_queue_table(
     queues = np.empty((len(sizes), length), dtype=items.dtype)
     ahead = np.zeros(len(items), dtype=bool)
     for number in range(math.ceil(length / sizes[0])):
-        # The sizes ascend, so the queues that still need this round are the first ones.
+        # The sizes ascend, so the queues that still need this round come first.
         unfinished = int((number * sizes < length).sum())
         for first, last in itertools.pairwise(_block_edges(ends[:unfinished])):
             block = slice(ends[first] - sizes[first], ends[last - 1])
@@ -55,7 +55,7 @@ def shuffled_queue_table(
 
 
 def _block_edges(ends: Integers) -> list[int]:
-    """Cut consecutive sets into blocks of about `_BLOCK` items. The drawn queues do not depend on the blocks."""
+    """Cut the sets into blocks of about `_BLOCK` items; return the first set of each block, and the number of sets."""
     limits = np.arange(_BLOCK, ends[-1], _BLOCK)
     edges = np.searchsorted(ends, limits, side="right").tolist()
     return sorted({0, *edges, len(ends)})
@@ -86,7 +86,7 @@ def _write_round(
     next_round_start = round_start + sizes
     next_group_start = next_round_start // group_size * group_size
     in_next_group = position >= next_group_start[set_of_item]
-    # A group that started in an earlier round now holds every item once more, so its marks stay.
+    # A group that started in an earlier round now holds every item once more, so the marks do not change.
     starts_in_this_round = next_group_start >= round_start
     ahead[order] = np.where(starts_in_this_round[set_of_item], in_next_group, ahead[order])
 
@@ -98,7 +98,7 @@ def _shuffled_order(
     ahead: NDArray[np.bool_],
     rest_of_group: Integers,
 ) -> Integers:
-    """Shuffle the items within each set; the first `rest_of_group` positions get items that are not ahead, if any."""
+    """Shuffle the items of each set so that the first `rest_of_group` items are not ahead, as far as possible."""
     random = generator.integers(1 << 32, size=len(set_of_item))
     if not rest_of_group.any():
         return _sort_within_sets(set_of_item, np.zeros(len(set_of_item), dtype=bool), random)
@@ -179,7 +179,7 @@ class PKSampler(GlobalBatchSampler):
         image_queues = shuffled_queue_table(generator, self.images, self.class_sizes, group_size=K, length=rounds * K)
         image_groups = image_queues.reshape(classes, rounds, K)
         for begin in range(0, groups, P):
-            # Each class occurs once in each round of the class queue. In round r it contributes its r-th group of K.
+            # Each class occurs once in each round of the class queue. In round r it contributes its r-th K images.
             batch_classes = class_queue[begin : begin + P]
             batch_rounds = np.arange(begin, begin + P) // classes
             yield image_groups[batch_classes, batch_rounds].reshape(P * K)

@@ -21,19 +21,19 @@ ADAPTER = "lora_"  # prefix of the names of the trained matrices
 
 
 def check_lora(lora: Any) -> dict[str, Any] | None:
-    """Validate `lora` and convert it to arguments of `peft.LoraConfig`, or None without adapters.
+    """Validate `lora`, and return the arguments of `peft.LoraConfig`, or None without adapters.
 
     Args:
         lora: the rank r, arguments of `peft.LoraConfig`, or None.
 
     Raises:
         ValueError: if the rank is out of its range, or an argument names a module that peft would import.
-        TypeError: if it is neither an integer, a dict nor None.
+        TypeError: if `lora` is neither an integer, a dict nor None.
     """
     if lora is None:
         return None
     if isinstance(lora, Mapping):
-        if lora.get("megatron_config") is not None:  # makes peft import the module named in another argument
+        if lora.get("megatron_config") is not None:  # peft would import a module that another argument names
             raise ValueError(f"Embedder: `lora` must not have megatron_config, got {short_repr(lora)}; leave it out.")
         check_integer("Embedder", "lora['r']", lora.get("r", 8), 1, MOST_RANK)
         return dict(lora)
@@ -42,10 +42,10 @@ def check_lora(lora: Any) -> dict[str, Any] | None:
 
 
 def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
-    """Freeze a backbone and add adapters to linear layers, by default those of its attention.
+    """Freeze a backbone and add adapters to linear layers, by default to the linear layers of its attention.
 
     Args:
-        backbone: changed in place.
+        backbone: the backbone, which is changed in place.
         lora: arguments of `peft.LoraConfig`.
 
     Raises:
@@ -76,7 +76,7 @@ def merge_adapters(backbone: nn.Module) -> None:
     """Merge the adapters into the weights and remove them, so that parameters have the names of the plain backbone.
 
     Args:
-        backbone: changed in place; all its parameters are trainable afterwards.
+        backbone: the backbone, which is changed in place; all its parameters are trainable afterwards.
     """
     import peft
 
@@ -91,7 +91,8 @@ def merge_adapters(backbone: nn.Module) -> None:
 def _attention_layers(backbone: nn.Module) -> list[str]:
     """The names of the linear layers of attention, except those in an `nn.MultiheadAttention`.
 
-    It uses the weights of its layers without calling them as modules.
+    `nn.MultiheadAttention` uses the weights of its layers without calling the layers, so their adapters would have no
+    effect.
     """
     found = []
     hidden: tuple[str, ...] = ()
@@ -110,10 +111,11 @@ def enable_gradient_checkpointing(name: str, backbone: nn.Module, *, frozen_norm
     Args:
         name: name of the backbone.
         backbone: a backbone of timm or Hugging Face.
-        frozen_norms: whether its batch norms are in eval mode.
+        frozen_norms: whether the batch norms of the backbone are in eval mode.
 
     Raises:
-        ValueError: if the backbone does not support it, or batch norms would count each batch twice.
+        ValueError: if the backbone does not support gradient checkpointing, or batch norms would count each batch
+            twice.
     """
     is_timm = isinstance(backbone, TimmBackbone) and hasattr(backbone.model, "set_grad_checkpointing")
     is_hugging_face = isinstance(backbone, HuggingFaceBackbone) and backbone.model.supports_gradient_checkpointing
@@ -131,7 +133,7 @@ def enable_gradient_checkpointing(name: str, backbone: nn.Module, *, frozen_norm
     settings = {"use_reentrant": False}
     if is_timm:
         model.set_grad_checkpointing(True)
-    elif hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5
+    elif hasattr(model, "activation_checkpointing_enable"):  # the name of the method since transformers 5
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)

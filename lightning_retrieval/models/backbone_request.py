@@ -16,7 +16,7 @@ ALL_POOLINGS = (*MAP_POOLINGS, CLASS_TOKEN, OWN)
 
 
 def poolings_of_network(has_class_token: bool) -> tuple[str, ...]:
-    """The possible poolings of a network that also has its own pooling."""
+    """The possible poolings of a network of timm or Hugging Face, which also has its own pooling."""
     if has_class_token:
         return ALL_POOLINGS
     return (*MAP_POOLINGS, OWN)
@@ -70,8 +70,8 @@ class BackboneRequest:
     Args:
         name: the argument `backbone`.
         weights: the argument `weights`.
-        pooling: the argument `pooling`, not yet checked.
-        image_size: the size for which the backbone is built; None for its default.
+        pooling: the argument `pooling`, which is not yet checked.
+        image_size: image size for which the backbone is built; None for the default size of the backbone.
         arguments: further keyword arguments of the constructor of the network.
     """
 
@@ -82,7 +82,7 @@ class BackboneRequest:
     arguments: Mapping[str, Any]
 
     def checked_pooling(self, default: str = "gem", allowed: tuple[str, ...] = MAP_POOLINGS) -> str:
-        """The requested pooling, or `default` if it is None; raises unless it is allowed.
+        """The requested pooling, or `default` if no pooling was requested; raises unless the pooling is allowed.
 
         Args:
             default: default pooling of the backbone.
@@ -99,5 +99,5 @@ class BuiltBackbone(NamedTuple):
 
     module: nn.Module
     pooling: str
-    preparation: dict[str, Any]  # arguments of `Preparation` for its weights
-    arguments: dict[str, Any]  # to build it again without a network connection
+    preparation: dict[str, Any]  # arguments of `Preparation` for the weights
+    arguments: dict[str, Any]  # arguments that build the backbone again without a network connection

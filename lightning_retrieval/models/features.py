@@ -4,10 +4,11 @@ GeM: Radenovic, Tolias, Chum: "Fine-tuning CNN Image Retrieval with No Human Ann
 
     f_k = (1 / |X_k| * sum over x in X_k of x^p_k)^(1 / p_k)
 
-Symbols: X_k the activations of channel k, p_k `p` (here one exponent for all channels). The average is p = 1 (eq. 2),
-the maximum p -> infinity (eq. 1). As in the official code, activations below `eps` are replaced by `eps`. Difference
-from the official code: each channel is divided by its largest activation before the powers and multiplied by it
-afterwards. This changes neither the result nor its gradient, and prevents overflow and underflow for every p.
+X_k are the activations of channel k. The exponent p_k is `p`, here the same for all channels: p = 1 gives the average
+(eq. 2), and p -> infinity the maximum (eq. 1). As in the official code, activations below `eps` are replaced by `eps`.
+Unlike in the official code, each channel is divided by its largest activation before the powers are computed, and the
+power mean is multiplied by this activation afterwards. This changes neither the result nor its gradient, and prevents
+overflow and underflow for every p.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.models.backbone_request import OWN
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
-# For smaller exponents, powers round to 1 in float32.
+# For exponents below LEAST_P, powers round to 1 in float32.
 LEAST_P, MOST_P = 1e-2, 1e6
 
 
@@ -41,7 +42,7 @@ def gem(
     Args:
         features: feature maps.
         p: exponent, from 0.01 to 1e6: a number, or a tensor with one element, whose value is not checked.
-        eps: smaller (and negative) activations are replaced by this, > 0.
+        eps: a number > 0 that replaces all smaller activations, also negative ones.
 
     Example:
         >>> import torch
@@ -60,7 +61,7 @@ def gem(
 
 
 def _check_exponent(p: Tensor, features: Tensor) -> None:
-    """Raise unless a tensor has the form of an exponent. The value is not checked: the host would wait for the GPU."""
+    """Raise unless a tensor has the form of an exponent. The value is not checked, to avoid a wait for the GPU."""
     check_device("gem", "p", p, features.device, "features")
     check_float("gem", "p", p, may_be_meta=True)
     if p.layout is not torch.strided or p.numel() != 1:
@@ -84,9 +85,9 @@ class GeM(nn.Module):
 
     Args:
         p: initial exponent, from 0.01 to 1e6. Larger values give the strongest activations more weight.
-        eps: smaller (and negative) activations are replaced by this, > 0.
+        eps: a number > 0 that replaces all smaller activations, also negative ones.
         learnable: whether `p` is a parameter, trained with the network, instead of a buffer. The keys of the state dict
-            are the same.
+            are the same in both cases.
 
     Raises:
         ValueError: if `p` or `eps` is out of its range; when called, if the features are not feature maps.
@@ -105,8 +106,8 @@ class GeM(nn.Module):
         A few float32 copies of the feature map are kept for the backward pass.
 
     Relations:
-        `gem` is the underlying function. `GlobalAvgPool` and `GlobalMaxPool` are its limits, but do not clamp negative
-        activations.
+        `gem` is the underlying function. `GlobalAvgPool` and `GlobalMaxPool` are the limits of GeM, but do not clamp
+        negative activations.
 
     Source:
         Radenovic et al., TPAMI 2019, eq. 3; the paper starts from p = 3.
@@ -146,7 +147,7 @@ class GlobalAvgPool(nn.Module):
         tensor([[0.5000]])
 
     Relations:
-        Equals `nn.AdaptiveAvgPool2d(1)`, flattened, but has a deterministic backward pass on GPUs.
+        The result is that of `nn.AdaptiveAvgPool2d(1)`, flattened, but the backward pass is deterministic on GPUs.
     """
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
@@ -164,7 +165,7 @@ class GlobalMaxPool(nn.Module):
         tensor([[4.]])
 
     Relations:
-        Equals `nn.AdaptiveMaxPool2d(1)`, flattened, but has a deterministic backward pass on GPUs.
+        The result is that of `nn.AdaptiveMaxPool2d(1)`, flattened, but the backward pass is deterministic on GPUs.
     """
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
@@ -219,11 +220,11 @@ def check_features(features: Any, images: tuple[int, ...]) -> None:
 def patch_map(
     tokens: Float[Tensor, "batch token channel"], prefix_tokens: int
 ) -> Float[Tensor, "batch channel patch 1"]:
-    """The patch tokens as a feature map with a single column: poolings do not depend on their arrangement.
+    """The patch tokens as a feature map with a single column; poolings do not depend on the order of the tokens.
 
     Args:
         tokens: all tokens of a transformer.
-        prefix_tokens: number of tokens before those of the patches: class token, registers.
+        prefix_tokens: number of tokens before the patch tokens, such as class token and registers.
     """
     return tokens[:, prefix_tokens:].transpose(1, 2).unsqueeze(-1)
 
@@ -235,7 +236,7 @@ def check_image_shape(name: str, images: Tensor, backbone: nn.Module, built_for:
         name: name of the backbone.
         images: the batch.
         backbone: the backbone.
-        built_for: height and width for which it was built, or one number for both.
+        built_for: height and width for which the backbone was built, or one number for both.
         error: the error of the backbone.
     """
     reason = first_line(error)

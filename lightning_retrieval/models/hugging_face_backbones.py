@@ -30,11 +30,12 @@ from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
 CLASS_TOKENS = ("cls_token", "class_embedding")
 PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")
-CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "pooler")  # first part of names in a file
-MASK_TOKEN = "mask_token"  # used in pretraining only; missing in some weights, and irrelevant for embeddings
+# Layers of a classifier: the first parts of their names in a file.
+CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "pooler")
+MASK_TOKEN = "mask_token"  # some weights lack this parameter, which only pretraining uses
 # Entries of a config that do not describe the network.
 NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
-NO_CODE = {"trust_remote_code": False}  # never run code of a repository, and never ask at the terminal
+NO_CODE = {"trust_remote_code": False}  # transformers must not run code of a repository, and not ask at the terminal
 
 
 class HuggingFaceBackbone(nn.Module):
@@ -42,9 +43,9 @@ class HuggingFaceBackbone(nn.Module):
 
     Args:
         model: a model whose output has `last_hidden_state`.
-        pooling: the pooling that follows. `"own"`: return the vectors that the model pools itself, its class token, or
-            the average of its tokens; `"class_token"`: return its class token; any other: return its feature maps or
-            patch tokens.
+        pooling: decides what is returned. `"own"`: the vectors that the model pools itself or, if it has none, its
+            class token or the average of its tokens; `"class_token"`: the class token; any other pooling: feature maps
+            or patch tokens, which are pooled afterwards.
         image_size: height and width for which the model was built.
     """
 
@@ -83,7 +84,7 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
             file. If the arguments contain `model_type`, they are the whole config and the name is not looked up.
 
     Raises:
-        ValueError: if there is no such model, it is not a vision model, or the pooling is unknown.
+        ValueError: if there is no such model, the model is not a vision model, or the pooling is unknown.
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if transformers is not installed.
     """
@@ -113,13 +114,13 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     pooling = request.checked_pooling(default, poolings_of_network(has_class_token))
     backbone = HuggingFaceBackbone(model, pooling, size)
     preparation = {"image_size": image_size, **_folder_preparation(transformers, request)}
-    # Plain data with the model type, from which `AutoConfig.for_model` can rebuild the config.
+    # The arguments are plain data with the model type, from which `AutoConfig.for_model` can rebuild the config.
     arguments = {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
     return BuiltBackbone(backbone.train(), pooling, preparation, arguments)
 
 
 def _config(transformers: Any, request: BackboneRequest) -> Any:
-    """The config of the image network: the arguments if they are a whole config, else looked up by name."""
+    """The config of the image network, from the arguments if they are a whole config, else looked up by name."""
     arguments = {name: value for name, value in request.arguments.items() if name not in NO_CODE}
     if "model_type" in arguments:
         kind = arguments.pop("model_type")
@@ -140,7 +141,7 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
         _check_no_kernels(request, in_file)
     if pretrained.is_rebuilding():
         _without_pretrained_parts(config)
-    return getattr(config, "vision_config", config)  # for a model of images and text
+    return getattr(config, "vision_config", config)  # config of the image part of a model of images and text
 
 
 def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
@@ -192,7 +193,7 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
 
 
 def _source(request: BackboneRequest) -> dict[str, Any]:
-    """The arguments that tell transformers where to look for a name: the revision, and whether only on disk.
+    """The arguments that tell transformers which revision to load, and whether to look only on disk.
 
     While a file that holds the weights is loaded, nothing may be downloaded.
     """
@@ -240,7 +241,7 @@ def _without_pretrained_parts(config: Any) -> None:
 
 
 def _image_size(config: Any) -> int | tuple[int, int]:
-    """The size for which the network is built."""
+    """The image size for which the network is built."""
     size = getattr(config, "image_size", DEFAULT_IMAGE_SIZE)
     if isinstance(size, (list, tuple)):
         return size[0], size[1]
@@ -248,12 +249,12 @@ def _image_size(config: Any) -> int | tuple[int, int]:
 
 
 def _prefix_tokens(model: nn.Module) -> dict[str, int]:
-    """For each parameter that holds tokens before the patch tokens, their number."""
+    """Map the name of each parameter with tokens before the patch tokens to the number of its tokens."""
     found = {}
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
         if last in PREFIX_TOKENS and "embeddings" in path:
-            found[last] = parameter.shape[:-1].numel()  # (C,), (1, C) or (1, tokens, C)
+            found[last] = parameter.shape[:-1].numel()  # the shape is (C,), (1, C) or (1, tokens, C)
     return found
 
 

@@ -19,7 +19,7 @@ from lightning_retrieval.preparation.pixels import check_normalized
 from lightning_retrieval.ranking.rows import normalize
 
 LEAST_SCALE, MOST_SCALE = 1e-3, 100.0
-# Ways to combine the scales: the settings of `multi_scale` by name. "gem" is `--pooling gem` of dirtorch.
+# The settings of `multi_scale` for each way to combine scales. "gem" is `--pooling gem` of dirtorch.
 SCALE_POOLING: dict[str, dict[str, float]] = {"mean": {"p": 1.0, "eps": 0.0}, "gem": {"p": 3.0, "eps": 1e-6}}
 
 
@@ -31,13 +31,13 @@ def multi_scale(
     *,
     eps: float = 0.0,
 ) -> Float[Tensor, "batch dim"]:
-    """Embed images at several scales: the normalised power mean of the normalised embeddings.
+    """Embed images at several scales, and return the normalised power mean of the normalised embeddings.
 
     With x the normalised embedding at a scale, the power mean is sympow(mean over scales of sympow(x, p), 1 / p), where
     sympow(x, p) = sign(x) max(|x|, eps)^p for each entry. With p = 1 and eps = 0, the result is the mean. With eps = 0,
-    it equals `extract_ms` of filipradenovic/cnnimageretrieval-pytorch, where p is the exponent of the pooling. With p =
-    3 and eps = 1e-6, it equals `--pooling gem` of naver/deep-image-retrieval: every entry with an absolute value below
-    eps^(1 / p) = 0.01 becomes 0.01, with its sign.
+    the result equals `extract_ms` of filipradenovic/cnnimageretrieval-pytorch, where p is the exponent of the pooling.
+    With p = 3 and eps = 1e-6, the result equals `--pooling gem` of naver/deep-image-retrieval: every entry with an
+    absolute value below eps^(1 / p) = 0.01 becomes 0.01, with its sign.
 
     Resizing is bilinear, with antialiasing when an image becomes smaller, as in PIL and therefore in
     naver/deep-image-retrieval; filipradenovic/cnnimageretrieval-pytorch resizes without antialiasing.
@@ -48,10 +48,10 @@ def multi_scale(
         scales: factors of height and width, each from 0.001 to 100; the resulting sizes are rounded.
         p: exponent of the mean over scales, from 0.1 to 10: 1 is the average; larger values give larger entries more
             weight. Entries keep their signs.
-        eps: smallest absolute value that is raised to a power, from 0 to 1; no effect with a single scale.
+        eps: smallest absolute value that is raised to a power, from 0 to 1. With a single scale, `eps` has no effect.
 
     Returns:
-        Unit rows.
+        One unit row per image.
 
     Raises:
         ValueError: if `scales` is empty, a number is out of its range, or the images have another shape.
@@ -66,7 +66,7 @@ def multi_scale(
         torch.Size([2, 16])
 
     Relations:
-        `RetrievalModule(eval_scales=...)` does this in evaluation and prediction.
+        `RetrievalModule(eval_scales=...)` embeds at several scales in evaluation and prediction.
 
     Source:
         Radenovic et al., TPAMI 2019; Revaud et al., ICCV 2019.

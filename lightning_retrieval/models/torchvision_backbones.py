@@ -21,7 +21,7 @@ from lightning_retrieval.models.pretrained import are_skipped, hub_error, is_loc
 
 POOLING_AND_CLASSIFIER = ("avgpool", "classifier", "fc")
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
-CLASSIFIERS = ("classifier", "fc", "heads", "head", *AUXILIARY_CLASSIFIERS)  # first part of names in a state dict
+CLASSIFIERS = ("classifier", "fc", "heads", "head", *AUXILIARY_CLASSIFIERS)  # first parts of names in a state dict
 
 
 def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
@@ -47,7 +47,7 @@ def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
     if has_file and not are_skipped():
         load_local_file(str(request.weights), backbone, optional=CLASSIFIERS)
     poolings: tuple[str, ...] = MAP_POOLINGS
-    if isinstance(backbone, models.VisionTransformer):  # always returns its class token
+    if isinstance(backbone, models.VisionTransformer):  # a ViT always returns its class token
         poolings = ALL_POOLINGS
     pooling = request.checked_pooling("gem", poolings)
     return BuiltBackbone(backbone, pooling, _preparation(backbone, weights), dict(request.arguments))
@@ -113,7 +113,7 @@ def _without_classifier(model: nn.Module) -> nn.Module:
 
     torchvision registers the children of a model in the order in which `forward` calls them. So the trunk consists of
     the children before the pooling or, if the pooling is a function call, before the classifier; names in the state
-    dict do not change. Anything that `forward` does besides calling its children is added here; a test compares each
+    dict do not change. Anything that `forward` does besides calling the children is added here; a test compares each
     family with its `forward`.
     """
     from torchvision.models import DenseNet, VisionTransformer
@@ -139,7 +139,7 @@ def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
             return parts
         if name in AUXILIARY_CLASSIFIERS:
             continue
-        if isinstance(part, nn.ModuleList):  # called in order
+        if isinstance(part, nn.ModuleList):  # its parts are called in order
             part = nn.Sequential(*part)
         parts[name] = part
     raise ValueError(
@@ -149,7 +149,7 @@ def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
 
 
 class _InceptionInput(nn.Module):
-    """Converts images from ImageNet's mean and std to 0.5 and 0.5, which weights of Inception and GoogLeNet expect."""
+    """Converts images from ImageNet's mean and std to mean 0.5 and std 0.5, as Inception and GoogLeNet expect."""
 
     scale: Tensor
     shift: Tensor

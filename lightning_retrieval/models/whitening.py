@@ -2,8 +2,8 @@
 
     f = W (x - m) / v^power, normalised
 
-m, W and v are the mean, the principal directions and the variances of the embeddings that the whitening is learned
-from. Power 0.5 divides by the standard deviation, 0.25 by its square root, and 0 only rotates.
+The mean m, the principal directions W and the variances v are those of the embeddings from which the whitening is
+learned. Power 0.5 divides by the standard deviation, 0.25 by its square root, and 0 only rotates.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +35,12 @@ from lightning_retrieval.distributed import (
 )
 from lightning_retrieval.ranking.rows import float64_device, normalize
 
-_FIT_ROWS = 8192  # rows that are converted to float64 at a time
+_FIT_ROWS = 8192  # number of rows that are converted to float64 at a time
 
 
 @dataclass(frozen=True)
 class FitRows:
-    """The rows that a whitening is learned from: those of all processes, in rank order, sharded over the processes.
+    """The rows from which a whitening is learned, sharded over all processes in rank order.
 
     Args:
         local: the rows of this process.
@@ -61,7 +61,7 @@ class FitRows:
         return sum(self.counts[: self.shard.index])
 
     def sum(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """The sum of values over all processes. With several processes, a collective operation."""
+        """The sum of values over all processes. With several processes, this is a collective operation."""
         if self.shard.count == 1:
             return values
         return sum_over_ranks(values)
@@ -72,7 +72,7 @@ class FitRows:
         return torch.searchsorted(ends, positions.contiguous(), right=True)
 
     def fetch(self, positions: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
-        """The rows at these positions, which may differ between processes.
+        """The rows at these positions. Each process may give different positions.
 
         With several processes, this is a collective operation.
         """
@@ -89,7 +89,7 @@ def rows_of_one_process(rows: Float[Tensor, "row dim"]) -> FitRows:
 
 
 def rows_of_all_processes(rows: Float[Tensor, "local dim"]) -> FitRows:
-    """The rows of all processes. With several processes, a collective operation."""
+    """The rows of all processes. With several processes, this is a collective operation."""
     if world_size() == 1:
         return rows_of_one_process(rows)
     counts = gather_rows(torch.tensor([len(rows)], device=rows.device), [1] * world_size()).tolist()
@@ -97,10 +97,10 @@ def rows_of_all_processes(rows: Float[Tensor, "local dim"]) -> FitRows:
 
 
 def check_on_all_processes(owner: str, check: Callable[[], None], embeddings: Tensor, labels: Tensor | None) -> None:
-    """Raise the same error on all processes unless the rows of each are valid, and all have the same form.
+    """Raise the same error on all processes unless the rows of each process are valid and have the same form.
 
-    The form is the dtype and the shape apart from the number of rows, of embeddings and of labels.
-    With several processes, this is a collective operation.
+    The form of embeddings and labels is their dtype, and their shape apart from the number of rows. With several
+    processes, this is a collective operation.
 
     Args:
         owner: prefix of error messages.
@@ -141,8 +141,8 @@ class PrincipalComponents(NamedTuple):
 def principal_components(rows: FitRows, dim: int) -> PrincipalComponents:
     """The `dim` principal directions of the rows with the largest variance, computed and returned in float64.
 
-    The sign of a direction is arbitrary; it is chosen so that the entry with the largest absolute value is positive, on
-    which all machines agree. With several processes, this is a collective operation.
+    The sign of a direction is arbitrary; it is chosen so that the entry with the largest absolute value is positive, so
+    that all machines choose the same sign. With several processes, this is a collective operation.
     """
     mean = rows.sum(rows.local.sum(0, dtype=torch.float64)) / len(rows)
     variances, components = top_directions(covariance_about(rows, mean), dim)
@@ -170,7 +170,7 @@ def top_directions(
 
 
 def with_positive_largest_entry(components: Float[Tensor, "dim from_dim"]) -> Float[Tensor, "dim from_dim"]:
-    """Give each row the sign with which its entry of largest absolute value is positive, so that all machines agree."""
+    """Choose the sign of each row so that its entry with the largest absolute value is positive on all machines."""
     largest_entry = components.gather(1, components.abs().argmax(1, keepdim=True))  # (dim, 1)
     return components * largest_entry.sign()
 
@@ -190,10 +190,10 @@ class Whitening(nn.Module):
 
     A subclass implements `fit`, which sets `learned`. `RetrievalModule` and `LearnWhitening` accept every whitening.
     The state is part of `state_dict()`, but not a buffer, so that DDP does not broadcast it at each step and half
-    precision does not round it; it can be loaded without knowing its size in advance.
+    precision does not round it. The state can be loaded without knowing its size in advance.
 
     Args:
-        dim: number of directions to keep, >= 1; the first directions are kept. If None, all.
+        dim: number of directions to keep, >= 1; the first directions are kept. If None, all are kept.
         power: exponent of the variance by which each direction is divided.
     """
 
@@ -208,25 +208,25 @@ class Whitening(nn.Module):
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from these rows; returns the whitening.
+        """Learn from these rows, and return the whitening.
 
         Args:
             embeddings: one row per image, from the same model as the embeddings to whiten.
-            labels: labels of the images, for whitenings that need them.
+            labels: labels of the images, for whitenings that need labels.
         """
         raise NotImplementedError
 
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from the rows of all processes, each of which passes its shard; returns the whitening.
+        """Learn from the rows of all processes, and return the whitening. Each process passes its shard of the rows.
 
         This is a collective operation. Unless a subclass overrides this method, each process gathers all rows for
         `fit`.
 
         Args:
             embeddings: one row per image of this process, from the same model as the embeddings to whiten.
-            labels: labels of these images, for whitenings that need them.
+            labels: labels of these images, for whitenings that need labels.
         """
         owner = type(self).__name__
         check_on_all_processes(owner, partial(check_matrix, owner, "embeddings", embeddings), embeddings, labels)
@@ -235,7 +235,7 @@ class Whitening(nn.Module):
         return self.fit(gather_rows(embeddings), labels)
 
     def forward(self, embeddings: Float[Tensor, "batch from_dim"]) -> Float[Tensor, "batch dim"]:
-        """Whitened unit rows, in float32 or better, also under autocast.
+        """Return the whitened unit rows, in float32 or better, also under autocast.
 
         Args:
             embeddings: one row per image. A row with NaN or infinities becomes NaN, so that metrics and indexes can
@@ -264,7 +264,7 @@ class Whitening(nn.Module):
         return self.learned._asdict()
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore the learned values of a checkpoint; of more than `dim` directions, only the first `dim`."""
+        """Restore the learned values of a checkpoint, but at most the first `dim` directions."""
         if state is None:
             self.learned = None
             return
@@ -299,7 +299,7 @@ class WhiteningOfSums(Whitening):
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from these rows, in float64; returns the whitening.
+        """Learn from these rows, in float64, and return the whitening.
 
         Args:
             embeddings: one row per image, from the same model as the embeddings to whiten.
@@ -314,9 +314,9 @@ class WhiteningOfSums(Whitening):
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from the rows of all processes, each of which passes its shard; returns the whitening.
+        """Learn from the rows of all processes, and return the whitening. Each process passes its shard of the rows.
 
-        This is a collective operation. Each process sends sums, D^2 + D numbers.
+        This is a collective operation. Each process sends only sums, which are D^2 + D numbers.
 
         Args:
             embeddings: one row per image of this process, from the same model as the embeddings to whiten.
@@ -361,7 +361,8 @@ class PCAWhitening(WhiteningOfSums):
     advance.
 
     Args:
-        dim: number of directions to keep, >= 1: those with the largest variance. If None, all.
+        dim: number of directions to keep, >= 1; the directions with the largest variance are kept. If None, all are
+            kept.
         power: exponent of the variance by which each direction is divided, from 0 to 1: 0.5 makes all variances equal,
             0 keeps them.
 
@@ -384,10 +385,10 @@ class PCAWhitening(WhiteningOfSums):
         work of N D^2 over the processes.
 
     Relations:
-        `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
-        `lightning_retrieval.callbacks.LearnWhitening` fits it to training images before each validation. Its state is
-        part of `state_dict()`, but not a buffer, so that DDP does not broadcast it at each step and half precision does
-        not round it. `SupervisedWhitening` learns from matching pairs instead.
+        `RetrievalModule(whitening=...)` applies the whitening in evaluation and prediction, and
+        `lightning_retrieval.callbacks.LearnWhitening` fits it to training images before each validation. The state of
+        the whitening is part of `state_dict()`, but not a buffer, so that DDP does not broadcast it at each step and
+        half precision does not round it. `SupervisedWhitening` learns from matching pairs instead.
 
     Source:
         Jegou and Chum, ECCV 2012; Revaud et al., ICCV 2019, whose code uses the power 0.25 in evaluation and 0.5
@@ -420,7 +421,7 @@ class PCAWhitening(WhiteningOfSums):
         if dim > from_dim:
             raise ValueError(f"PCAWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {dim}.")
         needed = 2
-        if self.power:  # n rows vary in at most n - 1 directions
+        if self.power:  # because n rows vary in at most n - 1 directions
             needed = dim + 1
         if rows < needed:
             raise ValueError(
