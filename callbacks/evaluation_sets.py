@@ -166,7 +166,7 @@ class EvaluationSet:
     def compute(self) -> dict[str, Tensor]:
         """Compute the metrics; the prefix is added to their names."""
         with warnings.catch_warnings():
-            # A process without a batch of this set still takes part in the computation.
+            # A process without a batch of this set still takes part in the computation, so this warning is ignored.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
             values = self.metrics.compute()
         return {f"{self.prefix}{name}": value for name, value in values.items()}
