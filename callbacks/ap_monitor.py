@@ -155,7 +155,7 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
     sums = torch.zeros(3, dtype=torch.float64, device=float64_device(batch.embeddings.device))
     if len(local.embeddings) == 0:
         return sums
-    exact = BlackboxAPLoss(margin=0.0)  # with exact ranks and without a margin, its value is 1 - AP
+    exact = BlackboxAPLoss(margin=0.0)  # without a margin, the value of this loss is exactly 1 - AP
     ap = _ap_per_query(exact, local)
     has_positive = ~ap.isnan()
     sums[0] = ap[has_positive].sum()
@@ -185,7 +185,7 @@ def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " qu
     """Return 1 minus the loss of each query. A query is not in its own list; without a positive, the result is NaN."""
     loss = copy.copy(loss)
     loss.reduction, loss.class_balanced, loss.include_self = "none", False, False
-    loss._warned_of_no_positive = True  # the original loss gives the warning
+    loss._warned_of_no_positive = True  # only the original loss issues this warning
     # Call the method of the class, because the copy also has the attribute `of_batch` that the monitor has set.
     return 1 - to_float64(type(loss).of_batch(loss, batch))
 
@@ -251,7 +251,7 @@ class APMonitor(pl.Callback):
         # Lightning has no public way to ask whether it logs this step.
         if self._classes == 0 or trainer._logger_connector.should_update_logs:
             loss: Any = pl_module.loss
-            loss.of_batch = functools.partial(self._value_of_batch, loss)  # removed at the end of the step
+            loss.of_batch = functools.partial(self._value_of_batch, loss)  # `_stop_observing` removes the attribute
             self._observed = loss
 
     def on_train_batch_end(
@@ -291,7 +291,7 @@ class APMonitor(pl.Callback):
     def _compute_ap(self, loss: BatchLoss, batch: RankedBatch) -> None:
         """Compute the AP of the lists that the loss has just ranked, only in the first call of a step.
 
-        In the first call, these are the lists of the batch.
+        In the first call, the loss ranks the lists of the batch.
         """
         if self._sums is not None:
             return

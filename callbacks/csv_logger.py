@@ -140,7 +140,7 @@ class _ContinuedFile(ExperimentWriter):
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
         self._file = Path(self.metrics_file_path)
-        self._replaceable: dict[str, list[set[str]]] = {}  # step: metrics of its replaceable rows
+        self._replaceable: dict[str, list[set[str]]] = {}  # maps a step to metrics of replaceable rows
         self._written_early: dict[str, Any] | None = None  # a written row that Lightning has not logged yet
         if self._file.exists():
             self._read_earlier()
@@ -237,7 +237,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 class SameCheckpoint(pl.Callback):
-    """Raises an error on all processes if they would continue from different checkpoints.
+    """Raises an error on all processes if two processes would continue from different checkpoints.
 
     The error is raised before a checkpoint is loaded.
 
@@ -266,8 +266,8 @@ class SameCheckpoint(pl.Callback):
 class RowsBeforeCheckpoints(pl.Callback):
     """Writes the metrics of a step before its checkpoint.
 
-    Lightning logs the metrics after the checkpoint, so a kill between the two would lose them. This callback must come
-    before the callbacks that write checkpoints.
+    Lightning logs the metrics after the checkpoint, so a run that is killed between the two would lose the metrics.
+    This callback must come before the callbacks that write checkpoints.
 
     Args:
         logger: the logger that writes the metrics.

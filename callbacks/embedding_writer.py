@@ -63,7 +63,7 @@ class LoadedSet:
             yield fields
 
     def image_files(self, positions: range) -> str:
-        """The digest of the files of the images at these positions; "" for a data set without image files."""
+        """Return the digest of the image files at some positions; "" for a data set without image files."""
         root = getattr(self.dataset, "root", None)
         if self.index is None or root is None:
             return ""
@@ -112,7 +112,7 @@ class LoadedSet:
         skipped = set(self.dataset.skipped)
         for row, position in enumerate(ids.tolist()):
             path = self.index.paths[position]
-            if path in skipped:  # this is the black image that replaces an unreadable batch
+            if path in skipped:  # a black image, which replaces a batch without a readable image
                 continue
             self._skip_to(position, skipped, collector)
             part = slice(row, row + 1)
@@ -125,7 +125,7 @@ class LoadedSet:
             self._skip_to(None, set(self.dataset.skipped), collector)
 
     def _skip_to(self, position: int | None, skipped: set[str], collector: ShardCollector) -> None:
-        """Record the expected images before a position as unreadable; raise if one of them was not skipped."""
+        """Record the expected images before a position as unreadable; raise if one of these images was not skipped."""
         for between in self._expected:
             if between == position:
                 return
@@ -428,7 +428,7 @@ class EmbeddingWriter(pl.Callback):
         return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
 
     def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
-        """The manifest of the folder to write; raises if the files cannot be written with these settings and loader."""
+        """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
         if self.file_format == "parquet":
             load_pyarrow(self.owner)
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):

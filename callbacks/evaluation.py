@@ -105,7 +105,7 @@ def log_best(trainer: pl.Trainer, best: Mapping[str, float]) -> None:
 
 _COLUMN_WIDTH = 12
 _DIGITS = 4
-# Titles of the columns left of the trained network, and descriptions of the networks that these columns show.
+# Titles of the columns to the left of the trained network, and descriptions of the networks in these columns.
 _BEFORE = {"backbone": "the pooled features of its backbone", "untrained": "the untrained network"}
 
 
@@ -161,7 +161,7 @@ def _leading_metrics(results: Mapping[str, float]) -> list[str]:
 
 
 def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
-    """Log values that are equal on all processes without averaging them, which would change their last digits."""
+    """Log values that are equal on all processes, without averaging; an average would have other last digits."""
     for name in values:
         # With several processes, Lightning would issue a warning that recommends sync_dist=True.
         warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
@@ -255,7 +255,7 @@ class RetrievalEvaluation(pl.Callback):
         )
         self.before_fit = check_bool(owner, "before_fit", before_fit)
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
-        self.sets: list[EvaluationSet] = []  # with embeddings, but only during an evaluation
+        self.sets: list[EvaluationSet] = []  # these hold embeddings only during an evaluation
         # The results of the last evaluation, for "val", "test", "untrained" and "backbone".
         self.results: dict[str, dict[str, float]] = {}
         self.best: dict[str, float] = {}
@@ -271,7 +271,8 @@ class RetrievalEvaluation(pl.Callback):
         logged = dict(self.results["untrained"])
         embedder = getattr(pl_module, "embedder", None)
         whitening = getattr(pl_module, "whitening", None)
-        is_whitened = whitening is not None and whitening.learned is not None  # does not fit the features
+        # A learned whitening does not fit the pooled features, which have another dimension or distribution.
+        is_whitened = whitening is not None and whitening.learned is not None
         if isinstance(embedder, Embedder) and not is_whitened:
             with embedder.without_head():
                 self.results["backbone"] = self._test_untrained(trainer, pl_module, ())
@@ -352,7 +353,7 @@ class RetrievalEvaluation(pl.Callback):
             self.sets.append(EvaluationSet(prefix, loader, metrics))
 
     def _create_metrics(self, loader: Any, sync_on_compute: bool, dims: Sequence[int]) -> EmbeddingMetric:
-        """Create the data set's own metric if it provides one, else `RetrievalMetrics`."""
+        """Create the metric that the data set provides if it is a `MetricProvider`, else `RetrievalMetrics`."""
         settings: dict[str, Any] = {
             "query_expansion": self.query_expansion,
             "database_augmentation": self.database_augmentation,

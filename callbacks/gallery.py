@@ -1,4 +1,4 @@
-"""Draws queries and the images that the model ranks first for them, one row of pictures for each query."""
+"""Draws one row of pictures for each query: the query and the images that the model ranks first."""
 
 import math
 import warnings
@@ -23,7 +23,7 @@ from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.training.step import unpack
 
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
-_TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # pixels
+_TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # lengths in pixels
 _SIDE = _TILE + 2 * _BORDER
 _BLOCK_GALLERY = 1 << 14  # number of gallery images that are scored at a time
 
@@ -157,7 +157,7 @@ def draw_gallery(rows: Sequence[GalleryRow], load: Callable[[int], Image.Image],
 def _left(column: int) -> int:
     left = _GAP + column * (_SIDE + _GAP)
     if column > 0:
-        left += 2 * _GAP  # between the query and its list
+        left += 2 * _GAP  # wider gap between the query and its list
     return left
 
 
@@ -201,7 +201,7 @@ def choose_queries(
 def nearest_images(
     metrics: EmbeddingMetric, lists: QueryGallery, chosen: Int[Tensor, " chosen"], k: int
 ) -> list[tuple[int, list[Hit]]]:
-    """Return, for each chosen query, its id and the first k images of its list, ranked as for the metrics."""
+    """Return the id and the first k ranked images of each chosen query. The ranking is that of the metrics."""
     ids = lists.gallery_ids
     if len(chosen) == 0 or len(ids) == 0:
         return [(query, []) for query in chosen.tolist()]

@@ -112,8 +112,8 @@ class CheckpointOnInterrupt(pl.Callback):
         if os.getpid() != self._process:  # a data-loader worker ignores the signal, since training still needs it
             return
         is_second = self._requested
-        # If the exception below is raised while Python deletes an object, Python ignores the exception. Because of this
-        # flag, training then ends after the next step.
+        # If the exception below is raised while Python deletes an object, Python ignores it. In this case, training
+        # ends after the next step because of the following flag.
         self._requested = True
         waits = self._in_step or self._store is not None
         if is_second or not waits:

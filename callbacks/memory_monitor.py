@@ -1,4 +1,4 @@
-"""Measures the difference between the stored embeddings of a memory and those that the network would compute now."""
+"""Measures the difference between the embeddings stored in a memory and embeddings that the network computes now."""
 
 import math
 from typing import Any
@@ -56,10 +56,10 @@ class MemoryMonitor(pl.Callback):
         of the probe, so that the memory of a resumed run begins at the same step.
 
     Relations:
-        The embeddings are those of `forward`, as stored by the memory. A run that is resumed after the memory has begun
-        takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared distance
-        between the same embeddings; on the unit sphere it is twice the drift here. Another callback with an attribute
-        `begins_memory = True` may call `CrossBatchMemory.begin` instead, on all processes.
+        The embeddings are results of `forward`, which the memory stores, too. A run that is resumed after the memory
+        has begun takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared
+        distance between the same embeddings; on the unit sphere, it is twice the drift here. Another callback with an
+        attribute `begins_memory = True` may call `CrossBatchMemory.begin` instead, on all processes.
     """
 
     begins_memory = True  # RetrievalModule requires a callback with this attribute if start_step="auto"
@@ -95,13 +95,13 @@ class MemoryMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """If an interval is over, embed the probe before the step, with the model that the last step has left."""
+        """Embed the probe if an interval is over. Before a step, the model is in the state after a complete step."""
         memory: Any = pl_module.memory
         if self._images is None:
             images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
             self._take_probe(images, labels, memory)
         self._waits = memory.start_step == "auto" and not memory.started
-        # A run that is resumed from a checkpoint written during a step repeats this step.
+        # A run that is resumed from a checkpoint written during a step repeats this step, but does not measure again.
         if memory.steps % self._interval == 0 and memory.steps != self._measured:
             self._measured = memory.steps
             self._measure(trainer, pl_module, memory.steps)

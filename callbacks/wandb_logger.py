@@ -17,7 +17,7 @@ from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
 
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # metrics of evaluation sets
+_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # metrics of which lower values are better
 
 
 def has_wandb_key() -> bool:
@@ -136,7 +136,7 @@ class RetrievalWandbLogger(WandbLogger):
     def finalize(self, status: str) -> None:
         """Upload the best checkpoints, even after an interrupted run."""
         super().finalize(status)
-        # The base class has no public attribute for whether the run has begun; `experiment` would begin it.
+        # No public attribute of the base class says whether the run has begun; `experiment` would begin the run.
         if not self.artifact or self._experiment is None:
             return
         for checkpoint in self._checkpoints.values():
@@ -176,7 +176,7 @@ class RetrievalWandbLogger(WandbLogger):
         elif math.isfinite(score):
             aliases.append(re.sub(r"[^\w.@-]+", "-", f"{checkpoint.monitor}-{float(score):.4f}"))
             metadata[checkpoint.monitor] = float(score)
-            # Lightning, too, gives the alias "best" to the first callback that monitors a metric.
+            # Only the first callback that monitors a metric uses the alias "best", as in Lightning.
             monitoring = [other for other in self._checkpoints.values() if other.monitor is not None]
             if checkpoint is monitoring[0]:
                 aliases.append("best")

@@ -51,8 +51,8 @@ class LearnWhitening(pl.Callback):
 
     Cost:
         Each time a whitening is learned, the images are embedded once. Each process keeps the embeddings of its images,
-        and sends sums of products of these embeddings instead of the embeddings. For a whitening class of your own,
-        each process gathers all embeddings (`Whitening.fit_over_processes`).
+        and sends only sums of products of embeddings. For a whitening class of your own, each process gathers all
+        embeddings (`Whitening.fit_over_processes`).
 
     Relations:
         `PCAWhitening.fit` and `SupervisedWhitening.fit` learn a whitening from any embeddings, such as those of another
@@ -101,7 +101,7 @@ class LearnWhitening(pl.Callback):
                 "images."
             )
         if world_size() > 1:
-            for buffer in pl_module.buffers():  # such as batch-norm statistics; DDP does so before an evaluation
+            for buffer in pl_module.buffers():  # such as batch-norm statistics; DDP also sends them before evaluation
                 dist.broadcast(buffer, 0)
         chosen = torch.arange(count) * len(dataset) // count
         shard = chosen.tensor_split(world_size())[rank()]
@@ -141,7 +141,7 @@ def _training_images(trainer: pl.Trainer) -> Any:
 
 
 def _create_loader(dataset: Any, indices: list[int], evaluation_loader: Any) -> DataLoader[Any]:
-    """Create a data loader of these images with the settings of an evaluation loader."""
+    """Create a data loader of the images at some indices with the settings of an evaluation loader."""
     return DataLoader(
         dataset,
         batch_size=getattr(evaluation_loader, "batch_size", None) or 64,

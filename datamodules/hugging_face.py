@@ -51,7 +51,7 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
             found = datasets.load_dataset(str(local))
         else:
             found = datasets.load_dataset(path, config, revision=revision)
-    except OSError as error:  # includes errors of the hub, such as a missing network
+    except OSError as error:  # errors of the hub, such as a missing network, are also of this type
         raise FileNotFoundError(
             f"{OWNER}: `path` must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the "
             f"hub has, got {path} ({first_line(error)}); without a network, download it elsewhere, save it with "
@@ -235,7 +235,7 @@ class HuggingFaceImages(ImageDataModule):
         (4, 2)
 
     Relations:
-        `ImageFolder` and `ImageTable` read image files without converting them to a data set first.
+        `ImageFolder` and `ImageTable` read image files, which need not be converted to a data set first.
     """
 
     reads_in_check = True

@@ -21,7 +21,7 @@ from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.preparation.decoding import truncated_images
 
-Count = tuple[int, int]  # images and classes
+Count = tuple[int, int]  # numbers of images and of classes
 
 MAX_SHOWN = 10  # number of missing or unreadable files that the printed report lists
 MAX_PAIRS = 5  # number of pairs of equal images that the report lists
@@ -175,7 +175,7 @@ def inspect_image(images: ImageSet, position: int) -> ImageFinding:
     try:
         file = images.file(position)
         is_missing = isinstance(file, Path) and not file.is_file()
-    except (OSError, ValueError):  # a row without an image
+    except (OSError, ValueError):  # the row of a table has no image
         is_missing = True
     if is_missing:
         return ImageFinding(is_missing=True)
@@ -227,7 +227,7 @@ def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
     pool = ThreadPoolExecutor(_cores())
     # Pillow's setting for truncated files is global: it must not change while another thread reads.
     with truncated_images(images.load_truncated), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about the metadata of single files
+        warnings.simplefilter("ignore")  # Pillow would warn about the metadata of some files
         progress = Tqdm(total=len(images), desc=f"Reading the images of {name}", delay=2, leave=False)
         try:
             for findings in pool.map(lambda start: _read_some(images, start), starts):

@@ -96,7 +96,7 @@ class ClassFolders:
             )
 
     def _list_class_folders(self, top: Path) -> tuple[list[Path], list[Path]]:
-        """The folders of the classes, and the files in the folders above them."""
+        """Return the class folders, and the files that are in the folders above the class folders."""
         folders, files = list_folder(top)
         if not self.categories:
             return folders, files
@@ -148,7 +148,7 @@ class ClassFolders:
         return self._cure_for_images_above(top)
 
     def _cure_for_images_above(self, top: Path) -> str:
-        """A suggestion for the user if the images are not in class folders, but above them."""
+        """Return a suggestion for the user if the images are in a folder above the class folders."""
         folders, files = list_folder(top)
         if self.categories:
             for folder in folders:

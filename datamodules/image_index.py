@@ -262,7 +262,7 @@ class ImageIndex:
         hashes = np.fromiter(map(hash, self.paths), np.int64, len(self))
         if self.boxes is not None:
             for side in self.boxes.T:
-                hashes = hashes * np.int64(1_000_003) + side  # wraps around
+                hashes = hashes * np.int64(1_000_003) + side  # the integers overflow on purpose
         return hashes
 
     @property
@@ -273,7 +273,7 @@ class ImageIndex:
         return self.lines.owner
 
     def where(self, *positions: int) -> str:
-        """The lines that these images were read from, for an error message; empty if they are not known."""
+        """The lines that these images were read from, for an error message; empty if the lines are not known."""
         if self.lines is None:
             return ""
         return " in " + " and ".join(map(self.lines.where, positions))
@@ -426,7 +426,7 @@ def record_warnings(read: Callable[[], Result]) -> tuple[Result, list[str]]:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             result = read()
-    finally:  # also if `read` raised
+    finally:  # the warnings are issued even if `read` has raised an error
         for warning in recorded:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return result, [str(warning.message) for warning in recorded]

@@ -33,7 +33,7 @@ Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
 _FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items also have
-PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
+PLACEHOLDER_SIZE = (224, 224)  # size of the black image that replaces an evaluation batch without a readable image
 
 
 class ImageSet(Dataset[dict[str, Any]]):
@@ -97,9 +97,9 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.load_truncated = check_bool("ImageSet", "load_truncated", load_truncated)
         self.boxes_before_rotation = check_bool("ImageSet", "boxes_before_rotation", boxes_before_rotation)
         self._gives_uint8 = False
-        self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # shared with the workers
+        self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory
 
-    # Tensors of the index are not stored as attributes: each spawned worker would get a copy.
+    # Tensors of the index are properties instead of attributes, of which each spawned worker would get a copy.
     @property
     def labels(self) -> Int[Tensor, " item"]:
         """The class of each image."""

@@ -221,7 +221,7 @@ class ImageRows:
 class ImageTable(ImageDataModule):
     """Reads images that are listed in a table. The columns `image` and `label` are required; the others are optional.
 
-    Columns may be in any order. Columns that are not in this list are ignored.
+    Columns may be in any order. Columns with other names than the following are ignored.
 
     | column | content |
     | --- | --- |

@@ -54,7 +54,7 @@ def augmentation_seeds(seed: int, epoch: int, batch: int, positions: NDArray[np.
     """
     state = np.zeros(len(positions), dtype=np.uint64)
     for part in (seed % 2**64, epoch, batch, positions):
-        state = (state ^ np.asarray(part).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)  # wraps around
+        state = (state ^ np.asarray(part).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)  # overflows on purpose
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         state = state ^ (state >> np.uint64(31))
@@ -111,7 +111,7 @@ def seeded_item(index: int) -> Iterator[None]:
     if not isinstance(index, SeededIndex):
         yield
         return
-    generator = torch.default_generator  # torch.manual_seed would also seed GPUs, slower than loading an image
+    generator = torch.default_generator  # torch.manual_seed would also seed GPUs, which is slow
     states = generator.get_state(), random.getstate(), np.random.get_state()
     generator.manual_seed(index.seed)
     random.seed(index.seed)

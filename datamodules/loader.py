@@ -43,8 +43,8 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
     """
 
     def __init__(self, batch_sampler: GlobalBatchSampler, *, epoch: int, start: int) -> None:
-        # The base class's __init__ is not called: it stores rank and world size, but the process group may not exist
-        # yet.
+        # `__init__` of the base class is not called, because it would store rank and world size before the process
+        # group exists.
         self.batch_sampler = batch_sampler
         self.first_drawn: list[int] = []  # the first global batch of the latest iteration
         self.set_position(epoch, start)
@@ -61,7 +61,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
         self.batch_sampler.set_epoch(epoch)
         self.start_epoch = epoch
         self.start = start
-        self.next_batch = start  # the batch after the last batch that the loader has returned
+        self.next_batch = start  # index of the batch after the last batch that the loader has returned
 
     @property
     def first_batch(self) -> int:
@@ -307,7 +307,7 @@ class RetrievalDataLoader(DataLoader[Any]):
         Args:
             labels: labels of the batch, of shape (batch,) or (batch, levels).
             ids: ids of the batch, of shape (batch,), or None.
-            gathered: whether labels and ids are those of the global batch, instead of only those of this process.
+            gathered: whether the labels and ids are of the whole global batch, or only of this process's shard.
 
         Raises:
             ValueError: if several images have the same id, or the sampler was made with other labels. Other labels only

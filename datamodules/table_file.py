@@ -21,7 +21,8 @@ from lightning_retrieval.optional_packages import optional_import
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
 
-_OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
+# Matches absolute paths, and paths with a part `..`.
+_OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 
 
 def leaves_root(path: str) -> bool:
@@ -310,7 +311,7 @@ def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
     return box
 
 
-SEARCH_DEPTH = 2  # levels of subfolders that are searched for a suggestion
+SEARCH_DEPTH = 2  # number of levels of subfolders that are searched for a suggestion
 MAX_ENTRIES = 1000  # number of entries of a folder whose subfolders are searched
 
 
@@ -443,7 +444,7 @@ class TextTable:
 
         Args:
             invalid_rows: numbers of the invalid rows, from 0.
-            rule: the rule that these rows break, for the message.
+            rule: the rule that the invalid rows break, for the message.
             values: the value of each row; the message shows the value of the first invalid row.
         """
         if len(invalid_rows) == 0:
