@@ -271,7 +271,7 @@ class TrainingCurve(pl.Callback):
     Biases). The checkpoint contains the points of the curve, so a resumed run continues it.
 
     Args:
-        metric: the name under which the metric is logged.
+        metric: name of the logged metric.
 
     Raises:
         ValueError: if the metric has not been logged by the end of a validation.

@@ -161,7 +161,7 @@ def _leading_metrics(results: Mapping[str, float]) -> list[str]:
 
 
 def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
-    """Log values that are equal on all processes, without averaging; an average would have other last digits."""
+    """Log values that are equal on all processes, without averaging, which would cause rounding errors."""
     for name in values:
         # With several processes, Lightning would issue a warning that recommends sync_dist=True.
         warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
@@ -185,11 +185,11 @@ class RetrievalEvaluation(pl.Callback):
 
     Args:
         ks: the k of R@k, each >= 1.
-        before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...` at
-            step 0. For an `Embedder`, also evaluate the backbone's pooled features without the new head, logged as
-            `backbone/test/...`; these results show the quality of the pretrained weights alone. The table of a test
-            after training compares the backbone, the untrained and the trained network, with a warning if training has
-            made the network worse. A resumed run skips this evaluation.
+        before_fit: whether to evaluate the test set with the untrained model before training, and log the results as
+            `test/...` at step 0. The pooled features of the backbone of an `Embedder` are then evaluated, too, without
+            the new head, and logged as `backbone/test/...`; these results show the quality of the pretrained weights
+            alone. The table of a test after training compares the backbone, the untrained and the trained network, with
+            a warning if training has made the network worse. A resumed run skips the evaluation before training.
         map_ks: the k of mAP@k, each >= 1; empty for no mAP@k. Data sets with another metric ignore `map_ks`,
             `map_divisor`, `extra_metrics` and `dims`.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
@@ -197,11 +197,12 @@ class RetrievalEvaluation(pl.Callback):
             and `"NDCG@10"`, see `RetrievalMetrics`.
         dims: ascending numbers of dimensions, for models trained with `NestedLoss`. For each number d, the metrics are
             also computed from the first d dimensions of the embeddings, and logged as `val/mAP/64d` and so on.
-        query_expansion: applied to the queries before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for no
-            expansion.
-        database_augmentation: applied to the gallery before the query expansion, such as `DatabaseAugmentation()`; None
-            for none.
-        embeddings_on_cpu: keep the embeddings in main memory, and move them to the device block by block for ranking.
+        query_expansion: the expansion of the queries before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for
+            no expansion.
+        database_augmentation: the augmentation of the gallery before the query expansion, such as
+            `DatabaseAugmentation()`; None for no augmentation.
+        embeddings_on_cpu: whether to keep the embeddings in main memory, and move them to the device block by block for
+            ranking.
 
     Raises:
         ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, `dims` does not ascend, or
@@ -441,7 +442,7 @@ def sets_ranked_by_label(owner: str, trainer: pl.Trainer, warned: set[str]) -> I
     Args:
         owner: name of the callback, for the messages.
         trainer: a trainer with a `RetrievalEvaluation`.
-        warned: prefixes of the sets for which a warning was issued; updated.
+        warned: prefixes of the sets for which a warning was issued. The function adds further prefixes.
     """
     for evaluation_set in find_evaluation(owner, trainer).sets:
         prefix, metrics = evaluation_set.prefix, evaluation_set.metrics

@@ -1,4 +1,4 @@
-"""Saves a checkpoint on Ctrl-C, from which training continues exactly, with one or several processes.
+"""Saves a checkpoint when Ctrl-C ends training, so that training can be continued exactly, on one or more processes.
 
 Several processes must save the checkpoint after the same step, but the signal may reach them in different steps, or
 reach only one of them. They agree on the last step through the key-value store of their process group. If a process has

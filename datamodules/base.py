@@ -171,16 +171,16 @@ class RetrievalSettings(LoaderSettings, total=False):
 
 
 class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
-    """Base class of the data modules, with training batches of P classes with K images each, and ordered evaluation.
+    """Base class of the data modules. Training batches have P classes with K images each; evaluation sets keep order.
 
-    A subclass defines the three sets `train_set`, `val_set` and `test_set`; the latter two may be dicts of several sets
-    by name.
+    A subclass defines the three sets `train_set`, `val_set` and `test_set`. `val_set` and `test_set` may be dicts from
+    names to sets.
 
     Args:
         classes_per_batch: P, the number of classes in a global batch.
         samples_per_class: K, the number of images per class, >= 2.
         eval_batch_size: number of images that are embedded at a time in evaluation, >= 1.
-        num_workers: number of processes that load images, >= 0; with 0 the training process loads them.
+        num_workers: number of processes that load images, >= 0; with 0, the training process loads the images.
         seed: determines the batches and the augmentation, together with the epoch. None means the seed of
             `seed_everything`, or 0 if `seed_everything` was not called.
         sampler: the sampler of the training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, with two

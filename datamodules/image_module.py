@@ -158,7 +158,7 @@ class ImageDataModule(RetrievalDataModule):
             transform of torchvision, timm or albumentations.
         eval_transform: the evaluation transform: like `train_transform`, or a `Preparation`.
         image_size: height and width of the images, or one number for both, as in `Preparation`.
-        resize: size of images before they are cropped, as in `Preparation`.
+        resize: size of images before cropping, as in `Preparation`.
         mean: mean of the channels, as in `Preparation`.
         std: standard deviation of the channels, as in `Preparation`.
         interpolation: interpolation of resizing, as in `Preparation`.
@@ -266,8 +266,8 @@ class ImageDataModule(RetrievalDataModule):
     def setup(self, stage: str) -> None:
         """Check that all processes have the same images, and prepare images for the model of the run.
 
-        Before training, the training set is created, so that an error about it is raised before the model sees an
-        image.
+        Before training, the training set is created, so that a missing training set raises an error before the model
+        sees an image.
         """
         if self.trainer is not None and world_size() > 1:
             check_same_images(type(self).__name__, lambda: self.splits)

@@ -236,7 +236,7 @@ class ListFile:
         Raises:
             ValueError: if a value occurs twice; the message has both line numbers.
         """
-        hashes = np.fromiter(map(hash, values), np.int64, len(values))  # hashes need less memory than millions of paths
+        hashes = np.fromiter(map(hash, values), np.int64, len(values))  # hashes need less memory than values
         if all_different(hashes):
             return
         first_with: dict[object, int] = {}
@@ -312,7 +312,7 @@ def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
 
 
 SEARCH_DEPTH = 2  # number of levels of subfolders that are searched for a suggestion
-MAX_ENTRIES = 1000  # number of entries of a folder whose subfolders are searched
+MAX_ENTRIES = 1000  # subfolders are searched only among the first entries of a folder
 
 
 def find_file(
@@ -460,7 +460,7 @@ class TextTable:
 
 
 def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> TextTable:
-    """Read the columns of a CSV or Parquet file that are in `COLUMNS`.
+    """Read the columns with the names `COLUMNS` from a CSV or Parquet file.
 
     Args:
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
