@@ -162,7 +162,7 @@ def _index_of(dataset: Any) -> Any:
 
 
 def _label_texts(labels: Tensor | None, index: Any, rows: int) -> list[str | None]:
-    """The class of each row as text: its name if it has one, else its number."""
+    """Return the class of each row as text: the name of the class if there are names, else its number."""
     if labels is None:
         return [None] * rows
     names = getattr(index, "names", None)

@@ -245,9 +245,9 @@ class RetrievalGallery(EvaluationFigure):
     written above it. The PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images
     (TensorBoard, Weights & Biases) gets them too.
 
-    Images have their true colours: their normalisation is undone if the transform of the data set is a
-    `Preparation` or ends with a step `Normalize`, and values from 0 to 1 are colours. Other values are stretched to the
-    full range.
+    Images are drawn in their true colours, if these are known: values from 0 to 1 are taken as colours, and a
+    normalisation is undone if the transform of the data set is a `Preparation` or ends with a step `Normalize`. Other
+    values are stretched to the full range.
 
     Args:
         queries: number of queries, >= 1.

@@ -61,8 +61,9 @@ class RetrievalWandbLogger(WandbLogger):
         id: id of the run. Training with the same id and with `ckpt_path="last"` continues the run, and uses the same
             folder of checkpoints.
         offline: whether to keep the run on this machine; `wandb sync` uploads it later. If None, the run is offline if
-            `WANDB_MODE` is not set and no API key is found, neither in the environment variable `WANDB_API_KEY` nor in
-            `~/.netrc`, where `wandb login` writes the key of a server. If `WANDB_BASE_URL` is set, it is the server.
+            the environment variable `WANDB_MODE` is not set and there is no API key for the server, which is
+            `WANDB_BASE_URL`, if set. The key is either in the environment variable `WANDB_API_KEY`, or in `~/.netrc`,
+            where `wandb login` writes the key.
         artifact: upload the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of type "model". The
             alias of the artifact is the monitored metric with its value, such as "val-mAP-0.7660". The artifact of the
             first `ModelCheckpoint` that monitors a metric also gets the alias "best"; without a monitored metric, the

@@ -39,7 +39,7 @@ class LearnWhitening(pl.Callback):
 
     Raises:
         ValueError: if the module has no whitening, if there are too few images, or if the training images are not
-            known: to learn a whitening, `validate`, `test` and `predict` need a data module with a `train_set`.
+            known. To learn a whitening, `validate`, `test` and `predict` need a data module with a `train_set`.
         TypeError: if `images` is not an integer.
 
     Example:

@@ -171,10 +171,10 @@ class RetrievalSettings(LoaderSettings, total=False):
 
 
 class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
-    """Base class of the data modules. Training batches have P classes with K images each; evaluation sets keep order.
+    """Base class of the data modules, whose training batches hold P classes with K images each.
 
     A subclass defines the three sets `train_set`, `val_set` and `test_set`. `val_set` and `test_set` may be dicts from
-    names to sets.
+    names to sets. Evaluation reads the images of each set in order.
 
     Args:
         classes_per_batch: P, the number of classes in a global batch.

@@ -48,11 +48,11 @@ class ImageSet(Dataset[dict[str, Any]]):
         root: the folder that the paths are relative to.
         transform: a function from a PIL image to a tensor, such as a `Preparation`. The function may have three
             attributes. `background` is the colour behind transparent pixels (default white). If `takes_pixels` is True,
-            the function takes a tensor (3, height, width) of uint8 instead of a PIL image, because JPEGs are decoded to
-            such tensors faster than to PIL images. `least_size` is a height and a width: a JPEG may be decoded at a
-            reduced scale if neither the image nor its box becomes smaller than this size, see
-            `Preparation(reduced_scale=True)`. If the function draws random numbers from torch, Python's `random` or
-            NumPy, the seed that `RetrievalDataLoader` gives each index determines these numbers.
+            the function takes a tensor (3, height, width) of uint8 instead of a PIL image, which is faster for JPEGs.
+            `least_size` is a height and a width: a JPEG may be decoded at a reduced scale if neither the image nor its
+            box becomes smaller than this size, see `Preparation(reduced_scale=True)`. If the function draws random
+            numbers from torch, Python's `random` or NumPy, they are determined by the seed that `RetrievalDataLoader`
+            gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether truncated files are decoded as far as possible, with the rest grey. If False, a
