@@ -277,7 +277,7 @@ class RowsBeforeCheckpoints(pl.Callback):
         self.logger = logger
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Write the row that Lightning is about to log."""
+        """Write the metrics that Lightning is about to log."""
         connector = trainer._logger_connector
         metrics = convert_tensors_to_scalars(connector.metrics["log"])
         if connector.should_update_logs and metrics:

@@ -70,7 +70,7 @@ def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluat
 
 
 def is_count(name: str) -> bool:
-    """Return whether a metric is a number of skipped queries, of which the highest value is not the best."""
+    """Return whether a metric is a number of skipped queries. For such a number, higher is not better."""
     return "skipped_queries" in name.split("/")
 
 

@@ -28,8 +28,8 @@ class CheckpointOnInterrupt(pl.Callback):
     """Saves the checkpoint `last-interrupted.ckpt` when Ctrl-C ends training.
 
     A single process first completes the current step, so that the checkpoint lies between two steps. Several processes
-    complete the current or the next step, and a validation between these steps. A second Ctrl-C ends training
-    immediately.
+    complete the current or the next step, and also a validation that lies between these two steps. A second Ctrl-C ends
+    training immediately.
 
     Args:
         option: the command-line option that continues from the checkpoint. The final message shows this option.

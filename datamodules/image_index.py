@@ -182,12 +182,12 @@ class ImageIndex:
         lines: for error messages, a `ListLines` with the line of the list that each image was read from; or None.
 
     Raises:
-        TypeError: if `paths` or `names` is not a sequence of strings, labels, categories, levels, boxes, roles,
-            instances or cameras are not integers, or `lines` is not a `ListLines`.
-        ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
-            not from 0 to 3, images with the same label at a level have different labels at the next level, a box
-            contains no pixel or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels
-            although `instances` is None, or an instance has images of several classes or cameras.
+        TypeError: if `paths` or `names` is not a sequence of strings, `lines` is not a `ListLines`, or another argument
+            does not hold integers.
+        ValueError: if there is no image; if the lengths differ; if a path leaves the root or contains `./` or `//`; if
+            a role is not from 0 to 3; if images with the same label at a level have different labels at the next level;
+            if a box contains no pixel or does not fit into 32 bits; if `instances` is None and an image (with its box,
+            if there are boxes) has two labels; or if an instance has images of several classes or cameras.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex

@@ -152,10 +152,11 @@ class ImageSet(Dataset[dict[str, Any]]):
         return item
 
     def in_uint8(self: Self) -> Self:
-        """Return a copy of the set, with images in uint8, not normalised, if the transform has a method `to_uint8`.
+        """Return a copy of the set that does not normalise its images, but returns them in uint8.
 
-        A `Preparation` has this method. The items of the copy then have a further entry `unnormalized`, and a data
-        module normalises the batches on the run's device.
+        This needs a transform with a method `to_uint8`, such as a `Preparation`; other transforms are applied
+        unchanged. The items of the copy have a further entry `unnormalized`, and a data module normalises the batches
+        on the run's device.
         """
         other = copy.copy(self)
         other._gives_uint8 = True

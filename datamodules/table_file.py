@@ -363,7 +363,10 @@ def _without_root(root: Path, candidates: Sequence[str], companion: str, root_na
 
 
 def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
-    """Suggest a root below a folder that contains the files, or say where a file with this name is; empty if none."""
+    """Search below a folder; suggest the root with the files, or else say where such a file is.
+
+    If nothing is found, the result is an empty text.
+    """
     if folder == folder.parent:
         return ""  # do not search the whole disk
     found = list(_entries_below(folder, SEARCH_DEPTH))
