@@ -22,7 +22,7 @@ _STATE = ("images", "labels", "embeddings", "values", "interval", "measured")
 
 
 class MemoryMonitor(pl.Callback):
-    """Logs how outdated the rows of a `CrossBatchMemory` are, and decides when `start_step="auto"` begins the memory.
+    """Logs the drift of the rows of a `CrossBatchMemory`, and decides when a memory with `start_step="auto"` begins.
 
     A few images of the first training batch, the probe, are embedded again at regular intervals, in evaluation mode and
     without a gradient. The interval is the age of the oldest rows of a full memory, in steps.

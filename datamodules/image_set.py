@@ -154,9 +154,9 @@ class ImageSet(Dataset[dict[str, Any]]):
     def in_uint8(self: Self) -> Self:
         """Return a copy of the set that does not normalise its images, but returns them in uint8.
 
-        This needs a transform with a method `to_uint8`, such as a `Preparation`; other transforms are applied
-        unchanged. The items of the copy have a further entry `unnormalized`, and a data module normalises the batches
-        on the run's device.
+        The transform needs a method `to_uint8`, which a `Preparation` has. The items of the copy then have a further
+        entry `unnormalized`, and a data module normalises the batches on the run's device. A transform without this
+        method is applied as usual.
         """
         other = copy.copy(self)
         other._gives_uint8 = True
