@@ -1,4 +1,4 @@
-"""Lightning callbacks: evaluation, monitors and figures, and a logger."""
+"""Lightning callbacks for evaluation, monitoring, figures and embeddings, and two loggers."""
 
 from lightning_retrieval.callbacks.ap_monitor import APMonitor
 from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger

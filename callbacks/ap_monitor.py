@@ -1,9 +1,9 @@
-"""Measures how far the loss and the batches of a training run are from the reported metric: AP over the full set.
+"""Compares the loss and the batches of a training run with the reported metric, the AP over the full set.
 
-`train/AP_e` is the error of the loss: |AP_pred - AP| of Smooth-AP (Brown et al., ECCV 2020, eq. 8). The decomposability
-gap of ROADMAP (Ramzi et al., NeurIPS 2021) is the mean AP within batches of a set, minus the mean AP of the full set.
-Training optimises the lists within batches, but the reported AP is that of lists over the full set. Within a batch, a
-query has fewer candidates that could rank above its positives, so AP is higher.
+`train/AP_e` is the approximation error of the loss: |AP_pred - AP| of Smooth-AP (Brown et al., ECCV 2020, eq. 8). The
+decomposability gap of ROADMAP (Ramzi et al., NeurIPS 2021) is the mean AP within batches of a set, minus the mean AP of
+the full set. Training optimises the lists within batches, but the reported AP is that of lists over the full set. AP is
+higher within a batch, because fewer candidates could rank above the positives of a query.
 """
 
 import copy
@@ -41,10 +41,10 @@ _AP = QueryMetric(average_precision, "AP", "mAP")
 
 
 def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -> Float[Tensor, ""]:
-    """Mean AP of the queries within batches of the set, minus mAP of the set.
+    """Return the mean AP of the queries within batches of the set, minus the mAP of the set.
 
-    Like `compute`, this is a collective operation of the metric's processes. The result does not depend on their
-    number.
+    Like `compute`, this is a collective operation of the metric's processes. The result does not depend on the number
+    of processes.
 
     Args:
         metrics: the metric that holds the embeddings of the set.
@@ -69,13 +69,14 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
 
 
 def _local_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Shard) -> Rows:
-    """Send the rows of each batch to its process, and return the rows of this process's batch.
+    """Send the rows of each batch to the process of the batch, and return the rows of this process's batch.
 
-    Labels are those of the finest level. With several processes, this is a collective operation.
+    The returned labels are those of the finest level. With several processes, this is a collective operation.
 
     Args:
         rows: all rows of the set.
-        batches: the rows of each process's batch; the last processes may have none.
+        batches: the row numbers of each process's batch. If there are fewer batches than processes, the last processes
+            get no rows.
         shard: the shard of this process.
     """
     nothing = batches[0][:0]
@@ -91,9 +92,9 @@ def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) ->
 
     The images of each class are cut, in random order, into groups of `samples` images; the last group of a class may be
     smaller. Each batch takes the next `classes` groups: first the first groups of all classes, then all second groups,
-    and so on. The groups of a batch are from different classes, unless the batch holds, for example, both first and
-    second groups. The last batch is dropped if it has fewer groups, unless it is the only one. The random order is
-    always the same.
+    and so on. The groups of a batch are from different classes, except in a batch that holds, for example, both first
+    and second groups. If the last batch has fewer than `classes` groups, it is dropped, unless it is the only batch.
+    The random order is always the same.
 
     Args:
         labels: labels of the images of the set.
@@ -101,11 +102,11 @@ def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) ->
         samples: number of images in a group.
 
     Returns:
-        The rows of each batch.
+        The row numbers of each batch.
     """
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(len(labels), generator=generator)
-    rows = shuffled[labels[shuffled].argsort(stable=True)]  # class by class
+    rows = shuffled[labels[shuffled].argsort(stable=True)]  # the images of each class are adjacent
     _, class_of_row, class_sizes = torch.unique_consecutive(labels[rows], return_inverse=True, return_counts=True)
     class_starts = class_sizes.cumsum(0) - class_sizes
     position_in_class = torch.arange(len(rows)) - class_starts[class_of_row]
@@ -123,12 +124,12 @@ def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) ->
     return batches
 
 
-# Losses that are 1 - AP of smooth ranks or histograms.
+# Losses whose value is 1 minus an approximation of AP.
 _SURROGATES = (SmoothAPLoss, FastAPLoss, QuantizedAPLoss, SupAPLoss, BlackboxAPLoss)
 
 
 def find_surrogate(loss: nn.Module) -> RetrievalLoss | None:
-    """Return the loss, or the first of its terms, that approximates AP; None if there is none."""
+    """Return the loss if it approximates AP, else its first term that approximates AP; None if there is none."""
     if isinstance(loss, WeightedSum):
         for part in loss.parts.values():
             surrogate = find_surrogate(part)
@@ -142,7 +143,9 @@ def find_surrogate(loss: nn.Module) -> RetrievalLoss | None:
 
 @torch.no_grad()
 def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Tensor, "3"]:
-    """Three sums over this process's queries with a positive: AP, AP predicted by the surrogate, and their number.
+    """Return the sum of AP, the sum of the AP predicted by the surrogate, and the number of queries.
+
+    Only queries of this process that have a positive are included. Without a surrogate, the second sum is 0.
 
     Args:
         surrogate: a loss that approximates AP, or None.
@@ -152,7 +155,7 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
     sums = torch.zeros(3, dtype=torch.float64, device=float64_device(batch.embeddings.device))
     if len(local.embeddings) == 0:
         return sums
-    exact = BlackboxAPLoss(margin=0.0)  # with exact ranks and without a margin, its value is 1 - AP
+    exact = BlackboxAPLoss(margin=0.0)  # without a margin, the value of this loss is exactly 1 - AP
     ap = _ap_per_query(exact, local)
     has_positive = ~ap.isnan()
     sums[0] = ap[has_positive].sum()
@@ -163,7 +166,7 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
 
 
 def _local_queries(batch: RankedBatch) -> RankedBatch:
-    """Return the queries of this process, with all references."""
+    """Return a batch of the queries of this process and of all references."""
     if batch.ref_emb is None:
         ids = batch.ids
         if ids is None:
@@ -179,11 +182,11 @@ def _local_queries(batch: RankedBatch) -> RankedBatch:
 
 
 def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " query"]:
-    """Return 1 - the loss of each query, with the query excluded from its list; NaN if it has no positive."""
+    """Return 1 minus the loss of each query. A query is not in its own list; without a positive, the result is NaN."""
     loss = copy.copy(loss)
     loss.reduction, loss.class_balanced, loss.include_self = "none", False, False
-    loss._warned_of_no_positive = True  # the original loss gives the warning
-    # Call the method of the class: the copied instance attribute `of_batch` is the one that the monitor has set.
+    loss._warned_of_no_positive = True  # only the original loss issues this warning
+    # Call the method of the class, because the copy also has the attribute `of_batch` that the monitor has set.
     return 1 - to_float64(type(loss).of_batch(loss, batch))
 
 
@@ -193,12 +196,13 @@ class APMonitor(pl.Callback):
     `train/AP` is the exact AP of the lists that the loss ranks. `train/AP_e` is the approximation error |AP_pred - AP|
     of Smooth-AP (Brown et al., ECCV 2020, eq. 8 and Fig. 4), where AP_pred is 1 - the value of the loss on the same
     lists. AP and AP_pred are means over the queries. Both are logged whenever the Trainer logs a training step
-    (`log_every_n_steps`). For a `WeightedSum` or ROADMAP, AP_pred is that of the first term that approximates AP.
+    (`log_every_n_steps`). For a `WeightedSum` or ROADMAP, AP_pred is 1 - the value of the first term that approximates
+    AP.
 
     `val/decomposability_gap` and `test/decomposability_gap` are the gap of ROADMAP (Ramzi et al., NeurIPS 2021) on the
     evaluation set. The images of the set are split at random, the same way each time, into batches with as many classes
     and images per class as the first training batch. The gap is the mean AP within these batches minus the AP of the
-    full set. It is rarely below 0, because the lists of batches are shorter than those of the set.
+    full set. The gap is rarely below 0, because the lists within batches are shorter than the lists over the full set.
 
     Raises:
         ValueError: if the Trainer has no `RetrievalEvaluation`.
@@ -213,16 +217,16 @@ class APMonitor(pl.Callback):
         each evaluation, the ranks within the batches are computed.
 
     Relations:
-        If a memory extends the lists of the loss, it also extends the lists of `train/AP`. AP and AP_e ignore class
-        weights and a query in its own list (`class_balanced`, `include_self`). For losses that do not approximate AP in
-        [0, 1], AP_e is not logged and a warning is issued. The gap is logged only after a training batch.
+        If a memory extends the lists of the loss, it also extends the lists of `train/AP`. AP and AP_e are computed as
+        if `class_balanced` and `include_self` of the loss were False. For losses that do not approximate AP in [0, 1],
+        AP_e is not logged and a warning is issued. Before the first training batch, no gap is logged.
     """
 
     def __init__(self) -> None:
         self._classes, self._samples = 0, 0  # classes and images per class of the first training batch
         self._warned: set[str] = set()
-        self._observed: BatchLoss | None = None  # the loss, in a step whose AP is computed
-        self._sums: Tensor | None = None  # over the queries of this process: AP, AP_pred, 1
+        self._observed: BatchLoss | None = None  # the loss of the current step if AP is computed in this step
+        self._sums: Tensor | None = None  # the result of `sums_of_ap` for the current step
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         find_evaluation("APMonitor", trainer)
@@ -247,7 +251,7 @@ class APMonitor(pl.Callback):
         # Lightning has no public way to ask whether it logs this step.
         if self._classes == 0 or trainer._logger_connector.should_update_logs:
             loss: Any = pl_module.loss
-            loss.of_batch = functools.partial(self._value_of_batch, loss)  # removed at the end of the step
+            loss.of_batch = functools.partial(self._value_of_batch, loss)  # `_stop_observing` removes the attribute
             self._observed = loss
 
     def on_train_batch_end(
@@ -285,13 +289,13 @@ class APMonitor(pl.Callback):
         return value
 
     def _compute_ap(self, loss: BatchLoss, batch: RankedBatch) -> None:
-        """Compute the AP of the lists that the loss has just ranked, only for the first call in a step.
+        """Compute the AP of the lists that the loss has just ranked, only in the first call of a step.
 
-        In the first call, the lists are those of the batch.
+        In the first call, the loss ranks the lists of the batch.
         """
         if self._sums is not None:
             return
-        if isinstance(loss, ThirdPartyLoss):  # it may not rank the references
+        if isinstance(loss, ThirdPartyLoss):  # a third-party loss may not rank the references
             batch = RankedBatch(batch.embeddings, batch.labels)
         if self._classes == 0:
             counts = torch.unique(finest(batch.labels), return_counts=True)[1]

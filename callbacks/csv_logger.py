@@ -22,10 +22,9 @@ from lightning_retrieval.training.checkpoint_files import find_damage
 
 
 def run_folder(trainer: Any) -> Path:
-    """The folder for a run's logs, figures and config. A collective call: all ranks get the same folder.
+    """Return the folder for a run's logs, figures and config. This is a collective call: all ranks get the same folder.
 
-    For a logger without a folder for each run (Weights & Biases), this is the folder that holds Lightning's
-    checkpoints.
+    If the logger has no folder for each run (Weights & Biases), the result is the folder with Lightning's checkpoints.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -44,11 +43,11 @@ def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
     """Find the newest checkpoint that is not damaged. A killed run may leave a truncated checkpoint.
 
     Args:
-        owner: prefix of messages.
+        owner: prefix of warnings and error messages.
         folders: folders with checkpoints; folders that do not exist are skipped.
 
     Returns:
-        The path; None if there is no checkpoint.
+        The path of the checkpoint; None if there is no checkpoint.
 
     Raises:
         ValueError: if all checkpoints are damaged.
@@ -74,11 +73,11 @@ _POSITION = ("step", "epoch")  # columns that are not metrics
 
 
 class ResumableCSVLogger(CSVLogger):
-    """Lightning's `CSVLogger`, but a run that is continued uses the same folder and appends to its `metrics.csv`.
+    """Extends Lightning's `CSVLogger`: a continued run uses the folder of the run and appends to its `metrics.csv`.
 
     With Lightning's logger, a continued run gets a new folder or, with a fixed version, deletes the earlier rows. Here,
-    a row stays until the same metrics are logged for the same step again. Each row is written immediately, so that a
-    kill loses none; a line that a kill has truncated is removed when the run continues.
+    a row stays until the same metrics are logged for the same step again. Each row is written immediately, so a killed
+    run loses no row. If the kill has truncated a line, the line is removed when the run continues.
 
     Args:
         folder: folder of the run. Checkpoints are in its subfolder `checkpoints`, unless a `ModelCheckpoint` has a
@@ -114,7 +113,7 @@ class ResumableCSVLogger(CSVLogger):
 
     @rank_zero_only
     def log_before_checkpoint(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write a row before the checkpoint of its step. Lightning logs it again later; it is written only once."""
+        """Write the row of a step before its checkpoint. Lightning logs it again later; it is written only once."""
         self.experiment.log_early(dict(metrics), step)
 
     @property
@@ -126,7 +125,7 @@ class ResumableCSVLogger(CSVLogger):
 
 
 def other_loggers(configured: Any) -> list[Any]:
-    """The configured loggers, except Lightning's CSVLogger, which the logger for `--run_folder` replaces."""
+    """Return the configured loggers without Lightning's CSVLogger, which the logger for `--run_folder` replaces."""
     if not isinstance(configured, (list, tuple)):
         configured = [configured]
     return [logger for logger in configured if isinstance(logger, Logger) and not isinstance(logger, CSVLogger)]
@@ -141,8 +140,8 @@ class _ContinuedFile(ExperimentWriter):
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
         self._file = Path(self.metrics_file_path)
-        self._replaceable: dict[str, list[set[str]]] = {}  # metrics of rows that may be logged again, by step
-        self._written_early: dict[str, Any] | None = None  # a row that Lightning has not logged yet
+        self._replaceable: dict[str, list[set[str]]] = {}  # maps a step to metrics of replaceable rows
+        self._written_early: dict[str, Any] | None = None  # a written row that Lightning has not logged yet
         if self._file.exists():
             self._read_earlier()
 
@@ -159,14 +158,18 @@ class _ContinuedFile(ExperimentWriter):
             self._replaceable.setdefault(row["step"], []).append(_metrics_of(row))
 
     def log_early(self, metrics: dict[str, float], step: int) -> None:
-        """Write a row now that Lightning will log later."""
+        """Write a row immediately, before Lightning logs it."""
         self.log_metrics(metrics, step)
         early = self.metrics[-1]
         self.save()
         self._written_early = early
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Buffer a row until `save`. A row written early is skipped or, if it has new metrics, replaced."""
+        """Buffer a row until `save`.
+
+        If `log_early` has just written the same row, the row is skipped. If `log_early` has written another row for the
+        step, that row may be replaced.
+        """
         super().log_metrics(metrics_dict, step)
         early, self._written_early = self._written_early, None
         if early is None:
@@ -210,7 +213,7 @@ class _ContinuedFile(ExperimentWriter):
 
 
 def _put(rows: list[Mapping[str, Any]], new: Mapping[str, Any]) -> None:
-    """Put a row in place of the rows for the same step that share a metric with it; append it if there are none."""
+    """Replace the rows that share the step and a metric with a new row by the new row; append it if there are none."""
     replaced = []
     for position, row in enumerate(rows):
         if str(row["step"]) == str(new["step"]) and _metrics_of(row) & _metrics_of(new):
@@ -234,10 +237,12 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 class SameCheckpoint(pl.Callback):
-    """Raises on all processes if they would continue from different checkpoints, before one is loaded.
+    """Raises an error on all processes if two processes would continue from different checkpoints.
+
+    The error is raised before a checkpoint is loaded.
 
     Args:
-        owner: prefix of the message.
+        owner: prefix of the error message.
         checkpoint: the checkpoint from which this process continues; None for a new run.
     """
 
@@ -259,8 +264,9 @@ class SameCheckpoint(pl.Callback):
 
 
 class RowsBeforeCheckpoints(pl.Callback):
-    """Writes the metrics of a step before its checkpoint. Lightning logs them afterwards, which a kill may prevent.
+    """Writes the metrics of a step before its checkpoint.
 
+    Lightning logs the metrics after the checkpoint, so a run that is killed between the two would lose the metrics.
     This callback must come before the callbacks that write checkpoints.
 
     Args:
@@ -271,7 +277,7 @@ class RowsBeforeCheckpoints(pl.Callback):
         self.logger = logger
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Write the row that Lightning is about to log."""
+        """Write the metrics that Lightning is about to log."""
         connector = trainer._logger_connector
         metrics = convert_tensors_to_scalars(connector.metrics["log"])
         if connector.should_update_logs and metrics:
@@ -280,7 +286,7 @@ class RowsBeforeCheckpoints(pl.Callback):
 
 
 def _fingerprint(checkpoint: Path | None) -> tuple[tuple[str, int], ...]:
-    """Names and checksums of the records in a checkpoint."""
+    """Return the names and the checksums of the records in a checkpoint."""
     if checkpoint is None:
         return ()
     with zipfile.ZipFile(checkpoint) as archive:

@@ -1,8 +1,9 @@
-"""Figures of training and of evaluation sets: PNG files in the run's log folder, also sent to loggers of images.
+"""Callbacks that draw figures of training and of evaluation sets.
 
-This file has the base class of the callbacks that draw each evaluation set, and the callbacks for three figures: the
-mean precision at each recall, the densities of the similarities of positive and of negative pairs, and a metric with
-the training loss over the optimizer steps.
+Figures are PNG files in the run's log folder, and are also sent to loggers that accept images. This file has the base
+class of the callbacks that draw each evaluation set, and the callbacks for three figures: the mean precision at each
+level of recall; the densities of the similarities of positive and of negative pairs; and a metric and the training loss
+against the optimizer steps.
 """
 
 import io
@@ -34,7 +35,7 @@ Drawing = Union[Image.Image, "Figure"]
 
 
 def new_figure(width: float = 6.4, height: float = 3.6) -> "Figure":
-    """Create an empty figure; sizes are in inches. Avoids pyplot, which has global state."""
+    """Create an empty figure, with sizes in inches, without pyplot, which has global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
@@ -46,7 +47,7 @@ def save_and_log(trainer: pl.Trainer, path: Path, key: str, drawing: Drawing) ->
     Args:
         trainer: the trainer with the loggers.
         path: path of the file. An existing file is replaced atomically.
-        key: the name in the loggers, the same for all steps.
+        key: name of the image in the loggers, the same for all steps.
         drawing: an image, or a figure of matplotlib.
     """
     image = _as_image(drawing)
@@ -74,8 +75,9 @@ class EvaluationFigure(pl.Callback, ABC):
     """Base class of the callbacks that draw each evaluation set collected by `RetrievalEvaluation`.
 
     The PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights &
-    Biases) gets them too. A subclass defines `draw`, and may set `file_prefix`, the prefix of its file names, and
-    `ranked_by_label_only = False` if it can draw sets of any metric, not only of `RetrievalMetrics`.
+    Biases) gets them too. A subclass defines `draw`, and may set `file_prefix`, the prefix of its file names. If a
+    subclass can draw evaluation sets of any metric, not only of `RetrievalMetrics`, it sets
+    `ranked_by_label_only = False`.
 
     Args:
         every_n_epochs: number of epochs between two figures of the validation sets, >= 1. Test sets are always drawn.
@@ -141,8 +143,9 @@ class PrecisionRecallCurve(EvaluationFigure):
 
     The precision of a query at recall r is interpolated as in TREC and PASCAL VOC: it is the highest precision at any
     recall of at least r. The curve is the mean over the queries that have a positive, at r = 0, 0.01, ..., 1. The area
-    under it is slightly larger than mAP, which does not interpolate. The PNG files are in `retrieval/` of the run's log
-    folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them too.
+    under the curve is slightly larger than mAP, because mAP uses precision without interpolation. The PNG files are in
+    `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them
+    too.
 
     Args:
         every_n_epochs: number of epochs between two figures of the validation sets, >= 1. Test sets are always drawn.
@@ -178,12 +181,12 @@ class PrecisionRecallCurve(EvaluationFigure):
         return figure
 
 
-_FINE_BINS = 20_000  # bins from -1 to 1 for counting pairs before the occupied range is known
+_FINE_BINS = 20_000  # number of bins from -1 to 1 in which pairs are counted first
 _COLOURS = {"positive": "tab:green", "negative": "tab:red"}
 
 
 def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor, "2 bins"], Float[Tensor, " edge"]]:
-    """Merge fine bins into at most `bins` equal bins over the occupied range; returns the bins and their edges.
+    """Merge fine bins into at most `bins` equal bins over the occupied range; return their counts and their edges.
 
     Args:
         counts: numbers of positive and of negative pairs in equal bins from -1 to 1.
@@ -207,9 +210,9 @@ class ScoreHistogram(EvaluationFigure):
     """Plots the densities of the similarities of positive and of negative pairs, and logs their overlap.
 
     The pairs are all pairs (query, candidate) of the evaluation set, not a sample. A query is not its own candidate.
-    `val/score_overlap` is the area under both densities, computed from the bins: 0 if a threshold separates positives
-    from negatives, 1 if the densities are equal, and NaN if the set has no positive pair. The PNG files are in
-    `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them
+    `val/score_overlap` is the area that lies under both densities, computed from the bins: 0 if a threshold separates
+    positives from negatives, 1 if the densities are equal, and NaN if the set has no positive pair. The PNG files are
+    in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them
     too.
 
     Args:
@@ -268,7 +271,7 @@ class TrainingCurve(pl.Callback):
     Biases). The checkpoint contains the points of the curve, so a resumed run continues it.
 
     Args:
-        metric: the name under which the metric is logged.
+        metric: name of the logged metric.
 
     Raises:
         ValueError: if the metric has not been logged by the end of a validation.
@@ -301,7 +304,7 @@ class TrainingCurve(pl.Callback):
                 f"{sorted(trainer.callback_metrics)}."
             )
         self.points.append([trainer.global_step, float(trainer.callback_metrics[self.metric])])
-        folder = run_folder(trainer)  # all processes must call it
+        folder = run_folder(trainer)  # a collective call, so it comes before the check of the rank
         if trainer.is_global_zero:
             save_and_log(trainer, folder / "curve.png", "retrieval/curve", self._draw())
 

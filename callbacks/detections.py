@@ -19,12 +19,13 @@ class DetectionPicture(pl.Callback):
     """Draws the first test images with their objects and detections, and the AP50 of each class, at the end of a test.
 
     The file is `detections.png` in the log folder of the run. Every logger that accepts images (TensorBoard, Weights &
-    Biases) gets it too. Objects have a solid green box, detections a dashed orange one with class and score.
+    Biases) gets the picture too. An object has a solid green box; a detection has a dashed orange box with its class
+    and score.
 
     Args:
         images: number of images, >= 1.
-        detections: number of detections to draw in an image, >= 1: those with the highest scores. There is no
-            threshold, since a rank-based loss determines only the order of scores, not their values.
+        detections: number of detections to draw in each image, >= 1. The detections with the highest scores are drawn,
+            without a score threshold, since a rank-based loss determines only the order of scores, not their values.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -34,7 +35,7 @@ class DetectionPicture(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[DetectionPicture(images=4)], logger=False, enable_checkpointing=False)
 
     Relations:
-        For `DetectionModule`, whose `test_step` returns the detections.
+        This callback is for `DetectionModule`, whose `test_step` returns the detections.
     """
 
     def __init__(self, images: int = 8, *, detections: int = 5) -> None:
@@ -93,7 +94,7 @@ class DetectionPicture(pl.Callback):
 
 
 def _class_values(trainer: pl.Trainer) -> dict[str, float]:
-    """{class: AP50}, as logged by the module."""
+    """Return the AP50 of each class that the module has logged, with 0 instead of NaN."""
     prefix = "test/AP50/"
     found = {}
     for key, value in trainer.callback_metrics.items():

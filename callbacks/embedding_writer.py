@@ -1,6 +1,6 @@
 """Writes the embeddings of `Trainer.predict` to a folder, in the format of `lightning-retrieval embed`.
 
-Each process embeds the images of some of the missing files, with a loader of only these images.
+Each process embeds the images of some of the missing files, and loads only these images.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class LoadedSet:
     Args:
         owner: prefix of error messages.
         dataset: any data set. An `ImageSet` has paths, and may skip unreadable images.
-        about: plain values to store in an index of the embeddings, with `checkpoint_sha256` and `preparation`.
+        about: plain values that an index of the embeddings stores, among them `checkpoint_sha256` and `preparation`.
     """
 
     def __init__(self, owner: str, dataset: Any, about: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class LoadedSet:
         self.begin([])
 
     def fields(self, images: int) -> Iterator[Sequence[Any]]:
-        """For each image, its path and box (or else its position) and its label."""
+        """Yield the path and the box of each image, or its position if the data set has no paths, and its label."""
         labels = getattr(self.dataset, "labels", None)
         for position in range(images):
             fields: list[Any] = [position]
@@ -63,14 +63,14 @@ class LoadedSet:
             yield fields
 
     def image_files(self, positions: range) -> str:
-        """The digest of the files of the images at these positions; "" for a data set without image files."""
+        """Return the digest of the image files at some positions; "" for a data set without image files."""
         root = getattr(self.dataset, "root", None)
         if self.index is None or root is None:
             return ""
         return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
 
     def begin(self, ranges: Sequence[range]) -> None:
-        """Set the positions of the images to expect."""
+        """Set the positions of the images whose embeddings will follow, in this order."""
         self._expected: Iterator[int] = chain.from_iterable(ranges)
 
     def dim_of(self, outputs: Any) -> int:
@@ -112,7 +112,7 @@ class LoadedSet:
         skipped = set(self.dataset.skipped)
         for row, position in enumerate(ids.tolist()):
             path = self.index.paths[position]
-            if path in skipped:  # the black image in place of a batch without a readable image
+            if path in skipped:  # a black image, which replaces a batch without a readable image
                 continue
             self._skip_to(position, skipped, collector)
             part = slice(row, row + 1)
@@ -125,7 +125,7 @@ class LoadedSet:
             self._skip_to(None, set(self.dataset.skipped), collector)
 
     def _skip_to(self, position: int | None, skipped: set[str], collector: ShardCollector) -> None:
-        """Record the expected images before a position as unreadable; raise if one of them was not skipped."""
+        """Record the expected images before a position as unreadable; raise if one of these images was not skipped."""
         for between in self._expected:
             if between == position:
                 return
@@ -139,7 +139,7 @@ class LoadedSet:
 
 
 def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) -> dict[str, Any]:
-    """Plain values to store in an index of the embeddings: the model, the preparation and the folder of the images."""
+    """Return plain values that an index of the embeddings stores: model, preparation and folder of the images."""
     checkpoint = trainer.ckpt_path
     about: dict[str, Any] = {"preparation": _preparation(trainer), "preparation_from": "checkpoint"}
     if checkpoint is not None and Path(checkpoint).is_file():
@@ -162,7 +162,7 @@ def _index_of(dataset: Any) -> Any:
 
 
 def _label_texts(labels: Tensor | None, index: Any, rows: int) -> list[str | None]:
-    """The class of each row as text: its name if it has one, else its number."""
+    """Return the class of each row as text: the name of the class if there are names, else its number."""
     if labels is None:
         return [None] * rows
     names = getattr(index, "names", None)
@@ -205,7 +205,7 @@ KEPT = (
     "multiprocessing_context",
     "generator",
     "prefetch_factor",
-)  # settings of a `DataLoader` that the new loader copies
+)  # settings of the original `DataLoader` that `ShardLoader` uses too
 
 
 class RangeBatches(Sampler[list[int]]):
@@ -230,7 +230,7 @@ class RangeBatches(Sampler[list[int]]):
 
 
 def is_in_order(loader: Any) -> bool:
-    """Whether a loader yields all images of a data set once, in order, so that they can be distributed in shards."""
+    """Whether a loader yields all images of a data set once and in order. Only such images are cut into shards."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     if type(loader).__iter__ is not DataLoader.__iter__:  # a subclass that does more than loading
@@ -246,9 +246,9 @@ class ShardLoader:
     This class is not a `DataLoader`, because Lightning would replace the batch sampler of a `DataLoader`.
 
     Args:
-        loader: a loader of all images, see `is_in_order`.
+        loader: a loader of all images, for which `is_in_order` is True.
         ranges: positions of the images; no batch spans two ranges.
-        has_length: whether `len` works. It must not if a process has no batch.
+        has_length: whether `len` works; must be False if any process has no batch.
     """
 
     def __init__(self, loader: DataLoader[Any], ranges: Sequence[range], *, has_length: bool) -> None:
@@ -264,7 +264,7 @@ class ShardLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """A generator, so that workers do not start before the first batch: Lightning also calls `iter` as a check."""
+        """Yield the batches. This is a generator, so `iter`, which Lightning calls as a check, starts no workers."""
         yield from self._loader
 
 
@@ -287,23 +287,25 @@ class EmbeddingWriter(pl.Callback):
     """Writes the outputs of `predict_step` to a folder of Parquet or .npy files, instead of keeping them in memory.
 
     Each file has the embeddings of `shard_size` images with their ids, paths and labels, and appears when it is
-    complete. With several prediction sets, each gets a folder, named after the set or its number.
+    complete. If there are several prediction sets, each set gets a subfolder with the name or the number of the set.
 
-    Each process embeds the images of entire missing files. So no image is embedded twice, the files do not depend on
-    the number of processes, and after a kill the same command continues, even with another number of processes.
+    The missing files are distributed over the processes, and each process embeds all images of its files. So no image
+    is embedded twice, and the files do not depend on the number of processes. If a run was killed, the same command
+    continues it, even with another number of processes.
 
     Args:
-        output: folder of the embeddings: new, or begun with the same model and images. Existing files are written again
-            only if the size or the modification time of one of their images has changed.
+        output: folder of the embeddings. The folder must be new, or begun with the same model and images. Existing
+            files are written again only if the size or the modification time of one of their images has changed.
         file_format: `"parquet"`, or `"npy"` with a JSON file for each .npy file.
         shard_size: number of images per file, >= 1.
-        dtype: type of the numbers in the files, `"float32"` or `"float16"`, which takes half the space.
+        dtype: type of the numbers in the files, `"float32"` or `"float16"`; `"float16"` takes half the space.
 
     Raises:
-        ValueError: if a value is out of its range; when the prediction begins, on all processes, if the folder holds
-            embeddings of another model or of other images, a damaged file, or other files, if processes have different
-            images, or if there are several processes and the loader does not yield all images in order; for a batch, if
-            the numbers of ids or labels and of embeddings differ, or images do not come in the order of their ids.
+        ValueError: if an argument is out of its range. The error is also raised on all processes when the prediction
+            begins: if the folder holds embeddings of another model or of other images, a damaged file or unrelated
+            files; if processes have different images; or if there are several processes and the loader does not yield
+            all images in order. It is raised for a batch if the number of ids or of labels is not the number of
+            embeddings, or if images do not come in the order of their ids.
         ModuleNotFoundError: when the prediction begins, if pyarrow is not installed and the format is Parquet.
         TypeError: if `predict_step` does not return a dict with `embeddings`.
         ConnectionError: at the end, if another process has ended early or is late.
@@ -322,8 +324,8 @@ class EmbeddingWriter(pl.Callback):
         (10, 4)
 
     Cost:
-        Memory for the embeddings of one file. At the end, processes wait for each other, but not longer than the
-        timeout of the process group (by default 30 minutes).
+        Each process keeps the embeddings of one file in memory. At the end, processes wait for each other, but not
+        longer than the timeout of the process group (by default 30 minutes).
 
     Relations:
         `lightning-retrieval predict` uses this callback. `lightning-retrieval embed` writes the same files without a
@@ -356,7 +358,7 @@ class EmbeddingWriter(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make Lightning load only the images that this process embeds.
 
-        The loaders are replaced when the prediction loop requests them, which is after the weights have been restored.
+        The loaders are replaced when the prediction loop requests them, after the weights have been restored.
         """
         if stage != "predict":
             return
@@ -426,7 +428,7 @@ class EmbeddingWriter(pl.Callback):
         return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
 
     def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
-        """The manifest of the folder to write; raises if the files cannot be written with these settings and loader."""
+        """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
         if self.file_format == "parquet":
             load_pyarrow(self.owner)
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
@@ -456,7 +458,7 @@ class EmbeddingWriter(pl.Callback):
         self._current = None
 
     def _forget(self, trainer: pl.Trainer) -> None:
-        """Release the locks of the folders, and drop rows that have not been written."""
+        """Restore the original loaders, release the locks of the folders, and drop rows that have not been written."""
         vars(trainer.predict_loop._data_source).pop("dataloader", None)
         for begun in self._begun:
             begun.shared.close()
@@ -466,7 +468,7 @@ class EmbeddingWriter(pl.Callback):
 
 @dataclass
 class _BegunSet:
-    """A prediction set with the folder that it is written to.
+    """A prediction set with the folder of its embeddings.
 
     Args:
         shared: the folder, whose lock is held.

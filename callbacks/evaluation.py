@@ -35,7 +35,7 @@ from lightning_retrieval.ranking.labels import check_dims
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Context with a module in evaluation mode; on exit, each submodule returns to its previous mode."""
+    """Put a module into evaluation mode within a context; on exit, each submodule returns to its previous mode."""
     was_training = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -54,12 +54,12 @@ def batches_on_device(trainer: pl.Trainer, batches: Iterable[Any], description: 
 
 
 def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluation_set: EvaluationSet) -> None:
-    """Call `test_step` with each batch of a test set, as the Trainer's test loop does, and collect its outputs.
+    """Call `test_step` with each batch of a test set, as the Trainer's test loop does, and collect the outputs.
 
     Args:
-        trainer: its precision, device and `limit_test_batches` are used.
+        trainer: the Trainer whose precision, device and `limit_test_batches` are used.
         pl_module: the module to evaluate; its state is not changed.
-        evaluation_set: collects the outputs.
+        evaluation_set: the test set, which collects the outputs.
     """
     loader = evaluation_set.loader
     batches = itertools.islice(loader, limited_length(loader, trainer.limit_test_batches))
@@ -70,12 +70,12 @@ def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluat
 
 
 def is_count(name: str) -> bool:
-    """Return whether a metric is a number of skipped queries, so that its highest value is not its best."""
+    """Return whether a metric is a number of skipped queries. For such a number, higher is not better."""
     return "skipped_queries" in name.split("/")
 
 
 def update_best(best: dict[str, float], results: Mapping[str, float]) -> None:
-    """Replace the best value of each metric by the current value if it is higher; NaN and counts are ignored."""
+    """Replace the best value of each metric by the current value if this is higher; ignore NaN and counts."""
     for name, value in results.items():
         if math.isnan(value) or is_count(name):
             continue
@@ -105,7 +105,7 @@ def log_best(trainer: pl.Trainer, best: Mapping[str, float]) -> None:
 
 _COLUMN_WIDTH = 12
 _DIGITS = 4
-# The columns before the trained network: their titles, and the network that each describes.
+# Titles of the columns to the left of the trained network, and descriptions of the networks in these columns.
 _BEFORE = {"backbone": "the pooled features of its backbone", "untrained": "the untrained network"}
 
 
@@ -135,10 +135,10 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
-    """A warning with advice if training has made a network worse; None if it has not.
+    """Return a warning with advice if training has made a network worse; None if it has not.
 
     Args:
-        columns: as for `results_table`: optionally `"backbone"` and `"untrained"`, then the trained network.
+        columns: the argument of `results_table`: optionally `"backbone"` and `"untrained"`, then the trained network.
     """
     trained = list(columns.values())[-1]
     for name in _leading_metrics(trained):
@@ -155,15 +155,15 @@ def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
 
 
 def _leading_metrics(results: Mapping[str, float]) -> list[str]:
-    """The names of mAP in all sets; if no set has one, the name of the first metric that is not a count."""
+    """Return the name of the mAP of each set; if no set has mAP, the name of the first metric that is not a count."""
     leading = [name for name in results if name.rpartition("/")[2] == "mAP"]
     return leading or [name for name in results if not is_count(name)][:1]
 
 
 def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
-    """Log values that are equal on all processes without averaging them, which would change their last digits."""
+    """Log values that are equal on all processes, without averaging, which would cause rounding errors."""
     for name in values:
-        # With several processes, Lightning recommends sync_dist=True.
+        # With several processes, Lightning would issue a warning that recommends sync_dist=True.
         warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
     pl_module.log_dict(values, rank_zero_only=False, sync_dist=False)
 
@@ -172,38 +172,42 @@ class RetrievalEvaluation(pl.Callback):
     """Computes `RetrievalMetrics` over each validation and test set, and logs `val/mAP`, `test/R@1` and so on.
 
     The module's `validation_step` and `test_step` return a dict with `embeddings`, `labels` and, if the batches have
-    them, `ids`, `roles` (1 for a query, 2 for a gallery image, 3 for both), `instances` (the images of an instance are
-    averaged) and `cameras` (images with the query's label and camera are not in its list). All processes compute and
-    log the same values, so `ModelCheckpoint(monitor="val/mAP", mode="max")` and early stopping work. Several evaluation
-    sets are logged as `val/0/mAP` and `val/1/mAP`, or by the names of a dict of data loaders, as `val/small/mAP`. The
-    sanity check is skipped, because it covers only a few batches.
+    them, `ids`, `roles`, `instances` and `cameras`. A role is 1 for a query, 2 for a gallery image, and 3 for both. The
+    embeddings of the images of one instance are averaged. Images with the label and the camera of a query are not in
+    the list of this query.
+
+    All processes compute and log the same values, so `ModelCheckpoint(monitor="val/mAP", mode="max")` and early
+    stopping work. Several evaluation sets are logged as `val/0/mAP` and `val/1/mAP`, or with the names of a dict of
+    data loaders, as `val/small/mAP`. The sanity check is skipped, because it covers only a few batches.
 
     A data set with another evaluation protocol has a method `metrics(ks, **settings)` that returns another
     `EmbeddingMetric`, as `lightning_retrieval.callbacks.evaluation_sets.MetricProvider` declares.
 
     Args:
         ks: the k of R@k, each >= 1.
-        before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...` at
-            step 0. For an `Embedder`, also evaluate the backbone's pooled features without the new head, logged as
-            `backbone/test/...`; they show the quality of the pretrained weights alone. The table of a test after
-            training compares the three, with a warning if training has made the network worse. A resumed run skips this
-            evaluation.
-        map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with another metric ignore this and the next
-            three arguments.
+        before_fit: whether to evaluate the test set with the untrained model before training, and log the results as
+            `test/...` at step 0. The pooled features of the backbone of an `Embedder` are then evaluated, too, without
+            the new head, and logged as `backbone/test/...`; these results show the quality of the pretrained weights
+            alone. The table of a test after training compares the backbone, the untrained and the trained network, with
+            a warning if training has made the network worse. A resumed run skips the evaluation before training.
+        map_ks: the k of mAP@k, each >= 1; empty for no mAP@k. Data sets with another metric ignore `map_ks`,
+            `map_divisor`, `extra_metrics` and `dims`.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
         extra_metrics: names of metrics to log as well, such as `"mINP"`, `"precision@10"`, `"recall@10"`, `"MRR@10"`
             and `"NDCG@10"`, see `RetrievalMetrics`.
-        dims: numbers of dimensions, in ascending order, at which the metrics are also computed, from the first
-            dimensions of the embeddings, and logged as `val/mAP/64d` and so on; for models trained with `NestedLoss`.
-        query_expansion: applied to the queries before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for no
-            expansion.
-        database_augmentation: applied to the gallery before the query expansion, such as `DatabaseAugmentation()`; None
-            for none.
-        embeddings_on_cpu: keep the embeddings in main memory, and move them to the device block by block for ranking.
+        dims: ascending numbers of dimensions, for models trained with `NestedLoss`. For each number d, the metrics are
+            also computed from the first d dimensions of the embeddings, and logged as `val/mAP/64d` and so on.
+        query_expansion: the expansion of the queries before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for
+            no expansion.
+        database_augmentation: the augmentation of the gallery before the query expansion, such as
+            `DatabaseAugmentation()`; None for no augmentation.
+        embeddings_on_cpu: whether to keep the embeddings in main memory, and move them to the device block by block for
+            ranking.
 
     Raises:
-        ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, or `before_fit` is set and
-            there is no test set, or `dims` does not ascend; in an evaluation, if `dims` is larger than the embeddings.
+        ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, `dims` does not ascend, or
+            `before_fit` is set without a test set; in an evaluation, if one of `dims` is larger than the dimension of
+            the embeddings.
         TypeError: if a flag is not a bool, or `query_expansion` or `database_augmentation` is not callable; in an
             evaluation, if the module's step does not return `embeddings` and `labels`.
 
@@ -215,7 +219,7 @@ class RetrievalEvaluation(pl.Callback):
     Cost:
         Each of W processes keeps the embeddings of its images and, while metrics are computed, a copy of 1 / W of all
         embeddings, see `RetrievalMetrics`. `QueryExpansion` and `DatabaseAugmentation` need another such copy, and k
-        neighbours of each row; for any other class or function, each process gathers all embeddings.
+        neighbours of each row. With an expansion or augmentation of your own, each process gathers all embeddings.
 
     Relations:
         `RetrievalGallery` draws the evaluation sets that this callback collects. The highest value of each metric of a
@@ -237,7 +241,7 @@ class RetrievalEvaluation(pl.Callback):
         embeddings_on_cpu: bool = False,
     ) -> None:
         owner = "RetrievalEvaluation"
-        # Raises errors of the metrics' settings now instead of after the first epoch.
+        # Settings of the metrics are checked here, so that errors are raised before the first epoch.
         self.ks = check_counts(owner, "ks", ks)
         self.map_ks = check_counts(owner, "map_ks", map_ks, may_be_empty=True)
         self.map_divisor: Divisor = check_choice(owner, "map_divisor", map_divisor, get_args(Divisor))
@@ -252,7 +256,7 @@ class RetrievalEvaluation(pl.Callback):
         )
         self.before_fit = check_bool(owner, "before_fit", before_fit)
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
-        self.sets: list[EvaluationSet] = []  # hold embeddings from the start to the end of an evaluation
+        self.sets: list[EvaluationSet] = []  # these hold embeddings only during an evaluation
         # The results of the last evaluation, for "val", "test", "untrained" and "backbone".
         self.results: dict[str, dict[str, float]] = {}
         self.best: dict[str, float] = {}
@@ -268,7 +272,8 @@ class RetrievalEvaluation(pl.Callback):
         logged = dict(self.results["untrained"])
         embedder = getattr(pl_module, "embedder", None)
         whitening = getattr(pl_module, "whitening", None)
-        is_whitened = whitening is not None and whitening.learned is not None  # not applicable to features
+        # A learned whitening does not fit the pooled features, which have another dimension or distribution.
+        is_whitened = whitening is not None and whitening.learned is not None
         if isinstance(embedder, Embedder) and not is_whitened:
             with embedder.without_head():
                 self.results["backbone"] = self._test_untrained(trainer, pl_module, ())
@@ -349,7 +354,7 @@ class RetrievalEvaluation(pl.Callback):
             self.sets.append(EvaluationSet(prefix, loader, metrics))
 
     def _create_metrics(self, loader: Any, sync_on_compute: bool, dims: Sequence[int]) -> EmbeddingMetric:
-        """Create the data set's own metric if it provides one, else `RetrievalMetrics`."""
+        """Create the metric that the data set provides if it is a `MetricProvider`, else `RetrievalMetrics`."""
         settings: dict[str, Any] = {
             "query_expansion": self.query_expansion,
             "database_augmentation": self.database_augmentation,
@@ -437,7 +442,7 @@ def sets_ranked_by_label(owner: str, trainer: pl.Trainer, warned: set[str]) -> I
     Args:
         owner: name of the callback, for the messages.
         trainer: a trainer with a `RetrievalEvaluation`.
-        warned: prefixes of the sets for which a warning was issued; updated.
+        warned: prefixes of the sets for which a warning was issued. The function adds further prefixes.
     """
     for evaluation_set in find_evaluation(owner, trainer).sets:
         prefix, metrics = evaluation_set.prefix, evaluation_set.metrics

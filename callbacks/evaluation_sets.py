@@ -50,7 +50,7 @@ def set_prefixes(stage: str, loaders: Any) -> list[str]:
 
 
 def batch_indices(loader: Any) -> Iterator[list[int]] | None:
-    """Return the dataset indices of each batch of this process, or None if they cannot be known in advance."""
+    """Return the dataset indices of each batch of this process, or None if the indices are not known in advance."""
     # A custom batch sampler may yield other batches each time it is iterated.
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return None
@@ -142,9 +142,9 @@ class EvaluationSet:
             outputs: the return value of the step.
 
         Raises:
-            TypeError: if the outputs are not those that `RetrievalEvaluation` expects. With several processes, the
-                error is raised later, on all processes, when the metrics are computed; otherwise the other processes
-                would wait forever.
+            TypeError: if `RetrievalEvaluation` cannot use the outputs. With several processes, the error is raised
+                later, on all processes, when the metrics are computed; otherwise the other processes would wait
+                forever.
         """
         indices = None
         if self._batch_indices is not None:
@@ -166,7 +166,7 @@ class EvaluationSet:
     def compute(self) -> dict[str, Tensor]:
         """Compute the metrics; the prefix is added to their names."""
         with warnings.catch_warnings():
-            # A process without a batch of this set still takes part in the computation.
+            # A process without a batch of this set still takes part in the computation, so this warning is ignored.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
             values = self.metrics.compute()
         return {f"{self.prefix}{name}": value for name, value in values.items()}

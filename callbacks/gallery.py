@@ -1,4 +1,4 @@
-"""Draws queries and the images that the model ranks first for them, one row of pictures for each query."""
+"""Draws one row of pictures for each query: the query and the images that the model ranks first."""
 
 import math
 import warnings
@@ -23,7 +23,7 @@ from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.training.step import unpack
 
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
-_TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # pixels
+_TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # lengths in pixels
 _SIDE = _TILE + 2 * _BORDER
 _BLOCK_GALLERY = 1 << 14  # number of gallery images that are scored at a time
 
@@ -47,7 +47,7 @@ class GalleryRow(NamedTuple):
 
 
 def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image.Image:
-    """Load an image of a data set, as the input of the model, and convert it to RGB.
+    """Load an image of a data set in the form that the model receives, and convert it to an RGB image.
 
     Raises:
         ValueError: if there is no such image, its id is not its index, or it cannot be drawn.
@@ -80,8 +80,9 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
 def as_image(tensor: Shaped[Tensor, "channel height width"], transform: Any = None) -> Image.Image:
     """Convert a tensor to an RGB image, with its true colours if they are known.
 
-    Values from 0 to 1 and uint8 are colours. If the transform of the data set ends with a normalisation, it is undone.
-    Other values are stretched to the full range, by the same factor for all channels.
+    Tensors of uint8 and values from 0 to 1 are taken as colours. If the transform of the data set ends with a
+    normalisation, the normalisation is undone. Other values are stretched to the full range, by the same factor for all
+    channels.
 
     Args:
         tensor: the input of the model.
@@ -95,7 +96,7 @@ def as_image(tensor: Shaped[Tensor, "channel height width"], transform: Any = No
 
 
 def _levels(tensor: Tensor, transform: Any) -> Tensor:
-    """The image as uint8."""
+    """Return the image in uint8."""
     if tensor.dtype == torch.uint8:
         return tensor
     normalization = _normalization(transform, len(tensor))
@@ -109,11 +110,11 @@ def _levels(tensor: Tensor, transform: Any) -> Tensor:
 
 
 def _normalization(transform: Any, channels: int) -> Preparation | None:
-    """A `Preparation` that can undo the normalisation of a transform: the transform, or one made from its last step.
+    """Return a `Preparation` that can undo the normalisation of a transform; None if there is none.
 
-    None if that is not possible.
+    The result is the transform itself if it is a `Preparation`, else it is created from a last step `Normalize`.
     """
-    transform = getattr(transform, "current", transform)  # a data module's transform, which may change
+    transform = getattr(transform, "current", transform)  # `current` is the present transform of a data module
     if isinstance(transform, Preparation) and transform.channels == channels:
         return transform
     steps = getattr(transform, "transforms", None)
@@ -131,7 +132,7 @@ def draw_gallery(rows: Sequence[GalleryRow], load: Callable[[int], Image.Image],
 
     Args:
         rows: the rows to draw.
-        load: returns the image with an id.
+        load: function that returns the image with a given id.
         k: number of columns after the column of the queries.
     """
     width = (k + 1) * (_SIDE + _GAP) + 3 * _GAP
@@ -156,7 +157,7 @@ def draw_gallery(rows: Sequence[GalleryRow], load: Callable[[int], Image.Image],
 def _left(column: int) -> int:
     left = _GAP + column * (_SIDE + _GAP)
     if column > 0:
-        left += 2 * _GAP  # between the query and its list
+        left += 2 * _GAP  # wider gap between the query and its list
     return left
 
 
@@ -176,7 +177,7 @@ def _draw_tile(canvas: Image.Image, column: int, top: int, image: Image.Image, c
 def query_ap(
     metrics: EmbeddingMetric, query_ids: Int[Tensor, " query"]
 ) -> tuple[Int[Tensor, " query"], Float[Tensor, " query"] | None]:
-    """Return the ids of the queries in ascending order, and the AP of each list, None if it is not known."""
+    """Return the ids of the queries in ascending order, and the AP of each query, or None if AP is not known."""
     if isinstance(metrics, RetrievalMetrics) and is_ranked_by_label(metrics):
         table = metrics.per_query()
         return table["ids"], table["AP"]
@@ -200,7 +201,7 @@ def choose_queries(
 def nearest_images(
     metrics: EmbeddingMetric, lists: QueryGallery, chosen: Int[Tensor, " chosen"], k: int
 ) -> list[tuple[int, list[Hit]]]:
-    """Return, for each chosen query, its id and the first k images of its list, ranked as for the metrics."""
+    """Return the id and the first k ranked images of each chosen query. The ranking is that of the metrics."""
     ids = lists.gallery_ids
     if len(chosen) == 0 or len(ids) == 0:
         return [(query, []) for query in chosen.tolist()]
@@ -244,17 +245,18 @@ class RetrievalGallery(EvaluationFigure):
     written above it. The PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images
     (TensorBoard, Weights & Biases) gets them too.
 
-    Images have their true colours: their normalisation is undone if the transform of the data set is a
-    `Preparation` or ends with a step `Normalize`, and values from 0 to 1 are colours. Other values are stretched to the
-    full range.
+    Images are drawn in their true colours, if these are known: values from 0 to 1 are taken as colours, and a
+    normalisation is undone if the transform of the data set is a `Preparation` or ends with a step `Normalize`. Other
+    values are stretched to the full range.
 
     Args:
         queries: number of queries, >= 1.
         k: number of nearest images of each query, >= 1.
         every_n_epochs: number of epochs between two galleries of the validation sets, >= 1. Test sets are always drawn.
-        order: which queries to draw: `"spread"`: spread evenly over the evaluation set, the same each time;
-            `"hardest"`: those with the lowest AP, in ascending order; `"quantiles"`: at evenly spaced quantiles of AP,
-            in ascending order. Queries without a relevant candidate have no AP; only `"spread"` draws them.
+        order: which queries to draw. `"spread"`: queries spread evenly over the evaluation set, the same each time;
+            `"hardest"`: the queries with the lowest AP, in ascending order of AP; `"quantiles"`: queries at evenly
+            spaced quantiles of AP, in ascending order of AP. A query without a relevant candidate has no AP; only
+            `"spread"` draws such queries.
 
     Raises:
         ValueError: if a number is below 1, `order` is unknown, or the Trainer has no `RetrievalEvaluation`.
@@ -270,9 +272,9 @@ class RetrievalGallery(EvaluationFigure):
 
     Relations:
         The lists are the same as for the metrics, including post-processing. An instance is represented by its first
-        image, and junk images are not drawn. If the images of a set cannot be drawn (its ids do not index it, or it
-        holds vectors), a warning is issued instead. For sets with another metric than `RetrievalMetrics`, the AP of the
-        drawn list is not known, and queries are chosen by `"spread"`.
+        image, and junk images are not drawn. If the images of a set cannot be drawn (the ids do not index the set, or
+        the set holds vectors), a warning is issued instead. For sets with another metric than `RetrievalMetrics`, AP is
+        not known, and queries are chosen by `"spread"`.
     """
 
     ranked_by_label_only = False

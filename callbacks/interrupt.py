@@ -1,10 +1,10 @@
-"""Saves a checkpoint on Ctrl-C, from which training continues exactly, with one or several processes.
+"""Saves a checkpoint when Ctrl-C ends training, so that training can be continued exactly, on one or more processes.
 
-Several processes must save it after the same step, but the signal may reach them in different steps, or reach only one
-of them. They agree through the key-value store of their process group: before a step, a process that has received the
-signal writes the number of this step to the store, as the last step; after each step, all processes read the store. A
-step is a collective operation, so no process can complete it before all have begun it. So all processes see the number
-in time.
+Several processes must save the checkpoint after the same step, but the signal may reach them in different steps, or
+reach only one of them. They agree on the last step through the key-value store of their process group. If a process has
+received the signal, it writes the number of the next step to the store before it begins this step. After each step, all
+processes read the store. Since a step is a collective operation, no process can complete a step before all processes
+have begun it. So all processes read the number in time.
 """
 
 import os
@@ -28,10 +28,11 @@ class CheckpointOnInterrupt(pl.Callback):
     """Saves the checkpoint `last-interrupted.ckpt` when Ctrl-C ends training.
 
     A single process first completes the current step, so that the checkpoint lies between two steps. Several processes
-    complete the current or the next step, and a validation in between. A second Ctrl-C ends training immediately.
+    complete the current or the next step, and also a validation that lies between these two steps. A second Ctrl-C ends
+    training immediately.
 
     Args:
-        option: the command-line option that continues from the checkpoint, for the final message.
+        option: the command-line option that continues from the checkpoint. The final message shows this option.
 
     Raises:
         TypeError: if `option` is not a string.
@@ -42,8 +43,8 @@ class CheckpointOnInterrupt(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[CheckpointOnInterrupt("--resume")], logger=False)
 
     Relations:
-        The command `fit` always has this callback. `ModelCheckpoint(save_last=True)` saves regularly during training;
-        both save to the same folder.
+        The command `fit` always has this callback. `ModelCheckpoint(save_last=True)` saves checkpoints regularly during
+        training, to the same folder.
     """
 
     def __init__(self, option: str = "--ckpt_path last") -> None:
@@ -65,7 +66,7 @@ class CheckpointOnInterrupt(pl.Callback):
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """If this is one of several processes and has received the signal, tell all to stop after this step."""
+        """If this is one of several processes and has received the signal, make all processes stop after this step."""
         self._in_step = True
         if self._store is not None and self._requested:
             self._store.compare_set(_KEY, "", str(self._steps + 1))
@@ -108,11 +109,11 @@ class CheckpointOnInterrupt(pl.Callback):
         return bool(self._store.check([_KEY])) and self._steps == int(self._store.get(_KEY))
 
     def _on_signal(self, *_: Any) -> None:
-        if os.getpid() != self._process:  # a data-loader worker, which training needs until the end
+        if os.getpid() != self._process:  # a data-loader worker ignores the signal, since training still needs it
             return
         is_second = self._requested
-        # Python ignores an exception raised during the deletion of an object. In that case, the next step is the last
-        # one.
+        # If the exception below is raised while Python deletes an object, Python ignores it. In this case, training
+        # ends after the next step because of the following flag.
         self._requested = True
         waits = self._in_step or self._store is not None
         if is_second or not waits:

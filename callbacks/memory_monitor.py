@@ -1,4 +1,4 @@
-"""Measures the difference between the stored embeddings of a memory and those that the network would compute now."""
+"""Measures the difference between the embeddings stored in a memory and embeddings that the network computes now."""
 
 import math
 from typing import Any
@@ -22,15 +22,16 @@ _STATE = ("images", "labels", "embeddings", "values", "interval", "measured")
 
 
 class MemoryMonitor(pl.Callback):
-    """Logs how outdated the rows of a `CrossBatchMemory` are, and ends the warm-up of one with `start_step="auto"`.
+    """Logs the drift of the rows of a `CrossBatchMemory`, and decides when a memory with `start_step="auto"` begins.
 
     A few images of the first training batch, the probe, are embedded again at regular intervals, in evaluation mode and
     without a gradient. The interval is the age of the oldest rows of a full memory, in steps.
 
     `train/memory_drift` is 1 minus the mean cosine between the embedding of each probe image now and one interval ago.
-    It is the error of the oldest rows: if it is near 0, they are ranked like new rows. `train/negative_cosine` is the
-    mean cosine of the pairs of probe images of different classes. If it rises with a memory, the references without a
-    gradient pull all images together. Both are logged from the first interval on, even before the memory begins.
+    This drift is the error of the oldest rows: if it is near 0, the oldest rows are ranked like new rows.
+    `train/negative_cosine` is the mean cosine of the pairs of probe images of different classes. If this mean rises
+    with a memory, the references without a gradient pull all images together. Both values are logged from the first
+    interval on, even before the memory begins.
 
     A memory with `start_step="auto"` begins as soon as the drift is below `start_drift`, but not before the end of the
     first interval.
@@ -51,24 +52,24 @@ class MemoryMonitor(pl.Callback):
         >>> callbacks = [MemoryMonitor()]
 
     Cost:
-        One forward pass of the probe per interval, on each process. Until a memory begins, checkpoints hold the images
+        Each process runs one forward pass of the probe per interval. Until a memory begins, checkpoints hold the images
         of the probe, so that the memory of a resumed run begins at the same step.
 
     Relations:
-        The embeddings are those of `forward`, as stored by the memory. A run that is resumed after the memory has begun
-        takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared distance of
-        the same pairs of embeddings; on the unit sphere it is twice the drift here. Another callback with an attribute
-        `begins_memory = True` may call `CrossBatchMemory.begin` instead, on all processes.
+        The embeddings are results of `forward`, which the memory stores, too. A run that is resumed after the memory
+        has begun takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared
+        distance between the same embeddings; on the unit sphere, it is twice the drift here. Another callback with an
+        attribute `begins_memory = True` may call `CrossBatchMemory.begin` instead, on all processes.
     """
 
-    begins_memory = True  # RetrievalModule requires such a callback for a memory with start_step="auto"
+    begins_memory = True  # RetrievalModule requires a callback with this attribute if start_step="auto"
     _images: Tensor | None
     _labels: Tensor | None
     _embeddings: Tensor | None  # embeddings of the probe one interval ago
     _values: dict[str, Tensor]
     _interval: int
-    _measured: int  # the step before which the probe was last embedded
-    _waits: bool  # whether a memory waits for its begin
+    _measured: int  # number of the step before which the probe was last embedded
+    _waits: bool  # whether the memory has start_step="auto" and has not begun
 
     def __init__(self, probe: int = 64, start_drift: float = 0.01) -> None:
         self.probe = check_integer("MemoryMonitor", "probe", probe, least=2)
@@ -94,13 +95,13 @@ class MemoryMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Embed the probe if an interval is over: before the step, so that the state is that after a complete step."""
+        """Embed the probe if an interval is over. Before a step, the model is in the state after a complete step."""
         memory: Any = pl_module.memory
         if self._images is None:
             images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
             self._take_probe(images, labels, memory)
         self._waits = memory.start_step == "auto" and not memory.started
-        # A run that is resumed from a checkpoint written during a step repeats this step.
+        # A run that is resumed from a checkpoint written during a step repeats this step, but does not measure again.
         if memory.steps % self._interval == 0 and memory.steps != self._measured:
             self._measured = memory.steps
             self._measure(trainer, pl_module, memory.steps)
@@ -131,7 +132,7 @@ class MemoryMonitor(pl.Callback):
         self._restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """The probe, its embeddings and the latest values until the memory begins; afterwards empty."""
+        """Return the probe, its embeddings and the latest values until the memory begins; afterwards an empty dict."""
         if not self._waits:
             return {}
         return {name: getattr(self, f"_{name}") for name in _STATE}
@@ -193,13 +194,14 @@ class MemoryMonitor(pl.Callback):
 def sums_of_cosines(
     before: Float[Tensor, "image dim"], now: Float[Tensor, "image dim"], labels: Int[Tensor, " image"]
 ) -> Float[Tensor, "4"]:
-    """Two sums of cosines, each with its number of terms: of images with themselves, and of negative pairs.
+    """Return two sums of cosines, each followed by its number of terms.
 
-    Images are compared with themselves between `before` and `now`; negative pairs are those of different classes.
+    The first sum has one term for each image: the cosine between its embeddings in `before` and `now`. The second sum
+    has one term for each negative pair: the cosine between the embeddings in `now` of two images of different classes.
 
     Args:
-        before: unit rows of one interval ago.
-        now: unit rows of the same images now.
+        before: unit embeddings of the images one interval ago.
+        now: unit embeddings of the same images now.
         labels: labels of the images.
     """
     same = (before * now).sum()

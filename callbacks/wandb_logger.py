@@ -17,7 +17,7 @@ from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
 
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # metrics of evaluation sets
+_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # metrics of which lower values are better
 
 
 def has_wandb_key() -> bool:
@@ -52,7 +52,7 @@ def _has_password(path: Path, hosts: Sequence[str]) -> bool:
 
 
 class RetrievalWandbLogger(WandbLogger):
-    """Lightning's `WandbLogger`, which works offline without a key and keeps best values and the best checkpoint.
+    """Extends Lightning's `WandbLogger`: works offline without a key, and keeps best values and the best checkpoint.
 
     Args:
         name: name of the run; if None, Weights & Biases generates one.
@@ -60,9 +60,10 @@ class RetrievalWandbLogger(WandbLogger):
         project: the project of the run.
         id: id of the run. Training with the same id and with `ckpt_path="last"` continues the run, and uses the same
             folder of checkpoints.
-        offline: keep the run on this machine; `wandb sync` uploads it later. If None, the run is offline if
-            `WANDB_MODE` is not set and there is no key for the server (`WANDB_BASE_URL`, if set): neither in the
-            environment variable `WANDB_API_KEY` nor in `~/.netrc`, where `wandb login` writes it.
+        offline: whether to keep the run on this machine; `wandb sync` uploads it later. If None, the run is offline if
+            the environment variable `WANDB_MODE` is not set and there is no API key for the server, which is
+            `WANDB_BASE_URL`, if set. The key is either in the environment variable `WANDB_API_KEY`, or in `~/.netrc`,
+            where `wandb login` writes the key.
         artifact: upload the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of type "model". The
             alias of the artifact is the monitored metric with its value, such as "val-mAP-0.7660". The artifact of the
             first `ModelCheckpoint` that monitors a metric also gets the alias "best"; without a monitored metric, the
@@ -84,8 +85,8 @@ class RetrievalWandbLogger(WandbLogger):
         The summary of the run contains the highest and the last value of each metric of the evaluation sets, as
         `summary["val/mAP"]["max"]`, and the lowest training loss. `RetrievalEvaluation` logs the highest value of a
         run, including the time before it was resumed, as `summary["best/val/mAP"]`. `RetrievalModule` logs the config
-        with data set, sampler and batch, and `RetrievalGallery` and the other figures log images. These three also work
-        with Lightning's other loggers.
+        with data set, sampler and batch, and `RetrievalGallery` and the other figures log images. All of these also
+        work with Lightning's other loggers.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class RetrievalWandbLogger(WandbLogger):
         self.artifact = artifact
         self.prefix = prefix
         self._checkpoints: dict[int, ModelCheckpoint] = {}
-        self._uploaded: set[tuple[str, float]] = set()  # path and modification time of each checkpoint
+        self._uploaded: set[tuple[str, float]] = set()  # path and modification time of each uploaded checkpoint
         self._defined: set[str] = set()  # metrics whose summary is defined
 
     @rank_zero_only
@@ -136,7 +137,7 @@ class RetrievalWandbLogger(WandbLogger):
     def finalize(self, status: str) -> None:
         """Upload the best checkpoints, even after an interrupted run."""
         super().finalize(status)
-        # The base class has no public attribute for whether the run has begun; `experiment` would begin it.
+        # No public attribute of the base class says whether the run has begun; `experiment` would begin the run.
         if not self.artifact or self._experiment is None:
             return
         for checkpoint in self._checkpoints.values():
@@ -162,7 +163,7 @@ class RetrievalWandbLogger(WandbLogger):
         full_name = name
         if self.prefix:
             full_name = f"{self.prefix}{self.LOGGER_JOIN_CHAR}{name}"
-        # Patterns with * are not used: if two of them match a name, it is not defined which one applies.
+        # Patterns with * are not used: if two patterns match a name, it is not defined which pattern applies.
         self.experiment.define_metric(full_name, step_metric="trainer/global_step", summary=f"{best},last")
 
     def _upload(self, checkpoint: ModelCheckpoint, path: Path) -> None:
@@ -176,7 +177,7 @@ class RetrievalWandbLogger(WandbLogger):
         elif math.isfinite(score):
             aliases.append(re.sub(r"[^\w.@-]+", "-", f"{checkpoint.monitor}-{float(score):.4f}"))
             metadata[checkpoint.monitor] = float(score)
-            # Lightning gives its alias "best" to the first one, too.
+            # Only the first callback that monitors a metric uses the alias "best", as in Lightning.
             monitoring = [other for other in self._checkpoints.values() if other.monitor is not None]
             if checkpoint is monitoring[0]:
                 aliases.append("best")

@@ -23,8 +23,9 @@ from lightning_retrieval.training.module import RetrievalModule
 class LearnWhitening(pl.Callback):
     """Fits `RetrievalModule(whitening=...)` on training images at the start of each validation of a fit.
 
-    The metrics are therefore those of whitened embeddings, and a checkpoint written after a validation contains the
-    whitening for its weights. A checkpoint written between validations contains the whitening of the last validation.
+    The validation metrics are therefore those of whitened embeddings, and a checkpoint written after a validation
+    contains the whitening for its weights. A checkpoint written between validations contains the whitening of the last
+    validation.
     `validate`, `test` and `predict` learn the whitening only if the checkpoint has none. The sanity check and the
     evaluation before a fit are not whitened.
 
@@ -33,11 +34,12 @@ class LearnWhitening(pl.Callback):
     is distributed over the processes, and all of them get the same whitening.
 
     Args:
-        images: number of images, more than the whitening's `dim`; all images if there are fewer.
+        images: number of training images, larger than the whitening's `dim`. If the training set has fewer images, all
+            are used.
 
     Raises:
         ValueError: if the module has no whitening, if there are too few images, or if the training images are not
-            known: to learn a whitening, `validate`, `test` and `predict` need a data module with a `train_set`.
+            known. To learn a whitening, `validate`, `test` and `predict` need a data module with a `train_set`.
         TypeError: if `images` is not an integer.
 
     Example:
@@ -48,9 +50,9 @@ class LearnWhitening(pl.Callback):
         >>> callbacks = [LearnWhitening(images=5000), RetrievalEvaluation()]
 
     Cost:
-        Each time, the images are embedded once. Each process keeps the embeddings of its images, and sends sums of
-        their products instead of the embeddings. For a whitening class of your own, each process gathers all embeddings
-        (`Whitening.fit_over_processes`).
+        Each time a whitening is learned, the images are embedded once. Each process keeps the embeddings of its images,
+        and sends only sums of products of embeddings. For a whitening class of your own, each process gathers all
+        embeddings (`Whitening.fit_over_processes`).
 
     Relations:
         `PCAWhitening.fit` and `SupervisedWhitening.fit` learn a whitening from any embeddings, such as those of another
@@ -99,7 +101,7 @@ class LearnWhitening(pl.Callback):
                 "images."
             )
         if world_size() > 1:
-            for buffer in pl_module.buffers():  # of batch norm, as DDP does before it evaluates
+            for buffer in pl_module.buffers():  # such as batch-norm statistics; DDP also sends them before evaluation
                 dist.broadcast(buffer, 0)
         chosen = torch.arange(count) * len(dataset) // count
         shard = chosen.tensor_split(world_size())[rank()]
@@ -139,14 +141,14 @@ def _training_images(trainer: pl.Trainer) -> Any:
 
 
 def _create_loader(dataset: Any, indices: list[int], evaluation_loader: Any) -> DataLoader[Any]:
-    """Create a data loader of these images with the settings of an evaluation loader."""
+    """Create a data loader of the images at some indices with the settings of an evaluation loader."""
     return DataLoader(
         dataset,
         batch_size=getattr(evaluation_loader, "batch_size", None) or 64,
         sampler=indices,
         num_workers=getattr(evaluation_loader, "num_workers", 0),
         collate_fn=getattr(evaluation_loader, "collate_fn", None),
-        generator=torch.Generator(),  # does not change the global random state
+        generator=torch.Generator(),  # its own generator leaves the global random state unchanged
     )
 
 

@@ -1,6 +1,6 @@
 """Data modules and data sets, the samplers of global batches, and the loader of training batches.
 
-To add a data set, write its reader in `readers/` and add one import line below; `import X as X` makes X public.
+To add a data set, write a reader for it in `readers/` and add one import line below; `import X as X` makes X public.
 """
 
 from typing import TYPE_CHECKING
@@ -42,6 +42,6 @@ from lightning_retrieval.datamodules.samplers.category import CategorySampler as
 from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
 from lightning_retrieval.preparation.training_transforms import training_transform as training_transform
 
-if not TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
+if not TYPE_CHECKING:  # type checkers export each `X as X`; a computed __all__ would hide these names
     PACKAGES = (f"{__name__}.", "lightning_retrieval.preparation.")
     __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(PACKAGES))

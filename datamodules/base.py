@@ -1,10 +1,10 @@
 """The base class of all data modules: a loader of global batches for training, plain loaders for evaluation.
 
 The constructor of a data module takes the arguments of its base class as `**settings`, so that each argument is defined
-once. For type checkers and editors, a `TypedDict` lists their names and types. At run time, the signature of a class
-lists them with the defaults of the base class; `help`, notebooks and `inspect.signature` show this signature. A
-constructor that does not pass further arguments on takes them as `**unknown` and calls `check_no_unknown_arguments`,
-because Python's own error would name the base class instead of the user's class.
+once. For type checkers and editors, a `TypedDict` lists the names and types of these arguments. At run time, the
+signature of a class lists them with the defaults of the base class; `help`, notebooks and `inspect.signature` show this
+signature. If a constructor passes no arguments on, it takes unknown arguments as `**unknown` and calls
+`check_no_unknown_arguments`, because Python's own error would name the base class instead of the user's class.
 """
 
 import difflib
@@ -41,8 +41,8 @@ else:
     class Unpack:
         """At run time `**settings: Unpack[ImageSettings]` means `**settings: Any`.
 
-        jsonargparse generates the command line's options. From the `TypedDict` it would take only the names; from the
-        base class it also takes defaults and descriptions.
+        jsonargparse generates the command-line options. From the `TypedDict`, jsonargparse would take only names; from
+        the base class, it also takes defaults and descriptions.
         """
 
         def __class_getitem__(cls, settings: Any) -> Any:
@@ -81,14 +81,14 @@ def all_arguments(cls: type) -> dict[str, Parameter]:
 
 
 def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
-    """Raise if there is an argument that no constructor of a class has; the message suggests the most similar one.
+    """Raise if there is an argument that no constructor of a class has; the message suggests the most similar name.
 
     Args:
         cls: the class that the user calls.
         unknown: the arguments that no constructor has taken.
 
     Raises:
-        TypeError: if there are any.
+        TypeError: if there is such an argument.
     """
     if not unknown:
         return
@@ -101,7 +101,7 @@ def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
 
 
 def _similarity(name: str, other: str) -> float:
-    """The similarity of two names: the number of common words, and the ratio of common letters."""
+    """Return the similarity of two names: the number of common words plus the ratio of matching letters."""
     words = set(name.split("_")) & set(other.split("_"))
     return len(words) + difflib.SequenceMatcher(None, name, other).ratio()
 
@@ -138,7 +138,7 @@ def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any
 
     Args:
         owner: prefix of the error message.
-        before: values that identify the images of the checkpoint; `count` is their number.
+        before: values that identify the images of the checkpoint; `count` is the number of images.
         now: the same values for the present images.
     """
     if now == before:
@@ -171,22 +171,22 @@ class RetrievalSettings(LoaderSettings, total=False):
 
 
 class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
-    """Base class of the data modules: training batches of P classes with K images each, evaluation sets in order.
+    """Base class of the data modules, whose training batches hold P classes with K images each.
 
-    A subclass defines the three sets `train_set`, `val_set` and `test_set`; the latter two may be dicts of several sets
-    by name.
+    A subclass defines the three sets `train_set`, `val_set` and `test_set`. `val_set` and `test_set` may be dicts from
+    names to sets. Evaluation reads the images of each set in order.
 
     Args:
         classes_per_batch: P, the number of classes in a global batch.
         samples_per_class: K, the number of images per class, >= 2.
         eval_batch_size: number of images that are embedded at a time in evaluation, >= 1.
-        num_workers: number of processes that load images, >= 0; with 0 the training process loads them.
-        seed: determines the batches and the augmentation, together with the epoch; if None, the seed of
-            `seed_everything`, else 0.
+        num_workers: number of processes that load images, >= 0; with 0, the training process loads the images.
+        seed: determines the batches and the augmentation, together with the epoch. None means the seed of
+            `seed_everything`, or 0 if `seed_everything` was not called.
         sampler: the sampler of the training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, with two
             categories per batch, from the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, with
-            P K images per batch); or a `GlobalBatchSampler` made with the labels of the training set, which ignores P
-            and K.
+            P K images per batch); or a `GlobalBatchSampler` made with the labels of the training set. Such a sampler
+            ignores P and K.
         pin_memory: whether batches are copied to page-locked memory, which makes the transfer to a GPU faster; if None,
             only if there is a GPU.
         persistent_workers: whether workers stay alive between epochs; None means True if there are workers.
@@ -199,10 +199,10 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
 
     Relations:
         A run does not depend on the number of workers or processes. A run that was interrupted within an epoch
-        continues with the next batch; it raises an error if the list of training images has changed meanwhile.
+        continues with the next batch. If the list of training images has changed meanwhile, an error is raised.
     """
 
-    published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # of each set, for `check`
+    published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # published counts of each set
 
     def __init__(
         self,
@@ -250,8 +250,8 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     def train_sampler(self) -> GlobalBatchSampler:
         """Return the sampler of the training batches, according to the argument `sampler`.
 
-        Called when training begins. Override it only in a subclass whose sampler must be built from the training set,
-        for example from a grouping of its labels.
+        This method is called when training begins. Override it only in a subclass whose sampler must be built from the
+        training set, for example from a grouping of the labels.
         """
         labels, P, K = self.train_set.labels, self.classes_per_batch, self.samples_per_class
         if isinstance(self.sampler, GlobalBatchSampler):
@@ -269,7 +269,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         return PKSampler(labels, classes_per_batch=P, samples_per_class=K, seed=self.seed)
 
     def train_dataloader(self) -> RetrievalDataLoader:
-        """A loader of the batches of `train_sampler`, which begins at the batch where a resumed run continues."""
+        """Return a loader of the batches of `train_sampler`; it begins at the batch where a resumed run continues."""
         self._images_of_run = self._training_images()
         dataset = self._set_of_loader(self.train_set)
         return training_loader(self.trainer, dataset, self.train_sampler(), **self._loader_settings(dataset))
@@ -291,9 +291,9 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
             together(lambda: check_unchanged(type(self).__name__, before, self._training_images()))
 
     def _training_images(self) -> dict[str, Any]:
-        """Plain values that identify the training images: their number, and a digest of their labels.
+        """Return plain values that identify the training images: their number, and a digest of their labels.
 
-        Override it in a subclass that can identify the images better.
+        Override this method in a subclass that can identify the images better.
         """
         labels = as_array(type(self).__name__, "labels", self.train_set.labels)
         return {"count": len(labels), "digest": digest_of_arrays({"labels": labels})}
@@ -333,7 +333,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings(dataset))
 
     def _set_of_loader(self, dataset: Any) -> Any:
-        """The dataset that a loader reads. Override it if loaders need the images of `dataset` in another form."""
+        """Return the dataset that a loader reads. Override this if loaders need the images in another form."""
         return dataset
 
     def _loader_settings(self, dataset: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The user's images in a data set of Hugging Face's `datasets`: from the hub, `save_to_disk`, or Parquet files."""
+"""Reads the user's images and labels from a data set of the Hugging Face package `datasets`.
+
+The data set is on the hub, in a folder that `save_to_disk` has written, or in Parquet files.
+"""
 
 import io
 import itertools
@@ -18,16 +21,16 @@ from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "HuggingFaceImages"
 _DEFAULT_TEST_FRACTION = 0.5
-_VALIDATION_NAMES = ("validation", "valid", "dev")  # names on the hub for the split "val"
+_VALIDATION_NAMES = ("validation", "valid", "dev")  # names that data sets on the hub give to the split "val"
 
 
 def load_splits(path: str, config: str | None, revision: str | None) -> dict[str, Any]:
-    """The splits of a data set by name, memory-mapped.
+    """Load the splits of a data set, memory-mapped, as a dict from the name of a split to the split.
 
     Args:
         path: a folder that `save_to_disk` has written, a folder or a file of Parquet, or a name on the hub.
         config: name of the configuration of a data set on the hub; None if there is only one.
-        revision: commit, tag or branch on the hub; None for the newest.
+        revision: commit, tag or branch on the hub; None for the newest commit.
 
     Raises:
         FileNotFoundError: if a path does not exist, the hub does not have the name, or the hub cannot be reached.
@@ -48,7 +51,7 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
             found = datasets.load_dataset(str(local))
         else:
             found = datasets.load_dataset(path, config, revision=revision)
-    except OSError as error:  # includes errors of the hub, such as a missing network
+    except OSError as error:  # errors of the hub, such as a missing network, are also of this type
         raise FileNotFoundError(
             f"{OWNER}: `path` must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the "
             f"hub has, got {path} ({first_line(error)}); without a network, download it elsewhere, save it with "
@@ -70,7 +73,7 @@ def _import_datasets() -> Any:
 
 
 def with_encoded_images(dataset: Any, image_column: str | None) -> tuple[Any, str]:
-    """The data set with images that are not decoded, and the name of their column.
+    """Return the split with its images still encoded, and the name of the column of images.
 
     Args:
         dataset: one split.
@@ -117,7 +120,7 @@ def _listed(features: Mapping[str, Any]) -> str:
 
 
 def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
-    """The values of a column of integers or text; integers that have class names in the data set become these names.
+    """Return the values of a column of integers or text; integers are replaced by their class names, if they have any.
 
     Args:
         dataset: one split.
@@ -129,8 +132,8 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
         ValueError: if a value is missing, or is neither an integer nor text.
     """
     check_column(setting, name, dataset.features)
-    # Select the column first: reading a full row would decode its image. `dataset.data` would ignore a selection of
-    # rows.
+    # The column is selected first, because reading full rows would also read their images. `dataset.data` would ignore
+    # a selection of rows.
     values = dataset.select_columns([name])[name][:]
     class_names = getattr(dataset.features[name], "names", None)
     for row, value in enumerate(values):
@@ -151,7 +154,7 @@ class HuggingFaceSet(ImageSet):
     Args:
         index: labels and other annotations; the path of an image is its split and its row, `<split>/<row>`.
         root: the data set's folder, or its name.
-        transform: as for `ImageSet`.
+        transform: the argument of `ImageSet`.
         tables: the splits, with encoded images.
         image_column: name of the column of images.
         settings: further settings of `ImageSet`.
@@ -172,7 +175,9 @@ class HuggingFaceSet(ImageSet):
         self.image_column = image_column
 
     def file(self, position: int) -> Path | BinaryIO:
-        """The encoded image: its bytes, or the path of its file, which may be relative to the data set's folder.
+        """Return the encoded image: its bytes, or the path of its file.
+
+        The data set may give this path relative to its own folder.
 
         Raises:
             ValueError: if the row has no image.
@@ -190,25 +195,25 @@ class HuggingFaceSet(ImageSet):
 
 
 class HuggingFaceImages(ImageDataModule):
-    """Images and labels in a data set of Hugging Face's `datasets`, which stays on the disk and is memory-mapped.
+    """Reads images and labels from a data set of Hugging Face's `datasets`, which is memory-mapped from the disk.
 
     Images are decoded like those of `ImageFolder`, including transparency, EXIF orientation and 16 bits. Training and
-    evaluation must have different classes: a data set for classification, with the same classes in each split, needs
-    `test_fraction`.
+    evaluation must have different classes. A data set for classification has the same classes in each split, so it
+    needs `test_fraction`.
 
     Args:
         path: a folder that `save_to_disk` has written, a folder or a file of Parquet, or the name of a data set on the
             hub, such as `"owner/name"`, which is downloaded once.
         config: name of the configuration of a data set on the hub; None if there is only one.
-        revision: commit, tag or branch on the hub; None for the newest.
-        image_column: the column of images; None if there is only one column of that type.
+        revision: commit, tag or branch on the hub; None for the newest commit.
+        image_column: the column of images; may be None if only one column has the type Image.
         label_column: the column of classes, integers or text.
-        category_column: the column of coarser classes, for `sampler="category"`; None for none.
+        category_column: the column of coarser classes, for `sampler="category"`; None for no categories.
         split_names: maps a use to the name of a split, such as `{"train": "train", "test": "validation"}`. If None, all
-            splits are used under their names; `"validation"` becomes `"val"`.
-        test_fraction: fraction of the classes, between 0 and 1, that form the test set, in whichever split they are. If
-            None, the data set's splits are used; if there is only one, and `split_names` does not assign it to
-            evaluation, half of its classes form the test set.
+            splits are used under their own names, except that `"validation"` becomes `"val"`.
+        test_fraction: fraction of the classes of all used splits, between 0 and 1, that form the test set. If None, the
+            data set's splits are used as they are. If there is only one split, and `split_names` does not assign it to
+            evaluation, None means that half of its classes form the test set.
         split_seed: determines which classes form the test set.
         settings: arguments of `ImageDataModule`, except `root`, and of `RetrievalDataModule`.
 
@@ -230,7 +235,7 @@ class HuggingFaceImages(ImageDataModule):
         (4, 2)
 
     Relations:
-        `ImageFolder` and `ImageTable` read image files without converting them to a data set first.
+        `ImageFolder` and `ImageTable` read image files, which need not be converted to a data set first.
     """
 
     reads_in_check = True
@@ -273,7 +278,7 @@ class HuggingFaceImages(ImageDataModule):
 
     @cached_property
     def _tables_and_column(self) -> tuple[dict[str, Any], str]:
-        """The splits that are used, and the name of their column of images."""
+        """The splits that are used, and the name of the column of images."""
         found = load_splits(str(self.path), self.config, self.revision)
         used = list(found)
         if self.split_names is not None:
@@ -320,7 +325,7 @@ class HuggingFaceImages(ImageDataModule):
         return splits
 
     def _index(self, chosen: Mapping[str, Any], labels: Mapping[str, list[Any]]) -> ImageIndex:
-        """The index of the chosen rows of each of these splits."""
+        """Create one index of the chosen rows of all these splits."""
         paths: list[str] = []
         classes: list[Any] = []
         categories: list[Any] = []
@@ -336,7 +341,7 @@ class HuggingFaceImages(ImageDataModule):
         return ImageIndex(paths, numbers, names=names, categories=class_numbers(categories)[0])
 
     def image_set(self, index: ImageIndex, transform: Any) -> HuggingFaceSet:
-        """The dataset of these rows."""
+        """Create the dataset of the rows of an index."""
         tables, column = self._tables_and_column
         return HuggingFaceSet(index, self.root, transform, tables=tables, image_column=column, **self.reading)
 
@@ -353,7 +358,7 @@ def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str
 
 
 def _splits_by_use(names: Iterable[str]) -> dict[str, str]:
-    """Maps each use to the name of a split; raises if two splits have the same use."""
+    """Map each use to the name of a split; raise if two splits have the same use."""
     splits: dict[str, str] = {}
     for name in names:
         use = name

@@ -1,7 +1,7 @@
 """Checks of a data set before training, and their report.
 
-They count images and classes, look for missing files, and read every image to find unreadable images, duplicates and
-the range of sizes.
+The checks count images and classes, look for missing files, and read every image to find unreadable images, duplicates
+and the range of sizes.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.preparation.decoding import truncated_images
 
-Count = tuple[int, int]  # images and classes
+Count = tuple[int, int]  # numbers of images and of classes
 
-MAX_SHOWN = 10  # missing or unreadable files in the printed report
-MAX_PAIRS = 5  # listed in the report
-IMAGES_PER_TASK = 16  # batch of images that a thread reads
+MAX_SHOWN = 10  # number of missing or unreadable files that the printed report lists
+MAX_PAIRS = 5  # number of pairs of equal images that the report lists
+IMAGES_PER_TASK = 16  # number of images that a thread reads at a time
 HEADER = ("split", "images", "classes", "published: images", "classes")
 
 
@@ -34,8 +34,9 @@ class DataReport:
     """The result of `check()` of a data module: found and published counts of each split, and problems.
 
     Args:
-        splits: for each split, the found (images, classes) and a sequence of the published ones: empty if none were
-            published, several if papers differ. The found counts may equal any of them.
+        splits: for each split, the counts (images, classes) that were found, and a sequence of published counts: empty
+            if no counts were published, several if papers differ. The counts found must equal one of the published
+            counts.
         missing_files: paths of images that are listed but do not exist.
         problems: sentences about any other problem.
         unreadable_files: paths of images that cannot be decoded, each with the reason.
@@ -55,7 +56,7 @@ class DataReport:
         missing: cats/3.jpg
 
     Relations:
-        Returned by `RetrievalDataModule.check` and printed by `lightning-retrieval check`.
+        `RetrievalDataModule.check` returns a report, and `lightning-retrieval check` prints the report.
     """
 
     splits: dict[str, tuple[Count, Sequence[Count]]] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class DataReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no file is missing or unreadable, there is no problem, and counts are as published, if published."""
+        """Whether no file is missing or unreadable, there is no problem, and no count differs from published counts."""
         for found, published in self.splits.values():
             if published and found not in published:
                 return False
@@ -87,7 +88,7 @@ class DataReport:
 
 
 def _file_lines(what: str, files: Sequence[str]) -> list[str]:
-    """A line for each of the first files, and a line with the number of further files."""
+    """Return a line for each of the first files, and a line with the number of further files."""
     lines = [f"{what}: {file}" for file in files[:MAX_SHOWN]]
     hidden = len(files) - MAX_SHOWN
     if hidden > 0:
@@ -161,7 +162,7 @@ class ImageFinding:
 
 @dataclass
 class _Image:
-    """A readable image: its split and its position in the split."""
+    """A readable image, with its split and its position in the split."""
 
     split: str
     position: int
@@ -169,12 +170,12 @@ class _Image:
 
 
 def inspect_image(images: ImageSet, position: int) -> ImageFinding:
-    """Read one image."""
+    """Read one image, and return its size and digest, or the reason why the image cannot be read."""
     file: Path | BinaryIO | None = None
     try:
         file = images.file(position)
         is_missing = isinstance(file, Path) and not file.is_file()
-    except (OSError, ValueError):  # a row without an image
+    except (OSError, ValueError):  # the row of a table has no image
         is_missing = True
     if is_missing:
         return ImageFinding(is_missing=True)
@@ -221,12 +222,12 @@ def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
 
 
 def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
-    """The result of reading each image, in order. Threads decode and hash in parallel."""
+    """Yield the result of reading each image, in order. Threads decode and hash images in parallel."""
     starts = range(0, len(images), IMAGES_PER_TASK)
     pool = ThreadPoolExecutor(_cores())
     # Pillow's setting for truncated files is global: it must not change while another thread reads.
     with truncated_images(images.load_truncated), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about the metadata of single files
+        warnings.simplefilter("ignore")  # Pillow would warn about the metadata of some files
         progress = Tqdm(total=len(images), desc=f"Reading the images of {name}", delay=2, leave=False)
         try:
             for findings in pool.map(lambda start: _read_some(images, start), starts):
@@ -283,7 +284,7 @@ def _add_images_of_both(report: DataReport, seen: Mapping[str, Mapping[bytes, _I
 
 
 def _sentences(pairs: Sequence[tuple[_Image, _Image]], what: str) -> list[str]:
-    """A sentence about each of the first pairs, and one with the number of further pairs."""
+    """Return a sentence about each of the first pairs, and a sentence with the number of further pairs."""
     sentences = [f"{one.path} and {other.path} {what}" for one, other in pairs[:MAX_PAIRS]]
     hidden = len(pairs) - MAX_PAIRS
     if hidden > 0:

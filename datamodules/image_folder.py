@@ -1,4 +1,4 @@
-"""The user's images in folders, one folder for each class; all other files in the folders are ignored."""
+"""Reads the user's images from folders, one folder for each class; files that are not images are ignored."""
 
 import os
 import warnings
@@ -18,7 +18,10 @@ SPLITS = ("train", "test")
 
 
 def list_folder(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The folders and the files in a folder, sorted by name, without hidden entries; empty if it does not exist."""
+    """Return the folders and the files in a folder, sorted by name, without hidden entries.
+
+    Both lists are empty if the folder does not exist.
+    """
     folders: list[Path] = []
     files: list[Path] = []
     if not folder.is_dir():
@@ -46,8 +49,8 @@ class ClassFolders:
     Args:
         root: the root of the data set.
         categories: whether the folder of each class is in the folder of its category.
-        ignored: files and folders found that are not images of a class.
-        empty: class folders found that contain no image.
+        ignored: files and folders that were found, but are not images of a class.
+        empty: class folders that were found, but contain no image.
         suffixes: suffixes, in lower case, of image files.
     """
 
@@ -58,7 +61,7 @@ class ClassFolders:
     suffixes: frozenset[str] = field(default_factory=image_suffixes)
 
     def find(self, top: Path) -> dict[str, list[str]]:
-        """The images of each class below the folder `top`, in the order of the class names.
+        """Return the images of each class below the folder `top`, in the order of the class names.
 
         Raises:
             ValueError: if there is no class with an image; the message says how the folders should be arranged.
@@ -93,7 +96,7 @@ class ClassFolders:
             )
 
     def _list_class_folders(self, top: Path) -> tuple[list[Path], list[Path]]:
-        """The folders of the classes, and the files in the folders above them."""
+        """Return the class folders, and the files that are in the folders above the class folders."""
         folders, files = list_folder(top)
         if not self.categories:
             return folders, files
@@ -105,7 +108,7 @@ class ClassFolders:
         return class_folders, files
 
     def _images_of_class(self, folder: Path) -> list[str]:
-        """The images of a class; other files and folders in its folder are recorded as ignored."""
+        """Return the images in a class folder, and record other files and folders in this folder as ignored."""
         folders, files = list_folder(folder)
         images: list[str] = []
         for file in files:
@@ -145,7 +148,7 @@ class ClassFolders:
         return self._cure_for_images_above(top)
 
     def _cure_for_images_above(self, top: Path) -> str:
-        """A suggestion for the user if the images are not in class folders, but above them."""
+        """Return a suggestion for the user if the images are in a folder above the class folders."""
         folders, files = list_folder(top)
         if self.categories:
             for folder in folders:
@@ -158,7 +161,7 @@ class ClassFolders:
         return "there is no image"
 
     def _has_images_below(self, folder: Path) -> bool:
-        """Whether a folder inside this one contains an image."""
+        """Whether a subfolder of a folder contains an image."""
         inner_folders, _ = list_folder(folder)
         for inner in inner_folders:
             _, files = list_folder(inner)
@@ -168,7 +171,7 @@ class ClassFolders:
 
 
 def index_of_classes(classes: Mapping[str, Sequence[str]], categories: Sequence[str] | None) -> ImageIndex:
-    """The index of the images of these classes.
+    """Create the index of the images of some classes.
 
     Args:
         classes: the paths of the images of each class.
@@ -193,10 +196,11 @@ def category_of(class_name: str) -> str:
 
 
 class ImageFolder(ImageDataModule):
-    """Images in folders: `<class>/<image>`, or `<category>/<class>/<image>`.
+    """Reads images from folders: `<class>/<image>`, or `<category>/<class>/<image>`.
 
     The classes are split between training and test, so no test class is used for training. If the root contains the
-    folders `train` and `test`, these define the split; a folder `val` next to them is used to choose checkpoints.
+    folders `train` and `test`, these folders define the split; a folder `val` next to them is used to choose
+    checkpoints.
     Images are files with any suffix that Pillow can decode, in upper or lower case. Hidden files are skipped silently,
     all other files with a warning.
 
@@ -249,7 +253,7 @@ class ImageFolder(ImageDataModule):
         self.split_seed = check_integer("ImageFolder", "split_seed", split_seed, least=0, most=None)
 
     def sources(self) -> list[Path]:
-        """The folders, whose modification times change if a file is added or removed."""
+        """The root and the folders below it. If a file is added or removed, the modification time of one changes."""
         if not self.root.is_dir():
             return []
         found = [self.root]

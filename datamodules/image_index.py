@@ -1,4 +1,4 @@
-"""The list of a data set's images as arrays, the numbering and splitting of its classes, and its cache.
+"""The index of a data set's images as arrays, the numbering and splitting of classes, and the cache of indices.
 
 The cache has one file for each combination of sources and settings, so that the lists of a large data set are read only
 once.
@@ -23,12 +23,12 @@ from lightning_retrieval.files import new_file
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.labels import Role
 
-# The roles of an image in evaluation. A distractor is ranked, but relevant to no query.
+# The roles of an image in evaluation. A distractor is ranked, but is relevant to no query.
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
 DISTRACTOR = -1  # the label of distractors
-CACHE_VERSION = 4  # of the file format
+CACHE_VERSION = 4  # version of the file format of the cache
 
-_NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that give a path several spellings
+_NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # matches a path that has a shorter spelling
 _COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
 
 Result = TypeVar("Result")
@@ -68,7 +68,7 @@ def optional_array(name: str, values: Any) -> NDArray[np.int64] | None:
 
 
 def level_array(levels: Any) -> NDArray[np.int64] | None:
-    """The labels of each image at each level, or None."""
+    """Convert labels to an array (images, levels); raise if that is not possible. None is allowed."""
     if levels is None:
         return None
     array = _integers("levels", levels)
@@ -78,7 +78,7 @@ def level_array(levels: Any) -> NDArray[np.int64] | None:
 
 
 def role_array(roles: Any) -> NDArray[np.uint8] | None:
-    """The number of each image's role, or None."""
+    """Convert roles to an array of one role number for each image; raise if that is not possible. None is allowed."""
     if roles is None:
         return None
     numbers = integer_array("roles", roles)
@@ -89,7 +89,7 @@ def role_array(roles: Any) -> NDArray[np.uint8] | None:
 
 
 def box_array(boxes: Any) -> NDArray[np.int32] | None:
-    """The box of each image, or None."""
+    """Convert boxes to an array (images, 4); raise if that is not possible. None is allowed."""
     if boxes is None:
         return None
     array = _integers("boxes", boxes)
@@ -121,14 +121,14 @@ def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.i
 
 
 def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: float, seed: int) -> set[Any]:
-    """Draw a fraction of the classes; the result does not depend on the order in which they are given.
+    """Draw a fraction of the classes at random; the result does not depend on the order of `classes`.
 
     Args:
         owner: prefix of error messages.
         setting: name of the argument with the fraction, for error messages.
         classes: all classes.
         fraction: the fraction to draw.
-        seed: determines the classes.
+        seed: determines which classes are drawn.
 
     Raises:
         ValueError: if no class or every class would be drawn.
@@ -166,8 +166,8 @@ class ImageIndex:
     """Paths, labels and other annotations of the images of one split.
 
     Args:
-        paths: paths relative to the data set's root, and inside it.
-        labels: the class of each image, integers; `DISTRACTOR` for images without a class.
+        paths: paths relative to the data set's root; they must not leave the root.
+        labels: the class of each image as an integer; `DISTRACTOR` for images without a class.
         categories: a coarser class of each image, or None.
         levels: (images, L) labels, finest level first, for hierarchical losses, or None.
         boxes: (images, 4) left, top, right, bottom in pixels of the image, or None; the image is cropped to its box.
@@ -175,19 +175,19 @@ class ImageIndex:
         instances: an integer for each image that identifies what it shows. In evaluation, the embeddings of all images
             of one instance, such as the frames of a video, are averaged and count as one. If None, each image is an
             instance.
-        cameras: an integer for each image that identifies its camera or sequence. In evaluation, images with the
-            query's class and camera are excluded from its list, as in Market-1501. If None, only the query itself is
-            excluded.
+        cameras: an integer for each image that identifies its camera or sequence. In evaluation, images with the class
+            and the camera of a query are excluded from the list of the query, as in Market-1501. If None, only the
+            query itself is excluded.
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
-        lines: the lines of the list that the images were read from, a `ListLines`, for error messages; or None.
+        lines: for error messages, a `ListLines` with the line of the list that each image was read from; or None.
 
     Raises:
-        TypeError: if `paths` or `names` is not a sequence of strings, labels, categories, levels, boxes, roles,
-            instances or cameras are not integers, or `lines` is not a `ListLines`.
-        ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
-            not from 0 to 3, images with one label at a level have different labels at the next, a box contains no pixel
-            or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels without
-            `instances`, or an instance has images of several classes or cameras.
+        TypeError: if `paths` or `names` is not a sequence of strings, `lines` is not a `ListLines`, or another argument
+            does not hold integers.
+        ValueError: if there is no image; if the lengths differ; if a path leaves the root or contains `./` or `//`; if
+            a role is not from 0 to 3; if images with the same label at a level have different labels at the next level;
+            if a box contains no pixel or does not fit into 32 bits; if `instances` is None and an image (with its box,
+            if there are boxes) has two labels; or if an instance has images of several classes or cameras.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex
@@ -195,7 +195,8 @@ class ImageIndex:
         >>> len(index), index.paths[2], list(index[index.labels == 0].paths)
         (3, 'dogs/1.jpg', ['cats/1.jpg', 'cats/2.jpg'])
 
-    `ImageDataModule.read` may still change an index, such as its labels. Once returned, the index must not change.
+    `ImageDataModule.read` may change an index, such as its labels, until it returns the index. Afterwards, the index
+    must not change.
 
     Relations:
         `ImageSet` reads the images. `ImageDataModule.read` returns an index for each split.
@@ -238,7 +239,7 @@ class ImageIndex:
         return len(self.paths)
 
     def __getitem__(self, rows: Any) -> "ImageIndex":
-        """The images that a slice, a mask or an array of integers selects."""
+        """Return an index of the images that a slice, a mask or an array of integers selects."""
         paths = self.paths[rows]
         if len(paths) == 0:
             raise ValueError(f"ImageIndex: `rows` must select at least one image, got none of {len(self)}.")
@@ -261,7 +262,7 @@ class ImageIndex:
         hashes = np.fromiter(map(hash, self.paths), np.int64, len(self))
         if self.boxes is not None:
             for side in self.boxes.T:
-                hashes = hashes * np.int64(1_000_003) + side  # wraps around
+                hashes = hashes * np.int64(1_000_003) + side  # the integers overflow on purpose
         return hashes
 
     @property
@@ -272,7 +273,7 @@ class ImageIndex:
         return self.lines.owner
 
     def where(self, *positions: int) -> str:
-        """The lines that these images were read from, for an error message; empty if they are not known."""
+        """The lines that these images were read from, for an error message; empty if the lines are not known."""
         if self.lines is None:
             return ""
         return " in " + " and ".join(map(self.lines.where, positions))
@@ -291,7 +292,7 @@ class ImageIndex:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> "ImageIndex":
-        """Rebuild an index from its `arrays()`, without validating them again."""
+        """Rebuild an index from its `arrays()`, without checking these arrays again."""
         index = cls.__new__(cls)
         index.lines = None
         index.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
@@ -320,7 +321,7 @@ def _check_lengths(index: ImageIndex) -> None:
 
 
 def _seem_regular(paths: PackedStrings) -> bool:
-    """Whether `_check_paths` would accept all paths. This check is fast, because it scans all paths at once."""
+    """Whether a fast scan of all paths at once shows that `_check_paths` would accept every path."""
     lengths = np.diff(paths.ends, prepend=0)
     if not lengths.all():
         return False
@@ -358,7 +359,7 @@ def _check_boxes(index: ImageIndex) -> None:
 
 
 def _first_conflict(groups: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[int, int] | None:
-    """Two positions of one group with different values, the earlier first; None if each group has one value."""
+    """Return two positions in a group whose values differ, the earlier first; None if each group has one value."""
     _, first_of_group, group = np.unique(groups, return_index=True, return_inverse=True)
     different = np.flatnonzero(values != values[first_of_group][group])
     if len(different) == 0:
@@ -368,7 +369,7 @@ def _first_conflict(groups: NDArray[np.int64], values: NDArray[np.int64]) -> tup
 
 
 def _check_levels(index: ImageIndex) -> None:
-    """Check that the levels nest: images with one label at a level have one label at the next, coarser one."""
+    """Check that levels nest: images with one label at a level must have one label at the next, coarser level."""
     if index.levels is None:
         return
     columns = index.levels.T
@@ -384,7 +385,7 @@ def _check_levels(index: ImageIndex) -> None:
 
 
 def _check_one_label_each(index: ImageIndex) -> None:
-    """Check that no image has two labels. Distractors have no label; images of two instances may have two."""
+    """Check that no image has two labels, except with instances. Distractors have no label."""
     if index.instances is not None:
         return
     hashes = index.hashes()
@@ -419,13 +420,13 @@ def _check_instances(index: ImageIndex) -> None:
 
 
 def record_warnings(read: Callable[[], Result]) -> tuple[Result, list[str]]:
-    """Call `read()`; return its result and the messages of its warnings, which are also issued as usual."""
+    """Call `read()`; return its result and the messages of its warnings. The warnings are also issued as usual."""
     recorded: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             result = read()
-    finally:  # also if `read` raised
+    finally:  # the warnings are issued even if `read` has raised an error
         for warning in recorded:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return result, [str(warning.message) for warning in recorded]
@@ -440,15 +441,17 @@ def read_cached(
     root: Path | None = None,
     owner: str = "ImageDataModule",
 ) -> dict[str, ImageIndex]:
-    """Return the result of `read()`, from the cache if sources and settings are unchanged, and issue its warnings.
+    """Return the result of `read()`, from the cache if sources and settings are unchanged.
+
+    The warnings of `read()` are issued in either case.
 
     If the result cannot be written to the cache, a warning is issued.
 
     Args:
         read: reads the index of each split.
         sources: the files that `read` reads; a change of their size or modification time invalidates the cache.
-        settings: plain values; a change of them invalidates the cache too.
-        folder: the folder of the cache, which is created if it does not exist. If a file in it is damaged, a warning is
+        settings: plain values; a change of these values invalidates the cache too.
+        folder: the folder of the cache, which is created if it does not exist. If a cache file is damaged, a warning is
             issued and the file is replaced.
         root: the folder that the paths of the images are relative to. If none of a few images of a split exists there,
             the images have been moved, for example to another accepted directory structure, and the index is read

@@ -1,6 +1,6 @@
 """The base class of the data modules that read image files: splits, transforms, and checks of a data set.
 
-No class and no image may be used for training and for evaluation, and all processes must have the same images.
+No class and no image may be used for both training and evaluation, and all processes must have the same images.
 """
 
 import warnings
@@ -51,7 +51,7 @@ def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> Non
 
 
 def _where_class(index: ImageIndex, name: str) -> str:
-    """The line of the first image of a class, for the message."""
+    """Return the line of the first image of a class, for an error message."""
     label = list(index.names or ()).index(name)
     return index.where(int(np.argmax(index.labels == label)))
 
@@ -78,7 +78,7 @@ def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None
 
 
 def _where_image(index: ImageIndex, key: tuple[Any, ...]) -> str:
-    """The line of an image, for the message."""
+    """Return the line of an image, for an error message."""
     position = next(position for position in range(len(index)) if index.key(position) == key)
     return index.where(position)
 
@@ -98,8 +98,8 @@ def check_same_images(owner: str, read: Callable[[], Mapping[str, ImageIndex]]) 
         read: reads the splits of this process.
 
     Raises:
-        ValueError: on all processes, if the images of one differ from those of rank 0.
-        Exception: on all processes, if one cannot read the splits.
+        ValueError: on all processes, if the images of one process differ from those of rank 0.
+        Exception: on all processes, if one process cannot read the splits.
     """
     splits_of_rank = together(lambda: {name: (len(index), index.digest) for name, index in read().items()})
     expected = splits_of_rank[0]
@@ -145,10 +145,10 @@ class ImageDataModule(RetrievalDataModule):
     The method `read` of a subclass returns the images of each split: `"train"`, then `"test"` or several evaluation
     sets with other names, and optionally `"val"`, which is used to choose checkpoints.
 
-    By default, the preparation of images depends on the model of the run: it is the one of the model's earlier
-    evaluation, else the one for the weights of its `Embedder`, else 224 pixels. The checkpoint records the preparation
-    in evaluation. In a run of a Trainer, images are sent to the device as uint8 and normalised there, before any hook
-    sees them.
+    By default, the preparation of images depends on the model of the run. If the model was evaluated earlier, the
+    preparation of that evaluation is used; else the preparation for the weights of its `Embedder`; else a size of 224
+    pixels. The checkpoint records the preparation of evaluation. In a run of a Trainer, images are sent to the device
+    as uint8 and normalised there, before any hook sees them.
 
     Args:
         root: the data set's folder, as unpacked; `~` is the home folder.
@@ -158,7 +158,7 @@ class ImageDataModule(RetrievalDataModule):
             transform of torchvision, timm or albumentations.
         eval_transform: the evaluation transform: like `train_transform`, or a `Preparation`.
         image_size: height and width of the images, or one number for both, as in `Preparation`.
-        resize: size of images before they are cropped, as in `Preparation`.
+        resize: size of images before cropping, as in `Preparation`.
         mean: mean of the channels, as in `Preparation`.
         std: standard deviation of the channels, as in `Preparation`.
         interpolation: interpolation of resizing, as in `Preparation`.
@@ -167,9 +167,9 @@ class ImageDataModule(RetrievalDataModule):
         on_error: what happens if an image cannot be decoded: `"raise"` raises an error; `"skip"` skips the image with a
             warning and counts it.
         load_truncated: whether truncated files are decoded as far as possible, with the rest grey, as in the official
-            code of Revisited Oxford and Paris. If False, they count as undecodable.
-        val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints;
-            with 0 the test set is used for that, as in the papers. A split `"val"` takes precedence.
+            code of Revisited Oxford and Paris. If False, a truncated file counts as undecodable.
+        val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints.
+            With 0, checkpoints are chosen on the test set, as in the papers. A split `"val"` takes precedence.
         cache_dir: the folder for a cache of the image index, so that lists are read only once. If None, there is no
             cache; if the folder cannot be written, a warning is issued.
         settings: arguments of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `eval_batch_size`,
@@ -232,7 +232,7 @@ class ImageDataModule(RetrievalDataModule):
         """Read the images of each split: `"train"`, and `"test"` or several evaluation sets by their names."""
 
     def sources(self) -> list[Path]:
-        """The files that `read` reads; a change of one invalidates the cache. If empty, nothing is cached."""
+        """The files that `read` reads. A change of any file invalidates the cache. Without files, nothing is cached."""
         return []
 
     @property
@@ -259,12 +259,16 @@ class ImageDataModule(RetrievalDataModule):
         """Read the splits, so that errors in the data set's files are found before anything else happens."""
         try:
             self.splits  # noqa: B018
-        except Exception:  # ignored on several processes: `setup` reads again, and then all of them raise
+        except Exception:  # ignored if there are several processes: `setup` reads again, and raises on all
             if self.trainer is None or world_size() == 1:
                 raise
 
     def setup(self, stage: str) -> None:
-        """Create the training set first, so that a data set without one fails before the model sees any image."""
+        """Check that all processes have the same images, and prepare images for the model of the run.
+
+        Before training, the training set is created, so that a missing training set raises an error before the model
+        sees an image.
+        """
         if self.trainer is not None and world_size() > 1:
             check_same_images(type(self).__name__, lambda: self.splits)
         self._follow_module()
@@ -299,7 +303,7 @@ class ImageDataModule(RetrievalDataModule):
             check_no_shared_classes(owner, splits)
         check_no_shared_images(owner, splits)
         for index in splits.values():
-            index.lines = None  # only needed for errors of `read`; would be sent to each worker
+            index.lines = None  # only errors of `read` need the lines, which would be sent to each worker
         return splits
 
     def _training_images(self) -> dict[str, Any]:
@@ -308,7 +312,7 @@ class ImageDataModule(RetrievalDataModule):
 
     @cached_property
     def train_set(self) -> ImageSet:
-        """The training images, with augmentation and without the classes that are held out."""
+        """The training images, with augmentation, without the classes that are held out for validation."""
         train = self._split("train")
         if self.val_fraction:
             train = train[~self._held_out]
@@ -316,7 +320,7 @@ class ImageDataModule(RetrievalDataModule):
 
     @cached_property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:
-        """The split `"val"` if there is one, else the images of the classes held out, else the test set."""
+        """The split `"val"` if there is one, else the images of the held-out classes, else the test set."""
         if "val" in self.splits:
             return self.evaluation_set("val", self.splits["val"])
         if not self.val_fraction:
@@ -381,13 +385,13 @@ class ImageDataModule(RetrievalDataModule):
         return normalized_batch(moved, lambda images: convert(self.preparation.normalize(images)))
 
     def _set_of_loader(self, dataset: Any) -> Any:
-        """In a run, the set of the images in uint8, if `transfer_batch_to_device` can normalise them alike."""
+        """In a run, return the set in uint8 if `transfer_batch_to_device` can normalise as the transform would."""
         if isinstance(dataset, ImageSet) and self._run_preparation.sends_uint8(self, dataset.transform):
             return dataset.in_uint8()
         return dataset
 
     def _follow_module(self) -> None:
-        """Adapt the transforms to the model of the run, which may have been loaded after the data sets were created."""
+        """Adapt the transforms to the model of the run. The data sets may have been created before the model."""
         if self.trainer is None:
             return
         self._run_preparation.follow(self.trainer.lightning_module, predicts=self.trainer.state.fn == "predict")
@@ -427,9 +431,9 @@ class ImageDataModule(RetrievalDataModule):
     def check(self) -> DataReport:
         """Check the data set's files before training: compare the published counts, and look for missing files.
 
-        The user's images (`reads_in_check`) are all read, which takes about as long as loading an epoch. The report
-        then lists undecodable files, images that occur twice or in both training and evaluation, classes with one
-        image, and the range of sizes.
+        With `reads_in_check`, as for the user's own images, all images are read, which takes about as long as loading
+        an epoch. The report then lists undecodable files, images that occur twice or in both training and evaluation,
+        classes with one image, and the range of sizes.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report contains the warnings of `read`

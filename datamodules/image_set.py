@@ -1,4 +1,4 @@
-"""A dataset of the images of an `ImageIndex`, which are decoded, cropped and transformed one by one."""
+"""A dataset that decodes, crops and transforms the images of an `ImageIndex` one by one."""
 
 import copy
 import warnings
@@ -33,7 +33,7 @@ Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
 _FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items also have
-PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
+PLACEHOLDER_SIZE = (224, 224)  # size of the black image that replaces an evaluation batch without a readable image
 
 
 class ImageSet(Dataset[dict[str, Any]]):
@@ -46,16 +46,17 @@ class ImageSet(Dataset[dict[str, Any]]):
     Args:
         index: paths, labels and other annotations of the images.
         root: the folder that the paths are relative to.
-        transform: a function from a PIL image to a tensor, such as a `Preparation`. Three attributes are optional:
-            `background`, the colour behind transparent pixels (default white); `takes_pixels`, True if it takes a
-            tensor (3, height, width) of uint8 instead, to which JPEGs are decoded faster; `least_size`, a height and
-            width: JPEGs may be decoded at a reduced scale if neither they nor their boxes become smaller than that, see
-            `Preparation(reduced_scale=True)`. Its random numbers from torch, Python's `random` and NumPy are determined
-            by the seed that `RetrievalDataLoader` gives each index.
+        transform: a function from a PIL image to a tensor, such as a `Preparation`. The function may have three
+            attributes. `background` is the colour behind transparent pixels (default white). If `takes_pixels` is True,
+            the function takes a tensor (3, height, width) of uint8 instead of a PIL image, which is faster for JPEGs.
+            `least_size` is a height and a width: a JPEG may be decoded at a reduced scale if neither the image nor its
+            box becomes smaller than this size, see `Preparation(reduced_scale=True)`. If the function draws random
+            numbers from torch, Python's `random` or NumPy, they are determined by the seed that `RetrievalDataLoader`
+            gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
-        load_truncated: whether truncated files are decoded as far as possible, with the rest grey. If False, they count
-            as undecodable.
+        load_truncated: whether truncated files are decoded as far as possible, with the rest grey. If False, a
+            truncated file counts as undecodable.
         boxes_before_rotation: whether boxes are in pixels of the files, before the rotation by EXIF orientation,
             instead of pixels of the upright images.
 
@@ -96,9 +97,9 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.load_truncated = check_bool("ImageSet", "load_truncated", load_truncated)
         self.boxes_before_rotation = check_bool("ImageSet", "boxes_before_rotation", boxes_before_rotation)
         self._gives_uint8 = False
-        self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # shared with the workers
+        self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory
 
-    # Tensors of the index are not stored as attributes: each spawned worker would get a copy.
+    # Tensors of the index are properties instead of attributes, of which each spawned worker would get a copy.
     @property
     def labels(self) -> Int[Tensor, " item"]:
         """The class of each image."""
@@ -118,7 +119,7 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     @staticmethod
     def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make a batch of the readable items; in evaluation, if there are none, a batch of one black image.
+        """Make a batch of the readable items. If no item of an evaluation batch is readable, use one black image.
 
         Raises:
             ValueError: if no item of a training batch could be read, or the images differ in size.
@@ -134,7 +135,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return len(self.index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """An image with its annotations; the item of a skipped image has its path under `skipped`, see `collate`."""
+        """Return an image with its annotations. The item of a skipped image has an entry `skipped`, see `collate`."""
         position = range(len(self))[index]
         try:
             image = self.input_of_transform(position)
@@ -151,9 +152,11 @@ class ImageSet(Dataset[dict[str, Any]]):
         return item
 
     def in_uint8(self: Self) -> Self:
-        """The same set with images in uint8, not normalised, if the transform has `to_uint8`, like a `Preparation`.
+        """Return a copy of the set that does not normalise its images, but returns them in uint8.
 
-        Its items then have a further entry `unnormalized`. A data module normalises such batches on the run's device.
+        The transform needs a method `to_uint8`, which a `Preparation` has. The items of the copy then have a further
+        entry `unnormalized`, and a data module normalises the batches on the run's device. A transform without this
+        method is applied as usual.
         """
         other = copy.copy(self)
         other._gives_uint8 = True
@@ -164,10 +167,10 @@ class ImageSet(Dataset[dict[str, Any]]):
         return self._decode(read_image, position)
 
     def input_of_transform(self, position: int) -> Image.Image | Pixels:
-        """The image before the transform: as from `read`, or as pixels (3, height, width) if the transform takes those.
+        """Return the image before the transform: pixels (3, height, width) if `takes_pixels`, else a PIL image.
 
-        JPEGs are decoded at a reduced scale if the transform has a `least_size`. If a subclass overrides `read`, its
-        result is always used.
+        JPEGs are decoded at a reduced scale if the transform has a `least_size`. If a subclass overrides `read`, the
+        result is always that of `read`.
         """
         if type(self).read is not ImageSet.read:
             return self.read(position)
@@ -223,7 +226,10 @@ class ImageSet(Dataset[dict[str, Any]]):
         return torch.from_numpy(targets)[position]
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
-        """The item of a skipped image; in evaluation, a black image with role 0 and a separate instance."""
+        """Return the item of a skipped image: in training only its path, in evaluation a black image with role 0.
+
+        If the index has instances, the black image forms an instance of its own.
+        """
         path = str(self.root / self.index.paths[position])
         if in_training:
             return {"skipped": path}

@@ -1,6 +1,6 @@
-"""The user's images in a table: CSV or Parquet, with labels and, optionally, splits, roles and boxes.
+"""Reads the user's images from a CSV or Parquet table with labels and, optionally, splits, roles and boxes.
 
-The columns are read as text, then converted to arrays, and each value is checked.
+The columns are read as text and converted to arrays, and each value is checked.
 """
 
 import itertools
@@ -30,7 +30,7 @@ WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box;
 
 
 def find_rows(values: Sequence[str], condition: Callable[[str], bool]) -> list[int]:
-    """Numbers of the rows, from 0, whose value meets a condition."""
+    """Return the indices of the rows whose value meets a condition."""
     rows = []
     for row, value in enumerate(values):
         if condition(value):
@@ -44,7 +44,7 @@ def is_empty(text: str) -> bool:
 
 
 def is_integer(text: str) -> bool:
-    """Whether a text is an integer in canonical form: 7, but not 007, which may be another class than 7."""
+    """Whether a text is an integer in canonical form, such as 7. The text 007 is not, since it may be another class."""
     return re.fullmatch(r"0|-?[1-9][0-9]{0,17}", text) is not None
 
 
@@ -67,7 +67,7 @@ def parse_images(table: TextTable) -> list[str]:
 
 
 def parse_labels(table: TextTable, distractors: NDArray[np.bool_]) -> NDArray[Any]:
-    """The label of each image: integers if all labels are integers, else text. Labels of distractors are arbitrary."""
+    """Return the label of each image: integers if all labels are integers, else text; arbitrary for distractors."""
     texts = table.columns["label"]
     unlabelled = [row for row in find_rows(texts, is_empty) if not distractors[row]]
     table.check(unlabelled, "`label` must not be empty in any row")
@@ -81,7 +81,7 @@ def parse_labels(table: TextTable, distractors: NDArray[np.bool_]) -> NDArray[An
 
 
 def parse_roles(table: TextTable) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
-    """The role of each image (None without the column `role`), and which images are distractors."""
+    """Return the role of each image, or None without the column `role`; and whether each image is a distractor."""
     if "role" not in table.columns:
         return None, np.zeros(len(table.lines), dtype=bool)
     names = table.columns["role"]
@@ -107,7 +107,7 @@ def parse_splits(table: TextTable) -> NDArray[Any] | None:
 
 
 def parse_numbers(table: TextTable, column: Literal["category", "camera"]) -> NDArray[np.int64] | None:
-    """The number of each image's category or camera, the same in all splits; None without this column."""
+    """Return the number of each image's category or camera, None without the column. Splits share the numbering."""
     if column not in table.columns:
         return None
     texts = table.columns[column]
@@ -142,7 +142,10 @@ def parse_boxes(table: TextTable) -> NDArray[np.int32] | None:
 
 
 def parse_box(text: str) -> tuple[int, ...] | None:
-    """Parse a box: four numbers, separated by spaces or commas, rounded. Empty: the whole image; invalid: None."""
+    """Parse the four numbers of a box, separated by spaces or commas, and round them.
+
+    An empty text is the box of the whole image. For an invalid text, the result is None.
+    """
     if not text.strip():
         return WHOLE_IMAGE
     try:
@@ -156,7 +159,7 @@ def parse_box(text: str) -> tuple[int, ...] | None:
 
 
 def check_unique_images(table: TextTable, images: Sequence[str], boxes: NDArray[np.int32] | None) -> None:
-    """Check that no image is listed twice with the same box, because it would be in its own ranked list."""
+    """Check that no image is listed twice with the same box. Otherwise, a query would be in its own ranked list."""
     keys: Sequence[Any] = images
     if boxes is not None:
         keys = list(zip(images, map(tuple, boxes.tolist())))
@@ -178,11 +181,11 @@ class ImageRows:
     """The rows of a table of images: one entry per row in each array.
 
     Args:
-        images: paths.
-        labels: integers or text; arbitrary for distractors.
-        distractors: which rows are distractors.
+        images: paths of the images.
+        labels: labels of the images, integers or text; arbitrary for distractors.
+        distractors: whether each row is a distractor.
         categories: numbers of the categories, or None.
-        boxes: (rows, 4), or None.
+        boxes: boxes of the images, (rows, 4), or None.
         roles: numbers of the roles, or None.
         cameras: numbers of the cameras, or None.
         table: the table, for error messages.
@@ -198,7 +201,7 @@ class ImageRows:
     table: TextTable
 
     def index(self, name: str, chosen: NDArray[np.bool_]) -> ImageIndex:
-        """The index of the chosen rows, which form the split `name`; its classes are numbered 0, 1, ..."""
+        """Create the index of the chosen rows, which form the split `name`; the classes are numbered 0, 1, ..."""
         known = chosen & ~self.distractors
         labels = np.full(len(self.images), DISTRACTOR)
         labels[known], names = class_numbers(self.labels[known])
@@ -216,9 +219,9 @@ class ImageRows:
 
 
 class ImageTable(ImageDataModule):
-    """Images that are listed in a table. The columns `image` and `label` are required; the others are optional.
+    """Reads images that are listed in a table. The columns `image` and `label` are required; the others are optional.
 
-    Columns may be in any order; other columns are ignored.
+    Columns may be in any order. Columns with other names than the following are ignored.
 
     | column | content |
     | --- | --- |
@@ -227,7 +230,7 @@ class ImageTable(ImageDataModule):
     | `category` | a coarser class, for `sampler="category"` |
     | `split` | `train`, `val`, `test` or the name of another evaluation set |
     | `role` | in evaluation: `query`, `gallery`, `both` (also if empty) or `distractor` |
-    | `camera` | camera or sequence; in evaluation, images with the query's class and camera are not in its list |
+    | `camera` | camera or sequence; in evaluation, a query's list has no images of the same class and camera |
     | `box` | `left top right bottom` in pixels of the upright image; the whole image if empty |
     | `left`, `top`, `right`, `bottom` | the box in four columns, instead of `box` |
 

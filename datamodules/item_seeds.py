@@ -22,7 +22,7 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
 
     Args:
         owner: prefix of error messages.
-        name: the argument that the values are for.
+        name: name of the argument that holds the values.
         values: a tensor, an array, a sequence or anything else.
 
     Raises:
@@ -54,7 +54,7 @@ def augmentation_seeds(seed: int, epoch: int, batch: int, positions: NDArray[np.
     """
     state = np.zeros(len(positions), dtype=np.uint64)
     for part in (seed % 2**64, epoch, batch, positions):
-        state = (state ^ np.asarray(part).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)  # wraps around
+        state = (state ^ np.asarray(part).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)  # overflows on purpose
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         state = state ^ (state >> np.uint64(31))
@@ -63,14 +63,15 @@ def augmentation_seeds(seed: int, epoch: int, batch: int, positions: NDArray[np.
 
 
 def item_generator(index: int) -> torch.Generator | None:
-    """The random generator for one dataset item, to be used in `dataset[index]`.
+    """Return the random generator for one dataset item, to be used in `dataset[index]`.
 
     Augmentation that uses this generator does not depend on the number of workers or processes, and a resumed run
-    repeats it exactly.
+    repeats the augmentation exactly.
 
     Args:
-        index: the argument of `dataset[index]`. Indices from `RetrievalDataLoader` carry a seed. For a plain `int`, as
-            from an evaluation loader, the result is None, with which torch's functions use the global generator.
+        index: the argument of `dataset[index]`. Indices from `RetrievalDataLoader` carry a seed. For a plain `int`,
+            such as an index from an evaluation loader, the result is None; torch's functions then use the global
+            generator.
 
     Raises:
         TypeError: if `index` is not an integer.
@@ -99,17 +100,18 @@ def item_generator(index: int) -> torch.Generator | None:
 
 @contextmanager
 def seeded_item(index: int) -> Iterator[None]:
-    """Context that seeds the global generators of torch, Python and NumPy if the index has a seed.
+    """Seed the global generators of torch, Python and NumPy within a context, if the index has a seed.
 
-    Their states are restored afterwards. Transforms use all three: torchvision torch's, timm Python's and NumPy's.
+    On exit, the previous states are restored. All three generators are needed: the transforms of torchvision use the
+    generator of torch, and the transforms of timm use the generators of Python and NumPy.
 
     Args:
-        index: as for `item_generator`.
+        index: the argument of `dataset[index]`; for a plain `int`, nothing is seeded.
     """
     if not isinstance(index, SeededIndex):
         yield
         return
-    generator = torch.default_generator  # torch.manual_seed also seeds GPUs, which takes longer than loading an image
+    generator = torch.default_generator  # torch.manual_seed would also seed GPUs, which is slow
     states = generator.get_state(), random.getstate(), np.random.get_state()
     generator.manual_seed(index.seed)
     random.seed(index.seed)
@@ -125,12 +127,12 @@ def seeded_item(index: int) -> Iterator[None]:
 class SeededIndex(int):
     """A dataset index that carries the random seed of its item.
 
-    It behaves like an `int`, so a dataset that ignores the seed works unchanged. Arithmetic with it (as in
-    `ConcatDataset`) returns a plain `int`, and `Subset` replaces it by one of its own indices, both without the seed.
+    A `SeededIndex` behaves like an `int`, so a dataset that ignores the seed works unchanged. The seed is lost in
+    arithmetic (as in `ConcatDataset`), which returns a plain `int`, and in a `Subset`, which has its own indices.
 
     Args:
         value: the index.
-        seed: from 0 to 2**63 - 1.
+        seed: the random seed, from 0 to 2**63 - 1.
 
     Example:
         >>> index = SeededIndex(3, seed=11)
@@ -138,7 +140,8 @@ class SeededIndex(int):
         ('d', True, 11)
 
     Relations:
-        `RetrievalDataLoader` passes these indices to the dataset, and `item_generator` converts one to a generator.
+        `RetrievalDataLoader` passes these indices to the dataset, and `item_generator` converts an index to a
+        generator.
     """
 
     seed: int

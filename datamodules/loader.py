@@ -22,7 +22,7 @@ from lightning_retrieval.distributed import rank, world_size
 
 
 def shard_bounds(size: int, shard: int, shards: int) -> tuple[int, int]:
-    """Begin and end of a shard, if `size` rows are split into `shards` contiguous shards as by `torch.tensor_split`."""
+    """Return begin and end of a shard, if `size` rows are split into `shards` shards as by `torch.tensor_split`."""
     smaller, num_larger = divmod(size, shards)
     begin = shard * smaller + min(shard, num_larger)
     end = (shard + 1) * smaller + min(shard + 1, num_larger)
@@ -35,7 +35,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
     Args:
         batch_sampler: the sampler of the global batches.
         epoch: the epoch to start with, an integer >= 0.
-        start: index of the first batch of that epoch.
+        start: index of the first batch to yield in that epoch.
 
     Raises:
         TypeError: if `epoch` or `start` is not an integer.
@@ -43,8 +43,8 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
     """
 
     def __init__(self, batch_sampler: GlobalBatchSampler, *, epoch: int, start: int) -> None:
-        # The base class's __init__ is not called: it stores rank and world size, but the process group may not exist
-        # yet.
+        # `__init__` of the base class is not called, because it would store rank and world size before the process
+        # group exists.
         self.batch_sampler = batch_sampler
         self.first_drawn: list[int] = []  # the first global batch of the latest iteration
         self.set_position(epoch, start)
@@ -61,7 +61,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
         self.batch_sampler.set_epoch(epoch)
         self.start_epoch = epoch
         self.start = start
-        self.next_batch = start  # the batch after the last batch that the loader has returned
+        self.next_batch = start  # index of the batch after the last batch that the loader has returned
 
     @property
     def first_batch(self) -> int:
@@ -100,11 +100,11 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
 
 
 def resume_position(trainer: pl.Trainer) -> dict[str, int]:
-    """The position at which the trainer's run continues: `epoch` and `start` of a `RetrievalDataLoader`.
+    """Return the position at which the trainer's run continues: `epoch` and `start` of a `RetrievalDataLoader`.
 
-    It is exact for every checkpoint of Lightning. If the checkpoint was written because a step failed, the batch of
-    that step is repeated. `RetrievalDataModule` calls this function; call it if you create the loader in another
-    `train_dataloader` hook.
+    The position is exact for every checkpoint of Lightning. If the checkpoint was written because a step failed, the
+    batch of that step is repeated. `RetrievalDataModule` calls this function. If you create the loader in another
+    `train_dataloader` hook, call this function there.
 
     Args:
         trainer: a trainer that is fitting and has restored its checkpoint (if any), as in the hook
@@ -118,7 +118,7 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
         {'epoch': 0, 'start': 0}
 
     Relations:
-        `RetrievalDataLoader(dataset, sampler, **resume_position(self.trainer))`.
+        Pass the position to the loader: `RetrievalDataLoader(dataset, sampler, **resume_position(self.trainer))`.
     """
     check_instance("resume_position", "trainer", trainer, pl.Trainer)
     epochs = trainer.fit_loop.epoch_progress.current
@@ -132,10 +132,10 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
 def training_loader(
     trainer: pl.Trainer | None, dataset: Any, sampler: GlobalBatchSampler, **settings: Any
 ) -> "RetrievalDataLoader":
-    """The loader of a data module's training batches. It begins at the batch where the trainer's run continues.
+    """Create the loader of a data module's training batches; it begins at the batch where the trainer's run continues.
 
     Args:
-        trainer: the trainer of the data module, None outside of a run.
+        trainer: the trainer of the data module; None outside of a run.
         dataset: a map-style dataset.
         sampler: the sampler of the global batches.
         settings: other arguments of `DataLoader`.
@@ -155,7 +155,7 @@ def loader_settings(
         num_workers: number of processes that load images.
         pin_memory: whether batches are copied to page-locked memory; if None, only if there is a GPU.
         persistent_workers: whether workers stay alive between epochs; None means True if there are workers.
-        collate_fn: makes a batch of items; None for `collate_images`.
+        collate_fn: function that makes a batch of a list of items; None for `collate_images`.
     """
     if collate_fn is None:
         collate_fn = collate_images
@@ -225,15 +225,15 @@ class RetrievalDataLoader(DataLoader[Any]):
     rank order are the global batch. Rank and world size are read from `torch.distributed` when an iteration begins. The
     indices passed to the dataset carry a seed, see `item_generator`.
 
-    The workers do not start before the first batch. So `set_epoch` still takes effect after `iter(loader)`, which is
-    when Lightning first calls it.
+    The workers do not start before the first batch is requested. So `set_epoch` takes effect even after `iter(loader)`,
+    when Lightning first calls `set_epoch`.
 
     Args:
         dataset: a map-style dataset.
         batch_sampler: the sampler of the global batches; its epoch is set to `epoch`.
         epoch: an integer >= 0, the epoch to begin with.
-        start: index of the first batch of epoch `epoch`, from 0 to the number of batches; 0 if None. All other epochs
-            begin with batch 0. If given, `load_state_dict` does not change the position.
+        start: index of the batch with which epoch `epoch` begins, from 0 to the number of batches; None means 0. All
+            other epochs begin with batch 0. If `start` is not None, `load_state_dict` does not change the position.
         kwargs: other arguments of `DataLoader`: `num_workers`, `collate_fn`, `pin_memory`, `timeout`,
             `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor`, `persistent_workers`,
             `pin_memory_device`, `in_order`.
@@ -302,12 +302,12 @@ class RetrievalDataLoader(DataLoader[Any]):
     def check_first_batch(self, labels: Tensor, ids: Tensor | None, *, gathered: bool = True) -> None:
         """Compare the first batch of the latest iteration with the images that the sampler drew.
 
-        Called by `RetrievalModule`.
+        `RetrievalModule` calls this method.
 
         Args:
-            labels: (batch,) or (batch, levels).
-            ids: (batch,), or None.
-            gathered: whether labels and ids are those of the global batch, not of this process only.
+            labels: labels of the batch, of shape (batch,) or (batch, levels).
+            ids: ids of the batch, of shape (batch,), or None.
+            gathered: whether the labels and ids are of the whole global batch, or only of this process's shard.
 
         Raises:
             ValueError: if several images have the same id, or the sampler was made with other labels. Other labels only
@@ -387,15 +387,17 @@ def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[
 def _difference_of_labels(
     sampler: GlobalBatchSampler, drawn: Sequence[int], labels: Tensor, ids: Tensor | None
 ) -> str | None:
-    """An error message if the labels of a batch group its images into other classes than the sampler does, else None.
+    """Return an error message if the labels of a batch contradict the classes of the sampler, else None.
+
+    Only the grouping of the images counts, not the values of the labels.
 
     Args:
         sampler: the sampler of the global batches.
         drawn: dataset indices of the global batch that was drawn.
-        labels: (batch, levels), the labels of the batch that was loaded. It is enough if one level has the sampler's
-            classes.
-        ids: ids of the loaded batch, or None. If they are dataset indices, they identify the rows of a batch that was
-            reordered. If they are indices of another list of these images, they do not.
+        labels: labels of the loaded batch, (batch, levels). It is enough if the labels of one level group the images
+            like the classes of the sampler.
+        ids: ids of the loaded batch, or None. If the ids are dataset indices, they identify the rows of a batch that
+            was reordered. If the ids are indices of another list of the same images, they are not used.
     """
     if len(labels) != len(drawn):  # images could not be read, or there are several rows per image
         return None
@@ -424,7 +426,7 @@ def _difference_of_labels(
 
 
 def _contradiction(classes: Integers, labels: Integers) -> tuple[int, int] | None:
-    """Two rows with the same class but different labels, or the same label but different classes; None if none."""
+    """Find two rows with one class and different labels, or with one label and different classes; else None."""
     first_of_class: dict[int, int] = {}
     first_of_label: dict[int, int] = {}
     for row, (class_, label) in enumerate(zip(classes.tolist(), labels.tolist())):

@@ -1,4 +1,4 @@
-"""Finds and reads the files that list the images of a data set; errors give file and line.
+"""Finds and reads the files that list the images of a data set; error messages give the file and the line.
 
 The formats are: fields separated by whitespace, CSV files, and tables of images in CSV or Parquet.
 """
@@ -19,9 +19,10 @@ from lightning_retrieval.checks import first_of
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.optional_packages import optional_import
 
-LARGEST_PIXEL = 2**31  # too large for boxes of 32 bits
+LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
 
-_OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
+# Matches absolute paths, and paths with a part `..`.
+_OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 
 
 def leaves_root(path: str) -> bool:
@@ -48,20 +49,20 @@ def find_missing(wanted: Iterable[str], found: Container[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ListFile:
-    """A text file in UTF-8 that lists images. Its errors give the data set, the file and the line.
+    """A text file in UTF-8 that lists images. Its error messages give the data set, the file and the line.
 
-    Positions count only lines that are not blank, from 0.
+    The position of a line is the number of lines before it that are not blank.
 
     Args:
         owner: name of the data set's class, the prefix of error messages.
-        path: the file.
+        path: path of the file.
     """
 
     owner: str
     path: Path
 
     def error(self, problem: str, position: int | None = None) -> ValueError:
-        """An error with this message, and the line at `position` if it is given."""
+        """Create an error with the message `problem`, and with the line at `position`, if a position is given."""
         if position is not None:
             problem += f" in {self.where(position)}"
         return ValueError(f"{self.owner}: {problem}.")
@@ -147,7 +148,7 @@ class ListFile:
         return columns
 
     def csv_rows(self) -> Iterator[tuple[list[str], int]]:
-        """Yield the fields of each non-blank row of a CSV file, header included, and the number of its last line.
+        """Yield the fields and the last line number of each row of a CSV file that is not blank, header included.
 
         Raises:
             ValueError: if the file is not CSV.
@@ -204,7 +205,7 @@ class ListFile:
             bits: number of bits that each integer must fit into, as a signed number.
 
         Raises:
-            ValueError: if a field is not such an integer.
+            ValueError: if a field is not an integer, or does not fit into `bits` bits.
         """
         try:
             numbers = list(map(int, values))
@@ -235,7 +236,7 @@ class ListFile:
         Raises:
             ValueError: if a value occurs twice; the message has both line numbers.
         """
-        hashes = np.fromiter(map(hash, values), np.int64, len(values))  # less memory than a set of millions of paths
+        hashes = np.fromiter(map(hash, values), np.int64, len(values))  # hashes need less memory than values
         if all_different(hashes):
             return
         first_with: dict[object, int] = {}
@@ -272,9 +273,9 @@ class ListLines:
     """The line of a list that each image was read from, for error messages.
 
     Args:
-        file: the list.
-        rows: for each image, the position of its line, counting non-blank lines after the first `skip`; if None, the
-            images are in the order of the lines.
+        file: the file with the list.
+        rows: for each image, the position of its line, counted from the first line after `skip` non-blank lines. If
+            None, the images are in the order of the lines.
         skip: number of non-blank lines before the first image.
     """
 
@@ -292,7 +293,7 @@ class ListLines:
         return self.file.where(self.row(image) + self.skip)
 
     def row(self, image: int) -> int:
-        """The position of an image's line, counting non-blank lines after the first `skip`."""
+        """The position of an image's line, counted from the first line after `skip` non-blank lines."""
         if self.rows is None:
             return image
         return int(self.rows[image])
@@ -310,8 +311,8 @@ def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
     return box
 
 
-SEARCH_DEPTH = 2  # levels of subfolders that are searched for a suggestion
-MAX_ENTRIES = 1000  # of a folder; the subfolders after these are not searched
+SEARCH_DEPTH = 2  # number of levels of subfolders that are searched for a suggestion
+MAX_ENTRIES = 1000  # subfolders are searched only among the first entries of a folder
 
 
 def find_file(
@@ -323,13 +324,14 @@ def find_file(
         owner: prefix of error messages.
         root: the data set's folder.
         candidates: paths relative to the root.
-        companion: a path that a folder must also contain to be suggested as the root, for file names that other data
-            sets use too.
-        root_name: the argument with the root, for the message.
-        argument: the argument with the file name, for the message; empty if the data set defines the name.
+        companion: a path that a folder must also contain to be suggested as the root, in case other data sets use the
+            same file names.
+        root_name: name of the argument with the root, for the message.
+        argument: name of the argument with the file name, for the message; empty if the data set defines the file name.
 
     Raises:
-        FileNotFoundError: if none of the paths exists; if such a file exists nearby, the message gives its folder.
+        FileNotFoundError: if none of the paths exists. If a folder nearby has such a file, the message names the
+            folder.
     """
     for candidate in candidates:
         if (root / candidate).exists():
@@ -349,7 +351,7 @@ def find_file(
 
 
 def _without_root(root: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
-    """The problem if the root is not a folder, with a suggestion of the folder that may be meant."""
+    """Say why the root is not a folder, and suggest the folder that may be meant."""
     problem = "which is a file" if root.is_file() else "which does not exist"
     nearest = root.absolute().parent
     while not nearest.is_dir():
@@ -361,7 +363,10 @@ def _without_root(root: Path, candidates: Sequence[str], companion: str, root_na
 
 
 def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
-    """A suggestion: a folder below this one that contains the files, or a file of that name; empty if none."""
+    """Search below a folder; suggest the root with the files, or else say where such a file is.
+
+    If nothing is found, the result is an empty text.
+    """
     if folder == folder.parent:
         return ""  # do not search the whole disk
     found = list(_entries_below(folder, SEARCH_DEPTH))
@@ -422,7 +427,7 @@ class TextTable:
     """Columns of text, and the location of each row in the file for error messages.
 
     Args:
-        path: the file.
+        path: path of the file.
         columns: the fields of each column, by the column's name.
         lines: line or row number of each row in the file.
         unit: unit of `lines`, `"line"` or `"row"`.
@@ -434,7 +439,7 @@ class TextTable:
     unit: str = "line"
 
     def lines_of(self, rows: NDArray[np.intp]) -> TableLines:
-        """The line numbers of some rows, given by their indices, for an `ImageIndex`."""
+        """Return the line numbers of the rows with these indices, for an `ImageIndex`."""
         return TableLines(ListFile("ImageTable", self.path), rows, numbers=self.lines, unit=self.unit)
 
     def check(self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None) -> None:
@@ -442,7 +447,7 @@ class TextTable:
 
         Args:
             invalid_rows: numbers of the invalid rows, from 0.
-            rule: the rule that they break, for the message.
+            rule: the rule that the invalid rows break, for the message.
             values: the value of each row; the message shows the value of the first invalid row.
         """
         if len(invalid_rows) == 0:
@@ -458,7 +463,7 @@ class TextTable:
 
 
 def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> TextTable:
-    """Read the columns of a CSV or Parquet file that are in `COLUMNS`.
+    """Read the columns with the names `COLUMNS` from a CSV or Parquet file.
 
     Args:
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
@@ -521,7 +526,7 @@ def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
 
 
 def as_text(value: Any) -> str:
-    """A value of a Parquet file as it would be written in a CSV file; empty if it is missing."""
+    """Return a value of a Parquet file as a CSV file would have it; empty if the value is missing."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))
     if value is None:
