@@ -39,7 +39,7 @@ _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
 def check_colour(owner: str, name: str, value: Any) -> tuple[int, int, int]:
-    """Red, green and blue of a colour; raise unless Pillow knows the name, or there are three integers from 0 to 255."""
+    """Red, green and blue of a colour; raise unless it is a colour name of Pillow or three integers from 0 to 255."""
     rule = f"{owner}: `{name}` must be the name of a colour, such as 'white' or '#ff8000', or (red, green, blue)"
     if isinstance(value, str):
         try:

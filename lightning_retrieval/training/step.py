@@ -195,7 +195,7 @@ def check_first_batch(module: Any, batch: GlobalBatch) -> None:
         batch: the batch of all processes or, if the module does not gather, of this process.
 
     Raises:
-        ValueError: if labels or ids contradict the sampler of a `RetrievalDataLoader`. Other loaders only cause warnings.
+        ValueError: if labels or ids contradict the sampler of a `RetrievalDataLoader`. Other loaders cause a warning.
     """
     if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
         return
