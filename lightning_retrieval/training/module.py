@@ -311,7 +311,7 @@ class RetrievalModule(ManualTraining):
         return sharded.least_chunks(math.ceil(len(images) / chunk_size), images.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Return the input of `RetrievalEvaluation`: embeddings, labels and, if given, ids, roles, instances, cameras."""
+        """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras."""
         images, labels, ids = self.unpack_batch(batch)
         output = {"embeddings": self.embed(images), "labels": labels}
         if isinstance(batch, dict):

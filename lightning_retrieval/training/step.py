@@ -265,7 +265,7 @@ class ChunkSizeSearch:
 
     def __init__(self) -> None:
         self.chunk_size = 0
-        self.rows = 0  # size of the batch for which the chunk size was found
+        self.rows = 0  # rows of the batch for which the chunk size was found
 
     def find(self, module: nn.Module, images: Tensor, keep_graphs: int) -> int:
         """The largest chunk size for a batch.
