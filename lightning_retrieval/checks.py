@@ -134,7 +134,7 @@ def check_counts(owner: str, name: str, values: Sequence[Any], *, may_be_empty: 
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """Return the one of `choices` that equals `value`; raise if none does. Here 0 is not False, and 1 is not True."""
+    """Return the choice that equals `value`; raise if there is none. Here 0 is not False, and 1 is not True."""
     plain = value
     if _is_integer(value):
         plain = int(value)
@@ -242,7 +242,7 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
 def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False) -> None:
     """Raise unless `value` is a dense tensor of float16, bfloat16, float32 or float64.
 
-    With `may_be_meta`, it may be on the device meta, on which shapes are found without numbers.
+    With `may_be_meta`, the tensor may be on the device meta, on which shapes are computed without numbers.
     """
     is_meta = isinstance(value, Tensor) and value.device.type == "meta"
     if not (is_meta and may_be_meta):
@@ -282,7 +282,7 @@ def check_matrix(owner: str, name: str, embeddings: Tensor, *, finite: bool = Fa
 
 
 def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
-    """Raise if there are NaN or infinities; the message gives the first such rows, by their ids if these are given."""
+    """Raise if there are NaN or infinities; the message lists the first such rows, by id if `ids` are given."""
     finite = torch.isfinite(values)
     if bool(finite.all()):
         return

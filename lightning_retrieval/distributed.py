@@ -22,7 +22,7 @@ def is_accelerator(device: torch.device) -> bool:
 def size_for(device: torch.device, *, cpu: int, accelerator: int) -> int:
     """How much a device computes at a time: little enough for a CPU's caches, or enough to be worth a kernel launch.
 
-    It depends only on the type of the device, so that a run can be reproduced on another machine.
+    The size depends only on the type of the device, so that a run can be reproduced on another machine.
     """
     if is_accelerator(device):
         return accelerator
@@ -39,14 +39,14 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def world_size(group: Any = None) -> int:
-    """Number of processes in a group; None for the default group. 1 without a process group."""
+    """Number of processes in a group (None: the default group); 1 if there is no process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
     return 1
 
 
 def rank() -> int:
-    """The rank of this process, 0 without a process group."""
+    """The rank of this process; 0 if there is no process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return 0
@@ -167,11 +167,11 @@ def together(work: Callable[[], Any]) -> list[Any]:
     """Call a function on each process, and return all results in rank order; if it fails on one process, all raise.
 
     Args:
-        work: called on each process, before processes wait for each other.
+        work: function that is called on each process before the processes wait for each other.
 
     Raises:
         Exception: on all processes, the exception of the first process on which the function failed.
-        RuntimeError: instead of this exception, with its type and message, if pickle does not copy it faithfully.
+        RuntimeError: with the type and message of that exception, if pickle cannot copy the exception faithfully.
     """
     value, error = None, None
     try:

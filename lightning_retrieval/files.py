@@ -93,7 +93,7 @@ def file_digest(path: Path) -> str:
 class DigestStream:
     """A write-only binary stream that computes the SHA-256 of its content.
 
-    It has no file descriptor, so that NumPy cannot bypass it.
+    The stream has no file descriptor, so NumPy cannot bypass `write`.
 
     Args:
         stream: the stream to write to.
@@ -126,7 +126,7 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], objec
     Args:
         owner: prefix of error messages.
         path: path of the file.
-        write: writes the content to a stream.
+        write: function that writes the content to a stream.
 
     Returns:
         SHA-256 of the file.

@@ -77,7 +77,9 @@ class PackedStrings(Sequence[str]):
             part = slice(block, block + BLOCK)
             first = int(ends[block] - lengths[block])
             last = int(ends[part][-1])
-            shifts = begins[part] - (ends[part] - lengths[part])  # from a byte's new position to its old one
+            shifts = begins[part] - (
+                ends[part] - lengths[part]
+            )  # added to a byte's new position, gives its old position
             data[first:last] = self.data[np.arange(first, last) + np.repeat(shifts, lengths[part])]
         return PackedStrings.from_arrays(data, ends)
 

@@ -48,7 +48,7 @@ def constructor_parameters(cls: Any) -> list[inspect.Parameter]:
     """The parameters of the constructor of a class, without `self`.
 
     Raises:
-        ValueError: if it has no signature, like some types written in C.
+        ValueError: if the constructor has no signature, like some types written in C.
     """
     return list(inspect.signature(cls.__init__).parameters.values())[1:]
 

@@ -39,7 +39,7 @@ def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
         kind: the required class.
 
     Raises:
-        TypeError: if the value is neither, or describes an object that is not of this class.
+        TypeError: if the value is neither an instance of `kind` nor the description of an instance.
         ValueError: if a file may not name the class or a setting, or if the description is incomplete, so that the
             object itself must be passed.
     """
@@ -144,8 +144,8 @@ class DescriptionReader:
             settings: plain data; entries that the constructor does not accept are skipped.
 
         Raises:
-            ValueError: if the file names a class or a setting that it may not name, or an object must be passed again.
-            TypeError: if it names a class of the wrong kind for an argument.
+            ValueError: if the file names a class or setting that a file may not name, or an object must be passed.
+            TypeError: if the file names a class of the wrong kind for an argument.
         """
         check_plain_data(self.owner, "hyperparameters", settings)
         given = dict(settings)
@@ -162,7 +162,7 @@ class DescriptionReader:
         return {name: self._value(name, value, places.get(name, _ANY)) for name, value in given.items()}
 
     def description(self, name: str, value: dict[str, Any], place: _Place) -> _Description:
-        """The `_Description` for an argument; raises if the argument does not accept it."""
+        """The `_Description` for an argument; raise if the argument does not accept the described object."""
         path, arguments = value["class_path"], self._described_arguments(name, value)
         if arguments is None or "<" in path:
             raise ValueError(
@@ -192,7 +192,7 @@ class DescriptionReader:
         return value
 
     def _described_arguments(self, name: str, value: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments in a description; None if they could not be described."""
+        """The arguments in a description; None if `describe` could not describe the arguments."""
         arguments, further = value.get("init_args", {}), value.get("dict_kwargs") or {}
         is_valid = isinstance(arguments, (dict, type(None))) and isinstance(further, dict)
         if not is_valid or not isinstance(value["class_path"], str):
@@ -233,7 +233,7 @@ def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Descriptio
 
 
 def _places(cls: Any) -> dict[str, _Place]:
-    """The values that the arguments of a class accept, by annotation; `**kwargs` stand for those of base classes.
+    """The values that each argument of a class accepts, by annotation; `**kwargs` pass on to the base classes.
 
     An argument without annotation also accepts the values of the base class's argument of the same name, to which it is
     usually passed.
@@ -252,7 +252,7 @@ def _places(cls: Any) -> dict[str, _Place]:
 
 
 def _annotations(cls: type[Any]) -> dict[str, Any]:
-    """The annotation of each argument of a constructor, `Any` where there is none or it cannot be evaluated."""
+    """The annotation of each constructor argument; `Any` if the annotation is missing or cannot be evaluated."""
     names = {**vars(typing), **getattr(inspect.unwrap(cls.__init__), "__globals__", {})}
     annotations = {}
     for parameter in constructor_parameters(cls):

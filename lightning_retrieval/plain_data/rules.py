@@ -1,7 +1,7 @@
 """The rules for which classes and settings a file may name. All code that reads files uses these rules.
 
 - A class is accepted if its module is in `PACKAGES`, or belongs to the user (`_is_of_user`), and if it is a subclass of
-  the type of the argument. It is looked up only after its path has been accepted.
+  the type of the argument. The class is looked up only after its path has been accepted.
 - A file cannot choose a function to be called. The only exceptions are `timm.create_model` and torchvision's model
   builders, which are called without pretrained weights. `load_function` is only for names given by the user.
 - Settings that make another library run code or load files are invalid (`FORBIDDEN`, addresses, names of kernels).
@@ -84,8 +84,8 @@ def find_class(
         packages: as for `check_plain_data`.
 
     Raises:
-        ValueError: if a file may not name it, or it does not exist.
-        TypeError: if it is not a class of one of the kinds.
+        ValueError: if a file may not name the class, or the class does not exist.
+        TypeError: if the path does not name a class of one of the kinds.
     """
     _check_path(owner, name, path, packages)
     try:
@@ -132,7 +132,7 @@ def import_named_module(owner: str, name: str, module: str) -> None:
     """Import a module that the user, not a file, has named by an argument, so that files may name its classes.
 
     Raises:
-        ValueError: if it cannot be imported.
+        ValueError: if the module cannot be imported.
     """
     try:
         importlib.import_module(module)
@@ -206,8 +206,8 @@ def is_below(module: str, packages: Iterable[str]) -> bool:
 def _is_of_user(module: str) -> bool:
     """Whether a module is the user's.
 
-    It is if it is the script, if the user has named it, or if it is imported and is not part of Python or of a required
-    library.
+    A module is the user's if it is the script, if the user has named it, or if it is imported and belongs neither to
+    Python nor to a required library.
     """
     if module in _MAIN or is_below(module, named_by_user):
         return True
@@ -220,7 +220,7 @@ def _is_of_user(module: str) -> bool:
 def _required_modules() -> frozenset[str]:
     """The top-level modules of this library, its requirements with all extras, and their requirements.
 
-    If the requirements of this library are unknown, the top-level modules of all packages.
+    If the requirements of this library are unknown, the result is the top-level modules of all packages.
     """
     owners = importlib.metadata.packages_distributions()
     pending = ["lightning-retrieval"]
@@ -260,9 +260,10 @@ def _look_up(path: str, packages: tuple[str, ...]) -> Any:
 
 
 def imported_object(path: str, packages: tuple[str, ...] = PACKAGES) -> Any:
-    """The object at a path in modules that are already imported; None if there is none.
+    """The object at a path in modules that are already imported; None if there is no such object.
 
-    Also None if the path passes through a module that a file may not name, since its attributes may be other modules.
+    The result is also None if the path passes through a module that a file may not name, because the attributes of such
+    a module may be other modules.
     """
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):

@@ -38,7 +38,7 @@ Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 IDENTIFIED_ONLY = {"MPEG"}  # formats that Pillow identifies but cannot decode
 JPEG_START = b"\xff\xd8\xff"
 
-_ROTATIONS = {  # by the value of the EXIF tag; 1 is upright
+_ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 is upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -47,7 +47,15 @@ _ROTATIONS = {  # by the value of the EXIF tag; 1 is upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}  # the same dims of tensors (C, H, W)
+_FLIPPED = {
+    2: (2,),
+    3: (1, 2),
+    4: (1,),
+    5: (),
+    6: (2,),
+    7: (1, 2),
+    8: (1,),
+}  # flipped dims of a tensor (C, H, W), by the same values
 
 
 def image_suffixes() -> frozenset[str]:
@@ -83,14 +91,14 @@ def read_image(
 
     Args:
         path: the file, or its content as a binary stream.
-        box: left, top, right and bottom in pixels of the image, clipped to the image. None for the whole image.
+        box: left, top, right and bottom in pixels of the image, clipped to the image. None means the whole image.
         load_truncated: whether a truncated file is decoded as far as possible, with the rest grey.
         boxes_before_rotation: whether the box is in pixels of the file, before the rotation, instead of pixels of the
             upright image. For TIFF files there is no difference, because Pillow rotates them itself.
         background: red, green and blue of the colour behind transparent pixels.
         least_size: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box, still has
-            at least this height and width, see `reduce_scale`; the box is then rounded outwards to whole pixels. None
-            for the full scale.
+            at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole pixels. None
+            means the full scale.
 
     Raises:
         ValueError: if the box is outside the image, or the range of the pixel values is unknown (see `to_rgb`).
@@ -162,7 +170,7 @@ def read_pixels(
 def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -> tuple[Pixels, int, int] | None:
     """The pixels of a JPEG, its orientation, and the divisor of its size.
 
-    None if the file is not a JPEG, or if `read_image` must decode it or report its error.
+    The result is None if the file is not a JPEG, or if `read_image` must decode the file or report its error.
 
     Args:
         path: the file, or its content.
@@ -188,7 +196,7 @@ def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -
 
 
 def _content_of_jpeg(path: Path | BinaryIO) -> bytes | None:
-    """The content of a JPEG, None for other files. The position of a stream does not change."""
+    """The content of a JPEG, or None for another file. The position of a stream does not change."""
     if isinstance(path, (str, Path)):
         with open(path, "rb") as stream:
             return _content_of_jpeg(stream)
@@ -213,7 +221,7 @@ def truncated_images(load: bool) -> Iterator[None]:
 
 
 def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxes_before_rotation: bool) -> int:
-    """Make Pillow decode a JPEG at a reduced scale if `least_size` allows it; returns the divisor of its size."""
+    """Make Pillow decode a JPEG at a reduced scale if `least_size` allows; return the divisor of the image's size."""
     if least_size is None or not isinstance(file, JpegImageFile):
         return 1
     is_transposed = file.getexif().get(ORIENTATION, 1) in TRANSPOSED

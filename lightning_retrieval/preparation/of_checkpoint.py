@@ -1,4 +1,4 @@
-"""Chooses the preparation for the model of a checkpoint outside of training: if recorded, always that of evaluation."""
+"""Chooses the preparation for a checkpoint's model after training: that of its evaluation, if recorded."""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ SOURCES = {
     "model": ", as its embedder wants",
     "default": ", the default, because the checkpoint names none",
 }
-DEFAULT_NAMES = {1: "glyphs"}  # names of preparations by number of channels; "plain" for any other
+DEFAULT_NAMES = {1: "glyphs"}  # name of the preparation by number of channels; "plain" for other numbers
 
 
 def choose_transform(
@@ -37,7 +37,7 @@ def choose_transform(
     recorded: dict[str, Any] | None,
     channels: int,
 ) -> tuple[Transform, dict[str, Any], str]:
-    """The transform for a model, and who chose it.
+    """Choose the transform for a model, and say where the choice came from.
 
     Args:
         owner: prefix of error messages.
@@ -45,10 +45,11 @@ def choose_transform(
         module: the model. Its embedder decides if both `requested` and `recorded` are None.
         requested: the name that the user gave: one of `Preparation.NAMES`, or the dotted name of a function; or None.
         recorded: the transform of the model's evaluation, as plain data, or None. `requested` must agree with it.
-        channels: number of channels of the model's images; decides if nothing else does.
+        channels: number of channels of the model's images, which decides if nothing else does.
 
     Returns:
-        The transform, the same as plain data, and `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
+        The transform, the transform as plain data, and the source of the choice: `"argument"`, `"checkpoint"`,
+            `"model"` or `"default"`.
 
     Raises:
         ValueError: if the model was evaluated with a function that the user did not name, or with another transform
@@ -85,7 +86,7 @@ def shown_choice(about: dict[str, Any]) -> str:
     """The text that a command prints about the transform of an index.
 
     Args:
-        about: the `about` of an `ImageEmbedder`, with `preparation` and `preparation_from`.
+        about: the attribute `about` of an `ImageEmbedder`, with the keys `preparation` and `preparation_from`.
     """
     return f"{shown_transform(about['preparation'])}{SOURCES[about['preparation_from']]}"
 

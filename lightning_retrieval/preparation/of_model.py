@@ -1,4 +1,4 @@
-"""The preparation of a model: the one for its weights, changed by its user, or the one of its evaluation."""
+"""The preparation of a model: that of its evaluation, or that for its weights with the user's changes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_retrieval.preparation.preparation import Preparation
 
 
 def wanted_preparation(module: Any) -> Preparation | None:
-    """The preparation of a module's embedder; None if there is none.
+    """The preparation of a module's embedder; None if the embedder or its preparation does not exist.
 
     Args:
         module: any module; a `RetrievalModule` has the attribute `embedder`.
@@ -23,7 +23,7 @@ def wanted_preparation(module: Any) -> Preparation | None:
 
 
 def preparation_of(module: Any) -> Preparation | None:
-    """The preparation that a module was evaluated with, else that of its embedder.
+    """The preparation that a module was evaluated with; if not recorded, the preparation of its embedder.
 
     Args:
         module: the module. Its attribute `preparation` is the transform of its evaluation as plain data, or None.
@@ -76,15 +76,15 @@ def _pixels(size: Any) -> int | tuple[int, int] | None:
 
 
 def wanted_settings(preparation: Any, image_size: Any) -> dict[str, Any]:
-    """The settings of a preparation that are set by the arguments of an `Embedder`.
+    """The settings of a preparation that the arguments of an `Embedder` set.
 
     Args:
         preparation: a `Preparation`, the settings to change, or None.
-        image_size: a size, or None; it replaces that of `preparation`.
+        image_size: the size that replaces `image_size` of `preparation`, or None.
 
     Raises:
         TypeError: if `preparation` has another type.
-        ValueError: if it has a setting that does not exist.
+        ValueError: if `preparation` has a setting that does not exist, or a value is out of its range.
     """
     settings: dict[str, Any] = {}
     if isinstance(preparation, Preparation):
@@ -112,13 +112,13 @@ def wanted_settings(preparation: Any, image_size: Any) -> dict[str, Any]:
 
 
 def merged_preparation(of_weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> Preparation:
-    """The preparation of a backbone, with some settings replaced.
+    """The preparation for the weights of a backbone, with some settings replaced.
 
-    If only the image size is changed, `resize` is scaled in proportion.
+    If the image size is replaced and `resize` is not, `resize` is scaled in proportion.
 
     Args:
         of_weights: arguments of `Preparation` for the weights.
-        wanted: arguments that replace those for the weights.
+        wanted: arguments of `Preparation` that replace those in `of_weights`.
     """
     settings = {**of_weights, **wanted}
     if "image_size" in wanted and "resize" not in wanted:

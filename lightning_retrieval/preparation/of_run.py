@@ -2,7 +2,7 @@
 
     arguments of the data module          -+
     what the model was evaluated with     -+->  RunPreparation.follow  ->  transforms of the data sets
-    what the weights of its embedder want -+              |
+    what the model's embedder wants       -+              |
                                                           v
                                                   record_preparation   ->  the module and its checkpoints
 
@@ -35,7 +35,7 @@ UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
 
 
 class CurrentTransform:
-    """A transform that the data sets of a data module share, and that its `RunPreparation` may replace.
+    """The current transform of a data module, shared by its data sets; `RunPreparation` may replace it.
 
     Args:
         preparation: the first transform.
@@ -61,12 +61,12 @@ class CurrentTransform:
 
     @property
     def least_size(self) -> Size | None:
-        """The smallest height and width for decoding JPEGs for the current transform, None for the full scale."""
+        """The smallest height and width at which the current transform accepts JPEGs; None for the full scale."""
         return getattr(self.current, "least_size", None)
 
     @property
     def to_uint8(self) -> Transform | None:
-        """The current transform without its normalisation; None if the two cannot be separated."""
+        """The current transform without its normalisation; None if the normalisation cannot be separated."""
         return getattr(self.current, "to_uint8", None)
 
     def __call__(self, image: Any) -> Any:
@@ -80,7 +80,7 @@ class RunPreparation:
     """The transforms of images in a run, for training and for evaluation.
 
     Evaluation uses the first of these that exists: the given transform, the named preparation with the given settings,
-    the transform of the model's earlier evaluation, the preparation of its embedder, the default.
+    the transform of the model's earlier evaluation, the preparation of the model's embedder, the default.
 
     Args:
         owner: the class of the data module, prefix of error messages.
@@ -119,18 +119,18 @@ class RunPreparation:
         self.follow(None)
 
     def follow(self, module: Any, *, predicts: bool = False) -> None:
-        """Choose the transforms for a run of this module.
+        """Choose the transforms of the data sets for a run of a module.
 
         Args:
             module: the `LightningModule`. Its `preparation` is the transform of its earlier evaluation, or None.
-            predicts: whether the run predicts, which requires the preparation of the model's evaluation.
+            predicts: whether the run predicts. A prediction must prepare images as in the model's evaluation.
 
         Raises:
-            ValueError: if the model was evaluated with a function that is not given or, for a prediction, with another
-                preparation.
+            ValueError: if the model was evaluated with a function and no transform is given, or if a prediction would
+                prepare images otherwise than the model's evaluation did.
         """
         recorded = getattr(module, "preparation", None)
-        if recorded is not None and recorded is self._serialised:  # recorded by this run
+        if recorded is not None and recorded is self._serialised:  # this run has recorded it
             return
         is_given = self._given_eval is not None or self.paper is not None or bool(self.settings)
         if recorded is not None and not is_given:
@@ -158,10 +158,10 @@ class RunPreparation:
         return self._serialised
 
     def sends_uint8(self, datamodule: pl.LightningDataModule, transform: Any) -> bool:
-        """Whether a loader yields images of uint8, which are normalised on the device.
+        """Whether a loader yields images of uint8, so that images are normalised on the device.
 
-        This is so during a run in which no hook changes batches before they are moved to the device, if the transform
-        normalises with the mean and the standard deviation of the evaluation.
+        The answer is True during a run if the transform normalises with the mean and the standard deviation of the
+        evaluation, and no hook changes batches before they are moved to the device.
 
         Args:
             datamodule: the data module, which normalises the images of its batches on the device.
@@ -174,7 +174,7 @@ class RunPreparation:
             transform = transform.current
         if isinstance(transform, TrainingTransform):
             transform = transform.preparation
-        if not isinstance(transform, Preparation):  # a function of the user's
+        if not isinstance(transform, Preparation):  # the transform is the user's function
             return False
         if (transform.mean, transform.std) != (self.preparation.mean, self.preparation.std):
             return False
@@ -220,9 +220,9 @@ def record_preparation(module: Any) -> None:
 
 
 def normalized_batch(batch: Any, normalize: Callable[[Tensor], Tensor]) -> Any:
-    """Normalise the batches of uint8 in nested lists and dicts; other batches do not change.
+    """Normalise the uint8 batches in nested lists and dicts; other batches do not change.
 
-    Batches of uint8 are normalised on the device of the run, so that only a quarter of the bytes are sent to it.
+    Normalisation happens on the device of the run, because uint8 images take a quarter of the bytes of float32 images.
 
     Args:
         batch: a batch of one or several loaders.

@@ -1,15 +1,15 @@
 """Operations on the pixels of images: colours, orientation, sizes.
 
-A tensor of an image has shape (channels, height, width) but the memory layout (height, width, channels), which decoders
-write and which torch resizes fastest.
+A tensor of an image has shape (channels, height, width) but the memory layout (height, width, channels). Decoders write
+this layout, and torch resizes it fastest.
 
 Colours are converted to 8-bit RGB; transparent pixels show a background. JPEGs may be decoded at a half, a quarter or
 an eighth of their size, which libjpeg does much faster than at full size. libjpeg averages squares of pixels, almost
 like a box filter, so the pixels after resizing differ from those at full size.
 
-Resizing and cropping equal torchvision's, bit for bit, without importing torchvision, which takes as long as importing
-all models. On some processors, the oldest supported releases of torchvision resize uint8 in floating point, with
-different pixels.
+Resizing and cropping equal torchvision's, bit for bit. torchvision itself is not imported, because the import takes as
+long as that of all models. On some processors, the oldest supported releases of torchvision resize uint8 in floating
+point; their pixels differ.
 """
 
 from typing import Any, Literal
@@ -33,13 +33,13 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 WHITE = (255, 255, 255)
 MOST_PIXELS = 16384  # per side
 ORIENTATION = 0x0112  # number of the EXIF tag
-TRANSPOSED = (5, 6, 7, 8)  # values of the tag that swap height and width
+TRANSPOSED = (5, 6, 7, 8)  # values of the EXIF tag for which height and width are swapped
 DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
 def check_colour(owner: str, name: str, value: Any) -> tuple[int, int, int]:
-    """Red, green and blue of a colour; raises unless it is a colour name of Pillow or three integers from 0 to 255."""
+    """Red, green and blue of a colour; raise unless it is a colour name of Pillow or three integers from 0 to 255."""
     rule = f"{owner}: `{name}` must be the name of a colour, such as 'white' or '#ff8000', or (red, green, blue)"
     if isinstance(value, str):
         try:
@@ -67,7 +67,7 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Imag
     if image.mode == "I" or image.mode.startswith("I;16"):
         return _16_bits_to_rgb(image)
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
-        if image.mode == "La":  # Pillow can convert it only to LA
+        if image.mode == "La":  # Pillow can convert La only to LA
             image = image.convert("LA")
         canvas = Image.new("RGBA", image.size, (*background, 255))
         canvas.alpha_composite(image.convert("RGBA"))
@@ -85,7 +85,7 @@ def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
 
 
 def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None = None) -> int:
-    """Make Pillow decode a JPEG at the smallest scale at which it is at least as large as `least_size`.
+    """Make Pillow decode a JPEG at the smallest scale at which the image is at least as large as `least_size`.
 
     Other formats, and images that are already decoded, do not change.
 
@@ -95,7 +95,7 @@ def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None 
         part: height and width of the part of the image to which `least_size` applies; None for the whole image.
 
     Returns:
-        The divisor of the size, which is rounded up: 1, 2, 4 or 8.
+        The divisor of the image size: 1, 2, 4 or 8. The reduced size is rounded up.
     """
     if least_size is None or not isinstance(image, JpegImageFile):
         return 1
@@ -146,7 +146,7 @@ def to_pixels(image: Image.Image) -> Pixels:
 
 
 def to_image(pixels: Pixels) -> Image.Image:
-    """A PIL image of mode RGB with these pixels.
+    """Convert pixels to a PIL image of mode RGB.
 
     Args:
         pixels: pixels with 3 channels.
@@ -197,7 +197,7 @@ def size_with_short_side(height: int, width: int, target: int) -> Size:
 
 
 def centre_crop(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
-    """The centre of an image, which must be at least as large.
+    """The centre of an image that is at least as large as the crop.
 
     Args:
         pixels: the image.
@@ -240,7 +240,7 @@ def check_normalized(owner: str, images: Tensor) -> None:
 
 
 def check_size(owner: str, name: str, value: Any) -> int | Size | None:
-    """Validate a size, a number of pixels or a pair, and return it as plain data; None stays None.
+    """Check a size, which is a number of pixels, a pair or None, and return the size as plain data.
 
     Args:
         owner: prefix of error messages.

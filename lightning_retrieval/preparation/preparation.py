@@ -8,13 +8,14 @@ The preparations of the papers, by name:
 | name | result |
 | --- | --- |
 | `"plain"` | short side 256, centre crop 224 |
-| `"smooth_ap"` | the same: Brown et al., ECCV 2020, official code |
+| `"smooth_ap"` | as `"plain"`: Brown et al., ECCV 2020, official code |
 | `"roadmap"` | 256 x 256, centre crop 224: Ramzi et al., NeurIPS 2021, official code |
 | `"ap_gem"` | the image as it is: Revaud et al., ICCV 2019 |
 | `"glyphs"` | 32 x 32, grey, values from 0 to 1: the data module `Glyphs` |
 
-Sizes and pixels equal those of torchvision's `Resize` and `CenterCrop`: with bilinear interpolation and three channels,
-applied to tensors (values differ by at most 1 of 255 from those for PIL images); otherwise, applied to PIL images.
+Sizes and pixels equal those of torchvision's `Resize` and `CenterCrop`. With bilinear interpolation and three channels,
+the reference is torchvision on tensors, whose values differ by at most 1 of 255 from torchvision on PIL images. In all
+other cases, the reference is torchvision on PIL images.
 """
 
 from collections.abc import Sequence
@@ -63,26 +64,26 @@ class Preparation:
     """The preparation of an image for a network in evaluation: a function from an image to a normalised tensor.
 
     Args:
-        image_size: height and width of the centre crop, or one number for both, from 1 to 16,384 pixels. None does not
-            crop.
-        resize: size of the image before the crop: one number for its short side, or height and width. If None, the
-            short side is 256 / 224 of `image_size`, as in the papers; if `image_size` is a pair, images are resized to
-            it; if that is None too, they are not resized.
+        image_size: height and width of the centre crop, or one number for both, from 1 to 16,384 pixels. None means
+            no crop.
+        resize: size of the image before the crop: one number for its short side, or height and width. None means
+            256 / 224 of `image_size` for the short side, as in the papers, if `image_size` is a number; exactly
+            `image_size` if it is a pair; and no resizing if `image_size` is None too.
         interpolation: interpolation of resizing: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos"`, `"box"` or
             `"hamming"`.
-        mean: subtracted from each channel, whose values are from 0 to 1; default: ImageNet's.
-        std: divisor of each channel after the subtraction; default: ImageNet's.
+        mean: one number for each channel, which is subtracted from its values (from 0 to 1). The default is ImageNet's.
+        std: one number for each channel, by which the difference is divided. The default is ImageNet's.
         channels: 3 for colour, 1 for grey.
         background: the colour behind transparent pixels: a name such as `"white"`, a hexadecimal number such as
             `"#ff8000"`, or red, green and blue from 0 to 255.
         reduced_scale: whether JPEGs are decoded at a half, a quarter or an eighth of their size, as long as they are
-            not smaller than the size that they are resized to. This is faster for large photographs, but changes the
-            pixels. PIL images that are already decoded are not affected.
+            not smaller than the size that they are resized to. Decoding large photographs is then faster, but the
+            pixels change. PIL images that are already decoded are not affected.
 
     Raises:
         ValueError: if a value is out of its range, the crop is larger than the resized image, or `mean` or `std` does
             not have one number for each channel.
-        TypeError: if an argument has the wrong type; when called, if the image is neither a PIL image nor uint8.
+        TypeError: if an argument has the wrong type, or if a call gets neither a PIL image nor a tensor of uint8.
 
     Example:
         >>> from PIL import Image
@@ -146,7 +147,7 @@ class Preparation:
             image: a PIL image of any mode, or a tensor (3, height, width) of uint8. Both give the same result.
 
         Raises:
-            TypeError: if the image is neither of the two.
+            TypeError: if the image is neither a PIL image nor a tensor of uint8.
             ValueError: if the range of its values is unknown, or the tensor has another shape.
         """
         return self.normalize(self.to_uint8(image))
@@ -221,7 +222,7 @@ class Preparation:
 
     @property
     def resized_to(self) -> int | tuple[int, int] | None:
-        """The size that images are resized to: one number for the short side, height and width, or None."""
+        """The size that images are resized to: the short side, a pair of height and width, or None for no resizing."""
         target = self.resize
         if target is None:
             target = self.image_size
@@ -231,7 +232,7 @@ class Preparation:
 
     @property
     def least_size(self) -> Size | None:
-        """The smallest height and width for decoding JPEGs, before they are resized; None for the full scale."""
+        """The smallest height and width at which JPEGs may be decoded before resizing; None for the full scale."""
         target = self.resized_to
         if not self.reduced_scale or target is None:
             return None
@@ -246,7 +247,7 @@ class Preparation:
 
     @property
     def crop_size(self) -> Size | None:
-        """Height and width of the centre crop, or None."""
+        """Height and width of the centre crop; None if images are not cropped."""
         if isinstance(self.image_size, int):
             return self.image_size, self.image_size
         return self.image_size  # type: ignore[return-value]
@@ -331,7 +332,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def _check_channels(name: str, values: Any, channels: int) -> tuple[float, ...]:
-    """Validate one number for each channel, and return them as plain data."""
+    """Check that there is one number for each channel, and return the numbers as plain data."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(
             f"Preparation: `{name}` must hold one number for each channel, got {short_repr(values)} "

@@ -3,9 +3,9 @@
 | transform | plain data |
 | --- | --- |
 | a `Preparation` | `{"preparation": its settings}` |
-| of torchvision or timm | `{"class_path": ..., "init_args": ...}`, as in a config |
-| of albumentations | `{"albumentations": its own plain data}` |
-| any other code | `{"function": "package.function"}`, or None if it cannot be imported by a name |
+| a transform of torchvision or timm | `{"class_path": ..., "init_args": ...}`, as in a config |
+| a transform of albumentations | `{"albumentations": its own plain data}` |
+| any other code | `{"function": "package.function"}`, or `{"function": None}` if no name can import it |
 
 Classes are looked up in torchvision, timm and albumentations only. Other code is imported only if the caller names it.
 """
@@ -38,8 +38,8 @@ _UNKNOWN = "a transform that cannot be imported by a name"
 class AlbumentationsTransform:
     """A transform of albumentations as a function from a PIL image.
 
-    albumentations has its own random generator. It is seeded with the seed of torch's generator, which `ImageSet` sets
-    for each training image.
+    The random generator of albumentations is seeded with the seed of torch's generator. `ImageSet` sets that seed for
+    each training image.
 
     Args:
         transform: `albumentations.Compose` or another transform; it should end with
@@ -59,7 +59,7 @@ class AlbumentationsTransform:
     def as_dict(self) -> dict[str, Any] | None:
         """The transform as plain data, None if it contains functions."""
         try:
-            return {"albumentations": json.loads(json.dumps(self.transform.to_dict()))}  # converts tuples to lists
+            return {"albumentations": json.loads(json.dumps(self.transform.to_dict()))}  # JSON turns tuples into lists
         except (NotImplementedError, AttributeError, ValueError, TypeError):
             return None
 
@@ -86,7 +86,7 @@ class AlbumentationsTransform:
 
 
 def of_pil_images(transform: Any) -> Any:
-    """The transform as a function of a PIL image: wrapped if it is of albumentations, else unchanged."""
+    """Wrap a transform of albumentations as a function of a PIL image; return any other transform unchanged."""
     if f"{type(transform).__module__}.".startswith("albumentations."):
         return AlbumentationsTransform(transform)
     return transform
@@ -122,7 +122,7 @@ def serialise_transform(transform: Transform) -> dict[str, Any]:
 
 
 def _serialise_step(step: Any) -> dict[str, Any] | None:
-    """The class and the arguments of a transform of torchvision or timm; None if they are not plain."""
+    """The class and arguments of a transform of torchvision or timm; None if they are no plain data."""
     if not _is_known(type(step)):
         return None
     try:
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 
 def _name_of(transform: Transform) -> str | None:
-    """The dotted name of a function or a class, None if it cannot be imported by a name."""
+    """The dotted name of a function or a class; None if no name can import it."""
     name = getattr(transform, "__qualname__", None)
     module = getattr(transform, "__module__", None)
     if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
@@ -179,8 +179,8 @@ def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | N
     Args:
         owner: prefix of error messages.
         serialised: the result of `serialise_transform`.
-        requested: the name of a function or a preparation that the caller requests, or None. It must equal the
-            serialised one. Functions are imported only if they are requested.
+        requested: the name of the function or preparation that the caller requests, or None. The requested transform
+            must equal the serialised one. Functions are imported only if they are requested.
 
     Raises:
         ValueError: if the transform is a function that was not requested, another transform was requested, or the plain
@@ -200,21 +200,26 @@ def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | N
         if "albumentations" in serialised:
             return AlbumentationsTransform.from_dict(owner, serialised)
         step: Transform = _rebuild(owner, serialised)
-    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # of constructors or albumentations
+    except (
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # raised by constructors or by albumentations
         raise _no_transform(owner, serialised, error) from None
     return step
 
 
 def check_serialised_transform(owner: str, serialised: Any) -> None:
-    """Raise unless plain data from a file describe a transform, with only permitted names; nothing is imported.
+    """Raise unless plain data from a file describe a transform and hold only permitted names; nothing is imported.
 
     Args:
         owner: prefix of error messages.
         serialised: the result of `serialise_transform`, unless the file is damaged or forged.
 
     Raises:
-        ValueError: if they describe no transform, or hold a name that is not permitted.
-        TypeError: if they are not plain data.
+        ValueError: if the data describe no transform, or hold a name that is not permitted.
+        TypeError: if a value is not plain data.
     """
     plain_data.check_plain_data(owner, "transform", serialised, plain_data.TRANSFORM_PACKAGES)
     found = [name for name in FORMS if isinstance(serialised, dict) and name in serialised]
@@ -271,7 +276,9 @@ def _requested_function(owner: str, recorded: str | None, requested: str | None)
             f"checkpoint does not hold; give {example!r}, which is imported, if you trust it."
         )
     is_same = recorded is None or requested == recorded
-    if not is_same and recorded is not None and recorded.startswith("__main__."):  # a function of a script
+    if (
+        not is_same and recorded is not None and recorded.startswith("__main__.")
+    ):  # the function was defined in a script
         is_same = requested.rpartition(".")[2] == recorded.rpartition(".")[2]
     if not is_same or requested in Preparation.NAMES:
         raise ValueError(
@@ -282,14 +289,14 @@ def _requested_function(owner: str, recorded: str | None, requested: str | None)
 
 
 def named_transform(owner: str, name: str) -> Transform:
-    """The preparation or function with a name that the caller gave.
+    """The preparation or function that the caller has named.
 
     Args:
         owner: prefix of error messages.
         name: one of `Preparation.NAMES`, or the dotted name `package.function`, which is imported.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if the name is neither.
     """
     if name in Preparation.NAMES:
         return Preparation.named(name)
@@ -304,7 +311,7 @@ def named_transform(owner: str, name: str) -> Transform:
 
 
 def shown_transform(serialised: dict[str, Any]) -> str:
-    """The text for a transform in messages, from its plain data."""
+    """How messages show a transform that is given as plain data."""
     if "function" in serialised:
         return serialised["function"] or _UNKNOWN
     if "preparation" not in serialised:

@@ -7,14 +7,15 @@
 | `"roadmap"` | short side 256, random resized crop 224 (area 0.16 to 1), flip |
 | `"ap_gem"` | random resized crop (area 0.5 to 1; of 800 pixels if no size is set), colour jitter, tilt, flip |
 
-`"smooth_ap"` (Brown et al., ECCV 2020) and `"roadmap"` (Ramzi et al., NeurIPS 2021) are those of the official code.
+The transforms of `"smooth_ap"` (Brown et al., ECCV 2020) and `"roadmap"` (Ramzi et al., NeurIPS 2021) are those of the
+papers' official code.
 `"ap_gem"` (Revaud et al., ICCV 2019, section 4.2) has the kinds of transforms and the sizes of the paper; neither the
-paper nor its code states the strengths, so these are our choice. The `Preparation` of the same name is used in
-evaluation.
+paper nor its code states the strengths, so this library chooses the strengths. In evaluation, the `Preparation` of the
+same name is used.
 
 If evaluation takes tensors of uint8, so do all transforms but `"ap_gem"`, because torchvision's colour jitter differs
-for tensors. With `Preparation(reduced_scale=True)`, JPEGs are decoded at a scale at which the first transform that
-resizes them does not enlarge them.
+for tensors. With `Preparation(reduced_scale=True)`, JPEGs are decoded at a reduced scale, but never so small that the
+first resizing transform would enlarge them.
 """
 
 import math
@@ -72,9 +73,9 @@ class TrainingTransform:
 
     @property
     def least_size(self) -> Size | None:
-        """The smallest height and width at which JPEGs may be decoded without being enlarged by the first resizing.
+        """The smallest height and width of decoded JPEGs that the first resizing does not enlarge.
 
-        None for the full scale: if evaluation decodes at the full scale, or no transform resizes.
+        None means the full scale: evaluation decodes at the full scale, or no transform resizes.
         """
         if not self.preparation.reduced_scale:
             return None
@@ -104,7 +105,7 @@ class TrainingTransform:
 
 
 def _least_size_of_crop(crop: v2.RandomResizedCrop) -> Size:
-    """Height and width of a square image whose smallest random crop is as large as the output."""
+    """Height and width of the smallest square image in which every random crop is at least as large as the output."""
     smallest_area, narrowest, widest = crop.scale[0], crop.ratio[0], crop.ratio[1]
     height, width = crop.size
     of_height = height * math.sqrt(widest / smallest_area)
@@ -119,7 +120,7 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
     Args:
         name: `"plain"`, `"smooth_ap"`, `"roadmap"` or `"ap_gem"`.
         preparation: the preparation in evaluation. Training uses the same size, interpolation, channels, mean, standard
-            deviation, background and scale of decoding. If None, `Preparation.named(name)`.
+            deviation, background and scale of decoding. None means `Preparation.named(name)`.
 
     Raises:
         ValueError: if the name is unknown.
@@ -166,12 +167,20 @@ def _steps(name: PaperName, preparation: Preparation) -> list[nn.Module]:
 
 
 def _size(preparation: Preparation, default: int = DEFAULT_IMAGE_SIZE) -> Size:
-    """Height and width of the training images, `default` if the preparation does not crop."""
+    """Height and width of the training images; both are `default` if the preparation does not crop."""
     return preparation.crop_size or (default, default)
 
 
 def _resize(preparation: Preparation, mode: InterpolationMode, *, short_side: bool = False) -> nn.Module:
-    """Resizing as in evaluation, or always of the short side; to a default size if evaluation does not resize."""
+    """Resizing as in evaluation; a short side becomes at least as long as the training images.
+
+    If evaluation does not resize, the short side is resized to 256 / 224 of the training images.
+
+    Args:
+        preparation: the preparation in evaluation.
+        mode: the interpolation.
+        short_side: whether only the short side is resized, even if evaluation resizes to a height and width.
+    """
     target = preparation.resized_to
     if target is None:
         target = round(max(_size(preparation)) * 256 / 224)

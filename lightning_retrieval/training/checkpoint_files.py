@@ -1,12 +1,13 @@
 """The content of checkpoint files, and how they are verified, read and written.
 
 - Files are verified before they are loaded. `torch.save` writes a zip archive with a checksum of each record, but
-  `torch.load` does not compare them: a flipped bit would silently change a weight.
-- Checkpoints of adapters do not hold the pretrained weights, which are loaded again from their source. These weights
-  are skipped only if an `Embedder` has `lora` and names its `weights`; random weights could not be loaded again.
+  `torch.load` does not compare the checksums: a flipped bit would silently change a weight.
+- A checkpoint of adapters (LoRA) does not hold the pretrained weights, because they are loaded again from their source.
+  The weights are left out only if an `Embedder` has `lora` and names its `weights`: random weights have no source.
 - `BaseFinetuning` freezes its layers at the start of every run, and unfreezes them at the start of one epoch. A run
   that is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
-- A checkpoint of a network that is sharded over the processes looks like that of a single process: one file with full
+- A checkpoint of a network that is sharded over the processes looks like a checkpoint of a single process: one file
+with full
   tensors, which the first process writes. Any number of processes, with or without `ModelParallelStrategy`, can
   continue from it. Lightning's own code would lose state that is neither a parameter nor a buffer, such as the rows of
   a memory; and if some parameters are frozen, it would assign the optimizer's state to the wrong parameters.
@@ -35,7 +36,7 @@ from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
-HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # as Lightning writes them
+HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
 ZIP_START = b"PK\x03\x04"
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 
@@ -43,15 +44,15 @@ LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have n
 def check_checkpoint(owner: str, checkpoint: Any) -> None:
     """Raise if a checkpoint file is damaged.
 
-    Paths that do not exist, remote addresses and streams that cannot be rewound are not checked here, and neither are
-    files from before torch 1.6, which have no checksums.
+    This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, and files
+    from before torch 1.6, which have no checksums.
 
     Args:
         owner: prefix of error messages.
         checkpoint: a path, or a stream.
 
     Raises:
-        ValueError: if the file is truncated or not one of `torch.save`, or a checksum in it does not match its content.
+        ValueError: if the file is truncated, was not written by `torch.save`, or has a wrong checksum.
 
     Cost:
         The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has wrong checksums
@@ -96,8 +97,8 @@ def check_map_location(owner: str, map_location: Any) -> None:
         map_location: value of the argument.
 
     Raises:
-        ValueError: if it is a string that is not the name of a device.
-        TypeError: if it is none of these.
+        ValueError: if `map_location` is a string that is not the name of a device.
+        TypeError: if `map_location` is of another type.
     """
     if isinstance(map_location, str):
         try:
@@ -114,16 +115,17 @@ def check_map_location(owner: str, map_location: Any) -> None:
 
 
 def read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
-    """The hyperparameters of a YAML or CSV file, as plain data.
+    """Read the hyperparameters in a YAML or CSV file as plain data.
 
     Args:
         owner: prefix of error messages.
-        hparams_file: YAML, or CSV with the columns key and value, as Lightning's loggers write them.
+        hparams_file: path of a YAML file, or of a CSV file with the columns key and value, as Lightning's loggers
+            write.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the suffix is not .csv, .yaml or .yml, or the file does not hold names and plain values.
-        TypeError: if it is not a path.
+        TypeError: if `hparams_file` is not a path.
     """
     path = check_path(owner, "hparams_file", hparams_file)
     if path.suffix.lower() not in HPARAMS_SUFFIXES:
@@ -168,7 +170,7 @@ class VerifiedCheckpoints(CheckpointIO):
 
     Args:
         owner: prefix of error messages.
-        checkpoint_io: writes, loads and removes the files.
+        checkpoint_io: the `CheckpointIO` that writes, loads and removes the files.
     """
 
     def __init__(self, owner: str, checkpoint_io: CheckpointIO) -> None:
@@ -222,7 +224,7 @@ def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
     Args:
         module: the module that the checkpoint was made from.
-        checkpoint: changed in place.
+        checkpoint: content of the checkpoint, which is changed in place.
     """
     names = _base_names(module)
     if not names:
@@ -239,11 +241,11 @@ def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) 
     Args:
         owner: prefix of error messages.
         module: the module, with its pretrained weights.
-        checkpoint: changed in place.
+        checkpoint: content of the checkpoint, which is changed in place.
 
     Raises:
-        ValueError: if the adapters were trained with another backbone or other weights, or the checkpoint's record of
-            these weights is invalid.
+        ValueError: if the adapters were trained with another backbone or with other pretrained weights, or if the
+            checkpoint's record of the pretrained weights is invalid.
     """
     if BASE_WEIGHTS not in checkpoint:
         return
@@ -283,7 +285,7 @@ def _base_names(module: nn.Module) -> list[str]:
 
 
 def _fingerprints(module: nn.Module, names: list[str]) -> dict[str, float]:
-    """The mean absolute value of each of these parameters."""
+    """The mean absolute value of each named parameter."""
     found: dict[str, Tensor] = dict(module.named_parameters())
     with torch.no_grad():
         means = [full_tensor(found[name]).abs().float().mean().cpu() for name in names]
@@ -302,7 +304,7 @@ def unfreeze(module: Any, trainable: Collection[str]) -> None:
 
     Args:
         module: a LightningModule.
-        trainable: names of these parameters.
+        trainable: names of the parameters that were trained.
     """
     if not has_finetuning(module):
         return
@@ -311,7 +313,7 @@ def unfreeze(module: Any, trainable: Collection[str]) -> None:
         for name, parameter in layer.named_parameters(prefix, recurse=False):
             if name in names and not parameter.requires_grad:
                 parameter.requires_grad = True
-                if isinstance(layer, _BatchNorm):  # freezing had stopped its running statistics
+                if isinstance(layer, _BatchNorm):  # freezing has stopped the layer's running statistics
                     layer.track_running_stats = True
 
 
@@ -369,7 +371,7 @@ class FullCheckpoints:
         return checkpoint
 
     def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Load the state of an optimizer. Its parameters are in the order of the groups, as with one process."""
+        """Load the state of an optimizer. Parameters are numbered in the order of the groups, as with one process."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         state = dict(saved["state"])
@@ -396,9 +398,9 @@ class FullCheckpoints:
 
 
 def _full_state(state: Any) -> Any:
-    """A nested state in which sharded tensors are replaced: by full ones on the first process, else by empty ones."""
+    """Replace each sharded tensor of a nested state: by the full tensor on the first process, else by an empty one."""
     if isinstance(state, dict):
-        full = copy.copy(state)  # also copies the attribute with the versions of modules
+        full = copy.copy(state)  # copies also `_metadata`, the attribute with the versions of modules
         for key, value in state.items():
             full[key] = _full_state(value)
         return full

@@ -36,11 +36,11 @@ class CheckpointedModule(pl.LightningModule):
             frame: stack frame of the constructor.
         """
         self.save_hyperparameters(ignore=list(objects), frame=frame)
-        if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is already plain
+        if "_instantiator" in self.hparams:  # LightningCLI: the config, already plain values
             self.save_hyperparameters(frame=frame)
             return
-        # Lightning compares the given object with each argument of the constructors in the frames above. The
-        # comparison fails for an array, and a metric equals anything. The outermost frame has no frame above it.
+        # Lightning compares the given object with each constructor argument in the frames above `frame`. Such a
+        # comparison fails for an array, and a metric equals anything. Above the outermost frame, there is no frame.
         while frame is not None and frame.f_back is not None:
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
@@ -76,8 +76,8 @@ class CheckpointedModule(pl.LightningModule):
 
         Raises:
             FileNotFoundError: if there is no file at a path.
-            ValueError: if the path is a folder, the file is damaged, it names a class or a setting that a file may not
-                name, or an object must be passed again.
+            ValueError: if the path is a folder, the file is damaged, the file names a class or a setting that a file
+                may not name, or an object must be passed again.
             TypeError: if `strict` or `weights_only` is not True, False or None, another argument is neither a path nor
                 a device, or the checkpoint describes an object of the wrong kind for an argument.
         """
@@ -97,7 +97,7 @@ class CheckpointedModule(pl.LightningModule):
         self.preparation = preparation
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep hyperparameters plain, even if a subclass has called `save_hyperparameters` itself."""
+        """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
         checkpoint_files.remove_base_weights(self, checkpoint)
         if checkpoint_files.has_finetuning(self):
             checkpoint[checkpoint_files.TRAINABLE] = [
@@ -110,10 +110,10 @@ class CheckpointedModule(pl.LightningModule):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self._with_complete_parts(described)
 
     def _with_complete_parts(self, hyperparameters: dict[str, Any]) -> dict[str, Any]:
-        """Hyperparameters with the complete description of each submodule that has the method `init_args`.
+        """Return the hyperparameters with the complete description of each submodule that has the method `init_args`.
 
-        A config may give only the name of a model, whose structure was then read from a hub or a folder. A complete
-        description needs neither of them.
+        A config may give only the name of a model; the structure of the model is then read from a hub or a folder. From
+        a complete description, the model can be rebuilt without the hub or the folder.
         """
         complete = dict(hyperparameters)
         for name, value in hyperparameters.items():
@@ -165,7 +165,8 @@ def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, 
 
     Args:
         cls: the class to load.
-        path: as for `load_from_checkpoint`; so are the other arguments.
+        path: `checkpoint_path` of `load_from_checkpoint`. The other arguments are also those of
+            `load_from_checkpoint`.
     """
     owner = cls.__name__
     check_flag(owner, "weights_only", weights_only)
@@ -194,8 +195,9 @@ def module_of_checkpoint(
         given: constructor arguments that replace those of the checkpoint.
 
     Raises:
-        ValueError: if it names a class or a setting that a file may not name, or an object must be passed again.
-        TypeError: if it describes an object of the wrong kind for an argument.
+        ValueError: if the checkpoint names a class or a setting that a file may not name, or an object must be passed
+            again.
+        TypeError: if the checkpoint describes an object of the wrong kind for an argument.
     """
     owner = cls.__name__
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
@@ -205,11 +207,13 @@ def module_of_checkpoint(
     instantiator = used.pop("_instantiator", None)
     if instantiator is not None:
         check_choice(owner, "_instantiator", instantiator, INSTANTIATORS)
-    argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)  # if the constructor takes a single dict
+    argument = checkpoint.get(
+        cls.CHECKPOINT_HYPER_PARAMS_NAME
+    )  # name of the argument, if the constructor takes a single dict
     if isinstance(argument, str) and argument not in ("", "kwargs"):
         used = {argument: used}
     settings = DescriptionReader(owner).settings(cls, used)
-    with without_pretrained_weights():  # they would be downloaded, only to be replaced
+    with without_pretrained_weights():  # pretrained weights would be downloaded, only to be replaced
         if instantiator is None:
             return settings.cls(**settings.plain, **given)
         arguments = {**settings.arguments(), **given}
@@ -227,7 +231,7 @@ def restored_module(
 
     Args:
         cls: as for `module_of_checkpoint`.
-        checkpoint: the content, as read by `torch.load`.
+        checkpoint: content of the checkpoint, as read by `torch.load`.
         given: constructor arguments that replace those of the checkpoint.
         strict: whether the names of the weights must match those of the module; None uses the module's
             `strict_loading`.

@@ -17,19 +17,19 @@ from lightning_retrieval.training.random_state import RandomState
 _ALLOCATION_FAILED = re.compile(
     r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUDA error: out of memory"
 )
-# The error if the workspace of every algorithm for a convolution was too large.
+# cuDNN reports this error if every algorithm for a convolution needs too large a workspace.
 _NO_ALGORITHM = re.compile(r"unable to find an engine|unable to find a valid cuDNN algorithm", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is a failed allocation on a device: of torch, cuBLAS, cuDNN, cuSOLVER or cuSPARSE."""
+    """Whether an error is a failed allocation of torch, cuBLAS, cuDNN, cuSOLVER or cuSPARSE on a device."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _ALLOCATION_FAILED.search(str(error)) is not None
 
 
 def may_be_out_of_memory(error: BaseException) -> bool:
-    """Whether using less memory may avoid this error; also True if cuDNN found no algorithm for a convolution."""
+    """Whether an error may vanish with less memory: a failed allocation, or cuDNN found no convolution algorithm."""
     if is_out_of_memory(error):
         return True
     return isinstance(error, RuntimeError) and _NO_ALGORITHM.search(str(error)) is not None
@@ -40,14 +40,16 @@ def largest_chunk_size(
 ) -> int:
     """The largest `chunk_size` for `chunked_backward` that fits into the memory of the device.
 
-    Tries the whole batch as one chunk, then 2 chunks of the same size (rounded up), 4 and so on, until the chunks fit.
-    Then searches between the last two numbers of chunks for the smallest number that fits.
+    The search first tries the whole batch as one chunk, then 2 chunks of equal size (rounded up), 4 chunks and so on,
+    until the chunks fit. Between the last two numbers of chunks, it then searches for the smallest number that fits.
 
-    A trial embeds the chunks whose graphs are kept and back-propagates them. It does so twice, because gradients
-    already exist when the second chunk of a step is embedded. It restores gradients, the random state, running
-    statistics of normalisation layers and the autocast cache. Gradients that exist before the call take up memory in
-    addition to those of the trial: call this function after `zero_grad`. Each process decides for itself, so the sizes
-    may differ, and no layer of `embed` may wait for other processes, as SyncBatchNorm does.
+    A trial embeds and back-propagates the chunks whose graphs are kept. It does so twice, because gradients already
+    exist when the second chunk of a step is embedded. Afterwards, the gradients, the random state and the running
+    statistics of normalisation layers are restored, and the autocast cache is cleared. Call this function after
+    `zero_grad`: otherwise the existing gradients take up memory in addition to the gradients of the trial.
+
+    Each process searches for itself, so the processes may find different sizes. Therefore no layer of `embed` may wait
+    for other processes, as SyncBatchNorm does.
 
     Failed allocations of cuBLAS and cuDNN are handled like those of torch. Any other error is raised.
 
@@ -91,7 +93,7 @@ def largest_chunk_size(
 
 
 def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve: int) -> bool:
-    """Whether the graphs of these chunks fit; raises if not even chunks of one input each fit."""
+    """Whether the graphs of some chunks fit into memory; raise if not even chunks of one input each fit."""
     try:
         _try_chunks(embed, chunks, reserve)
     except RuntimeError as error:  # includes torch.OutOfMemoryError
@@ -116,10 +118,11 @@ def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free the memory of a failed trial. Its exception must be deleted first: the traceback references its tensors.
+    """Free the memory of a failed trial.
 
-    After a failed backward pass, autograd's thread for the device keeps the exception and its traceback alive for a
-    while. It starts another backward pass only after it has released them.
+    The traceback of the trial's exception references the tensors, so the exception must be deleted first. After a
+    failed backward pass, autograd's thread for the device holds the exception until just before its next backward pass.
+    So this function runs an empty backward pass.
     """
     if device.type != "cpu":
         with torch.enable_grad():
@@ -130,7 +133,7 @@ def _free_memory(device: torch.device) -> None:
 
 
 def _try_chunks(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve: int) -> None:
-    """Use as much memory as the kept graphs of these chunks do in a step, then restore all state."""
+    """Use as much memory as a step uses for the kept graphs of some chunks, then restore all state."""
     reserved = torch.empty(reserve, dtype=torch.uint8, device=chunks[0].device)
     statistics, random_state = RunningStatistics(embed, sum(map(len, chunks))), RandomState()
     with _gradients_restored(embed) as set_aside, statistics.unchanged(), random_state.replayed(), torch.enable_grad():

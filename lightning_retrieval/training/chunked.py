@@ -1,15 +1,15 @@
 """Back-propagation of a loss of a whole batch, one chunk of the batch at a time.
 
-A listwise loss is a function of all embeddings of the batch, but its gradient reaches the network only through them.
-This allows three stages (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
-RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
+A listwise loss is a function of all embeddings of the batch, but its gradient reaches the network only through the
+embeddings. So the backward pass can have three stages (Gao et al., "Scaling Deep Contrastive Learning Batch Size under
+Memory Limited Setup", RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
 
 1. embed the batch chunk by chunk without a graph, and keep the random state that each chunk started with;
-2. compute the loss of all embeddings together, and its gradient with respect to them;
-3. embed chunk by chunk again, with a graph and the same random numbers, and back-propagate each chunk's rows of that
-   gradient.
+2. compute the loss of all embeddings together, and the gradient of the loss with respect to the embeddings;
+3. embed chunk by chunk again, with a graph and the same random numbers, and back-propagate each chunk's rows of the
+   gradient of stage 2.
 
-The last `keep_graphs` chunks keep their graphs from stage 1, so they are embedded only once. Stage 3 processes the last
+The last `keep_graphs` chunks are embedded only once, because they keep a graph from stage 1. Stage 3 processes the last
 chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time, and the order in which
 gradients are added does not depend on `keep_graphs`.
 """
@@ -33,13 +33,13 @@ _OWNER = "chunked_backward"
 def visit_modules(embed: Callable[[Tensor], Tensor], visit: Callable[[nn.Module], Any]) -> Iterator[None]:
     """Call `visit` with each module of `embed`.
 
-    If `embed` is a module or a method of one, all its modules are visited immediately. The modules that any other
-    function calls are unknown until they run, so a global hook visits each right before its forward pass. Hooks on the
-    modules themselves would make torch.compile recompile them each time.
+    If `embed` is a module or a method of a module, that module and its submodules are visited immediately. For any
+    other function, the modules are unknown until they run, so a global hook visits each module right before its forward
+    pass. Hooks on the modules themselves would make torch.compile recompile the modules each time.
 
     Args:
         embed: maps inputs to embeddings.
-        visit: called with a module, possibly several times with the same one.
+        visit: function that is called with a module, possibly several times with the same module.
     """
     owner = getattr(embed, "__self__", embed)
     if isinstance(owner, nn.Module):
@@ -57,9 +57,9 @@ def visit_modules(embed: Callable[[Tensor], Tensor], visit: Callable[[nn.Module]
 class RunningStatistics:
     """Updates the running statistics of `embed`'s normalisation layers once per batch, whatever the number of chunks.
 
-    For each chunk, layers in training mode start from a copy of their running statistics. The change of this copy is
-    linear in the chunk's statistics. So the mean of these changes, weighted by rows, equals the change for the mean of
-    the chunks' statistics.
+    For each chunk, a layer in training mode updates a copy of its running statistics. The change of the copy is linear
+    in the statistics of the chunk. Therefore the mean change over all chunks, weighted by their numbers of rows, is the
+    change that the weighted mean of the chunks' statistics would cause.
 
     Args:
         embed: maps inputs to embeddings.
@@ -73,7 +73,7 @@ class RunningStatistics:
 
     @contextmanager
     def collected(self, rows: int) -> Iterator[None]:
-        """Let the layers run on a chunk of `rows` rows with copies of their statistics, whose changes are recorded."""
+        """Let layers run on a chunk of `rows` rows with copies of their statistics, and record the changes."""
         originals: dict[tuple[_NormBase, str], Tensor] = {}
         with self._on_copies(originals):
             try:
@@ -111,7 +111,7 @@ class RunningStatistics:
         before = self.changes.get((layer, name), torch.zeros_like(change))
         if change.is_floating_point():
             self.changes[layer, name] = before + fraction * change
-        else:  # the number of batches grows as for one chunk, and not at all if every chunk skipped the layer
+        else:  # the number of batches grows by 1, unless every chunk skipped the layer
             self.changes[layer, name] = before.maximum(change)
 
 
@@ -131,13 +131,13 @@ def chunked_backward(
     Args:
         embed: maps inputs (n, ...) to embeddings (n, D), each row independently. A layer that mixes the rows of its
             input (BatchNorm in train mode) sees a chunk instead of the batch. Its running statistics are updated once
-            per batch, with the means and variances of the chunks, averaged with the chunks' numbers of rows as weights
-            (the variance between the chunks' means is ignored).
+            per batch: with the means and variances of the chunks, averaged over the chunks and weighted by their
+            numbers of rows. The variance between the means of the chunks is ignored.
         inputs: the whole batch, rows first.
-        loss: maps the embeddings of the whole batch (B, D) to a scalar; may have parameters of its own.
-        chunk_size: rows embedded at a time, >= 1; None embeds all at once.
-        keep_graphs: number of chunks whose graphs are kept, >= 1; each of them is embedded only once. Does not affect
-            the gradients.
+        loss: maps the embeddings of the whole batch (B, D) to a scalar. The loss may have parameters.
+        chunk_size: number of rows embedded at a time, >= 1; None embeds all rows at once.
+        keep_graphs: number of chunks whose graphs are kept, >= 1; each of these chunks is embedded only once. The
+            number does not affect the gradients.
         least_chunks: minimum number of chunks to embed, >= 1, for networks that wait for other processes in each pass.
             For each missing chunk, the first chunk is embedded again, with a gradient of 0.
         backward: back-propagates the scalar; in half precision, a function that first scales it.
@@ -191,14 +191,14 @@ def chunked_backward(
 
     value = loss(embeddings)
     _check_scalar(value)
-    if not value.requires_grad:  # such as a constant 0 for a batch without pairs: its gradient is 0
+    if not value.requires_grad:  # for example a constant 0 for a batch without pairs; the gradient is 0
         value = value + 0 * embeddings.sum()
     backward(value)
 
     if embeddings.grad is not None and kept[-1].requires_grad:
         gradients = embeddings.grad.to(kept[-1].dtype).split(len(rows[0]))
         gradients = (torch.zeros_like(gradients[0]),) * repeated + gradients
-        with statistics.unchanged():  # also in the backward passes, which run checkpointed layers again
+        with statistics.unchanged():  # includes the backward passes, because they run checkpointed layers again
             contexts = iter([nullcontext] * (len(chunks) - 1) + [last_backward])
             with next(contexts)():
                 kept.pop().backward(gradients[-1])
@@ -240,7 +240,8 @@ def _embed_without_graph(
         with torch.no_grad(), statistics.collected(chunk.rows):
             parts.append(embed(chunk.inputs))
     if chunks:
-        # Otherwise weights that were cast without a graph would be reused in a graph, and get no gradient.
+        # Without this call, autocast would reuse weights that were cast without a graph, and they would get no
+        # gradient.
         torch.clear_autocast_cache()
     return parts, states
 

@@ -2,11 +2,12 @@
 
 Each process keeps one shard of each parameter, of its gradient and of the optimizer's state. Each block of layers
 gathers its parameters before its forward and its backward pass, and frees them afterwards. Each process adds up the
-gradients of the chunks of a step. The last backward pass of the step sums them over the processes, once, and leaves
-each process its shard of the sum.
+gradients of the chunks of a step. The last backward pass of the step sums these gradients over the processes, and each
+process keeps its shard of the sum.
 
-By default, FSDP2 divides this sum by the number of processes. Here the losses of the processes add up to the loss, so
-the gradient is the sum. `check_model_parallel` raises before a run if a setting does not work with such a network.
+By default, FSDP2 divides the sum by the number of processes. In this library, the losses of the processes add up to the
+loss, so the gradient is the sum, without a division. `check_model_parallel` raises before a run if a setting does not
+work with such a network.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -23,9 +24,9 @@ from lightning_retrieval.distributed import sum_over_ranks, world_size
 from lightning_retrieval.plain_data import unsharded_class
 
 LISTS = (nn.Sequential, nn.ModuleList)
-SMALLEST_BLOCK = 100_000  # number of parameters; with fewer, latency dominates the time to gather them
+SMALLEST_BLOCK = 100_000  # in parameters; the time to gather a smaller block is mostly latency
 _NEEDS_FULL = "needs full parameters, which ModelParallelStrategy does not keep"
-# Callbacks that would fail or wait forever, and why.
+# Callbacks that would fail or wait forever, each with the reason.
 WRONG_CALLBACKS = {
     BaseFinetuning: _NEEDS_FULL,
     ModelPruning: _NEEDS_FULL,
@@ -35,14 +36,14 @@ WRONG_CALLBACKS = {
 
 
 def check_model_parallel(owner: str, trainer: Any) -> None:
-    """Raise if a run with `ModelParallelStrategy` would fail, wait forever or train something else.
+    """Raise if a run with `ModelParallelStrategy` would fail, wait forever or train wrongly.
 
     Args:
         owner: name of the module's class.
         trainer: a `pytorch_lightning.Trainer` with this strategy.
 
     Raises:
-        ValueError: if there is such a setting; the message names it, and what to use instead.
+        ValueError: if there is such a setting. The message names the setting, and what to use instead.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -91,7 +92,7 @@ def local_shard(tensor: Any) -> Tensor:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """The full tensor, gathered from all processes; all processes must call this."""
+    """The full tensor, gathered from all processes. All processes must call this function."""
     if is_sharded(tensor):
         tensor = tensor.full_tensor()
     full: Tensor = tensor
@@ -109,8 +110,8 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
     The parameters of a block are gathered together.
 
     Args:
-        network: lists are its `nn.Sequential` and `nn.ModuleList`. Lists within a list are searched too. An element
-            with fewer than `SMALLEST_BLOCK` parameters is not a block.
+        network: any network. A list of layers is an `nn.Sequential` or `nn.ModuleList`; lists within a list are
+            searched too. An element with fewer than `SMALLEST_BLOCK` parameters is not a block.
     """
     blocks = []
     for child in network.children():
@@ -125,11 +126,12 @@ def shard_blocks(network: nn.Module, mesh: Any) -> None:
     """Shard a network over the processes of a mesh: each block separately, and the rest together.
 
     Args:
-        network: changed in place; must be called as a whole. A parameter of shape () is not sharded.
+        network: the network, which is changed in place. Afterwards, it must be called as a whole. A parameter of shape
+            () is not sharded.
         mesh: a `torch.distributed.DeviceMesh` of one dimension.
 
     Raises:
-        ValueError: if blocks share a parameter with each other or with the rest; the message names it.
+        ValueError: if blocks share a parameter with each other or with the rest. The message names the parameter.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -145,11 +147,11 @@ def shard_blocks(network: nn.Module, mesh: Any) -> None:
 def _check_nothing_is_shared(network: nn.Module, blocks: Sequence[nn.Module], scalars: Set[nn.Parameter]) -> None:
     """Raise if a parameter belongs to several of the modules that are sharded separately.
 
-    For a layer in two such modules, FSDP2 raises an error that does not name it. For two layers that share a parameter,
-    it raises nothing and would train two copies.
+    If a layer is in two such modules, FSDP2 raises an error that does not name the layer. If two layers share a
+    parameter, FSDP2 raises no error and would train two copies.
     """
     name_of = {module: name for name, module in network.named_modules()}
-    first: dict[nn.Parameter, tuple[int, str]] = {}  # index of the first module with each parameter, and its name there
+    first: dict[nn.Parameter, tuple[int, str]] = {}  # number and name of each parameter's first module
     sharded = set[nn.Module]()
     for number, part in enumerate([*blocks, network]):
         for module in _modules_outside(part, sharded):
@@ -176,10 +178,10 @@ def _modules_outside(part: nn.Module, sharded: Set[nn.Module]) -> Iterator[nn.Mo
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:
-    """Copy parameters and buffers from the first process to all others, before they are sharded.
+    """Copy parameters and buffers from the first process to all others, before the module is sharded.
 
     Args:
-        module: changed in place.
+        module: the module, which is changed in place.
         device: a device of this process that the process group can send from.
     """
     with torch.no_grad():
@@ -202,10 +204,10 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:
-    """The modules among a module and its submodules to which `fully_shard` has been applied.
+    """Find the modules, among a module and its submodules, to which `fully_shard` has been applied.
 
-    An evaluation may have left their parameters gathered, as objects that the optimizer does not have. So they are
-    sharded again.
+    After an evaluation, their parameters may still be gathered: as tensors that the optimizer does not have. Therefore
+    this function also shards the parameters again.
     """
     sharded: list[Any] = [part for part in module.modules() if unsharded_class(part) is not type(part)]
     for part in sharded:
@@ -214,7 +216,7 @@ def sharded_modules(module: nn.Module) -> list[Any]:
 
 
 class ShardedParts:
-    """The modules of a network that FSDP2 shards. There are none with one process or under other strategies.
+    """The modules of a network that FSDP2 shards; the list is empty unless a `ModelParallelStrategy` shards them.
 
     Args:
         module: the module that is trained.
@@ -223,13 +225,13 @@ class ShardedParts:
     def __init__(self, module: nn.Module) -> None:
         self.parts = sharded_modules(module)
         for part in self.parts:
-            part.set_gradient_divide_factor(1.0)  # these settings do not apply to submodules
+            part.set_gradient_divide_factor(1.0)  # set for each module, because submodules do not inherit it
             part.set_force_sum_reduction_for_comms(True)  # gloo can only sum
             part.set_requires_gradient_sync(False, recurse=False)
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Let the backward pass in this context sum the gradients of the step over the processes."""
+        """Context whose backward pass sums the gradients of the step over the processes."""
         for part in self.parts:
             part.set_requires_gradient_sync(True, recurse=False)
         try:
@@ -239,10 +241,10 @@ class ShardedParts:
                 part.set_requires_gradient_sync(False, recurse=False)
 
     def least_chunks(self, chunks: int, device: torch.device) -> int:
-        """The number of chunks that every process must embed at least.
+        """The least number of chunks that every process must embed.
 
-        If the network is sharded, this is the largest number of all processes, since they gather parameters together.
-        Else it is 1.
+        If the network is sharded, the processes gather parameters together, so the result is the largest number of
+        chunks of all processes. Otherwise, the result is 1.
 
         Args:
             chunks: number of chunks that this process needs.
@@ -263,7 +265,7 @@ def check_placements(owner: str, parameters: Sequence[Any]) -> None:
         parameters: the parameters of the network.
 
     Raises:
-        ValueError: if a parameter has another placement, which the message names.
+        ValueError: if a parameter has another placement. The message names the placement.
     """
     for parameter in filter(is_sharded, parameters):
         placements = parameter.placements
@@ -278,9 +280,10 @@ def clip_sharded_gradients(parameters: Sequence[Any], limit: float, algorithm: s
     """Clip gradients in place, like the functions of `torch.nn.utils` with one process.
 
     Args:
-        parameters: some may be sharded over all processes; the others are the same on all processes.
-        limit: largest norm, or largest value.
-        algorithm: `"norm"` of all gradients together, or each `"value"`.
+        parameters: parameters of the network. Some may be sharded over all processes; the others are the same on all
+            processes.
+        limit: the largest norm or the largest value.
+        algorithm: `"norm"` clips the norm of all gradients together; `"value"` clips each value.
     """
     sharded, full = [], []
     for parameter in parameters:

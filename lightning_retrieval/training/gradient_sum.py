@@ -1,14 +1,14 @@
 """Sums the gradients of all processes once per step, mostly while the last backward pass is still running.
 
-The loss of a step is a sum with one term for each process. The term is either the loss of the process's queries against
-all rows or, for a loss that is defined for whole batches only, an equal fraction of it. The gradient of a parameter is
-then always the sum of the processes' gradients.
+The loss of a step is a sum with one term for each process. The term is the loss of the process's queries against all
+rows. If a loss is defined for whole batches only, the term of each process is an equal fraction of that loss. In both
+cases, the gradient of a parameter is the sum of the processes' gradients.
 
 Parameters are divided into buckets from the last to the first, which is about the order in which a backward pass
-completes their gradients. As soon as all gradients of a bucket are complete, they are moved into one tensor, whose
-all-reduce runs while the backward pass continues. No tensor ever holds a copy of all gradients. DDP uses buckets in the
-same way. Unlike DDP, this code does not search the graph for parameters without a gradient, and it supports losses with
-parameters, whose gradients are complete before the backward pass of the first chunk.
+completes their gradients. As soon as all gradients of a bucket are complete, they are moved into one tensor, and
+the all-reduce of this tensor runs while the backward pass continues. No tensor ever holds a copy of all gradients. DDP
+uses buckets in the same way. Unlike DDP, this code does not search the graph for parameters without a gradient. Losses
+may have parameters: their gradients are complete before the backward pass of the first chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.training.full_sharding import ShardedParts, is_sharded
 
-BUCKET_BYTES = 25 * 2**20  # as DDP
+BUCKET_BYTES = 25 * 2**20  # the default of DDP
 
 
 class GradientSum:
@@ -34,12 +34,13 @@ class GradientSum:
     resumed run sums in the same order.
 
     Args:
-        parameters: parameters whose gradients are summed. Those that do not require a gradient, and those that are
-            sharded over the processes, are ignored.
-        of_loss: the parameters of the loss: no backward pass of a chunk completes their gradients.
+        parameters: parameters whose gradients are summed. Parameters that require no gradient, or that are sharded over
+            the processes, are ignored.
+        of_loss: parameters of the loss. Their gradients are not completed by the backward pass of a chunk.
         sharded: the modules whose parameters are sharded; they sum their gradients themselves, in `overlapped`.
-        bucket_bytes: size from which a bucket is full. The gradients of the other parameters, among them all of the
-            loss, are summed by `finish`; those with the dtype of the step's values are summed together with them.
+        bucket_bytes: size from which a bucket is full. `finish` sums the gradients of the parameters in no full bucket,
+            among them all parameters of the loss. Of these gradients, the ones with the dtype of the step's values are
+            summed in one collective with the values.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class GradientSum:
                 handle.remove()
 
     def _marks_complete(self, bucket: "_Bucket") -> Callable[[Tensor], None]:
-        """The gradient hook for the parameters of a bucket. All processes start the buckets in the same order."""
+        """Return the gradient hook for the parameters of a bucket. All processes start buckets in the same order."""
 
         def mark_complete(parameter: Tensor) -> None:
             if bucket.is_started:
@@ -111,11 +112,12 @@ class GradientSum:
     def finish(self, values: Float[Tensor, " value"]) -> Float[Tensor, " value"]:
         """Replace each `.grad` by its sum over the processes, and return the sum of `values`.
 
-        A process that has no gradient for a parameter adds zero. If no process has a gradient for a parameter, it has
-        none afterwards either.
+        A process that has no gradient for a parameter adds zero. If no process has a gradient for a parameter, the
+        parameter's `.grad` is None afterwards.
 
         Args:
-            values: the values of this process; summed together with the gradients of their dtype in no full bucket.
+            values: values of this process. The gradients of the same dtype that are in no full bucket are summed in the
+                same collective.
         """
         if world_size() == 1:
             return values
@@ -140,7 +142,7 @@ class GradientSum:
 
 
 class _Bucket:
-    """Parameters of one dtype, whose gradients are summed in one all-reduce."""
+    """A set of parameters of one dtype. One all-reduce sums all their gradients."""
 
     def __init__(self) -> None:
         self.parameters: list[nn.Parameter] = []
@@ -149,7 +151,7 @@ class _Bucket:
         self.gradients: list[Tensor] = []  # views of the tensor that is summed
         self.sums_of_values = torch.zeros(0)
         self._work: Any = None
-        self._flat: Tensor | None = None  # else the thread of the collective deletes it, perhaps while Python exits
+        self._flat: Tensor | None = None  # kept, or the collective's thread may delete it while Python exits
 
     def add(self, parameter: nn.Parameter) -> None:
         """Add a parameter."""

@@ -29,13 +29,13 @@ from lightning_retrieval.training.trainer_checks import check_trainer, keeps_par
 class OptimizedModule(CheckpointedModule):
     """A module with one optimizer over its trainable parameters and an optional learning-rate scheduler.
 
-    Raises at the first step of an epoch if a parameter requires a gradient but is in no optimizer. Every epoch is
-    checked, since callbacks unfreeze layers between epochs. Warns of parameters without a gradient in the first steps
-    of a run.
+    At the first step of each epoch, the module raises if a parameter requires a gradient but is in no optimizer. Each
+    epoch is checked because callbacks may unfreeze layers between epochs. In the first steps of a run, the module
+    warns of parameters without a gradient.
     """
 
     _epoch_of_check: int | None = None  # epoch in which the optimizers were last checked
-    _gradient_watch: GradientWatch  # of this run
+    _gradient_watch: GradientWatch  # looks for parameters without a gradient in this run
 
     def _set_optimizer(
         self,
@@ -110,10 +110,10 @@ class Throughput:
 
     def __init__(self) -> None:
         self._last_end: float | None = None
-        self.measured = 0  # steps since the last restart whose throughput is known
+        self.measured = 0  # number of steps since the last restart whose throughput was measured
 
     def restart(self) -> None:
-        """Exclude the time from the previous step to the end of the next one, for example because of a validation."""
+        """Leave the next step unmeasured, for example because a validation precedes it."""
         self._last_end = None
         self.measured = 0
 
@@ -132,7 +132,7 @@ class Throughput:
 
 
 def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
-    """Prevent DDP from summing gradients in backward passes: a step sums them once, after its last chunk.
+    """Context in which DDP does not sum gradients in backward passes: a step sums them once, after its last chunk.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -145,7 +145,7 @@ def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
 def broadcast_buffers_before_forward(trainer: Any) -> None:
     """Copy the buffers of rank 0 to all ranks: with DDP in its next forward pass, with `ModelParallelStrategy` now.
 
-    `ModelParallelStrategy` itself never copies them.
+    `ModelParallelStrategy` itself never copies buffers.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -159,8 +159,8 @@ def broadcast_buffers_before_forward(trainer: Any) -> None:
 class CheckedSteps:
     """Replaces `training_step` of a strategy and checks the output, for a module in manual optimization.
 
-    No hook sees the output of `training_step` before Lightning detaches it. So if a subclass returned a loss, as in
-    automatic optimization, it would silently not be trained.
+    Without this check, a loss that a subclass returns, as in automatic optimization, would silently be ignored. No hook
+    could check the output, because Lightning detaches the output before it calls the hooks.
 
     Args:
         strategy: the strategy of a Trainer.
@@ -202,7 +202,7 @@ class ManualTraining(OptimizedModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self._is_first_step = True  # of the run
+        self._is_first_step = True  # whether the next step is the first step of the run
         self._throughput = Throughput()
 
     def _step_optimizers(self) -> bool:
@@ -229,7 +229,7 @@ class ManualTraining(OptimizedModule):
             batch_idx: index of the batch in its epoch.
             stepped: whether the optimizers have stepped.
         """
-        ended: dict[str, int] = {}  # index of the step and of the epoch that have just ended
+        ended: dict[str, int] = {}  # index of the step or epoch that has just ended, by interval
         if stepped:
             ended["step"] = batch_idx
         if self.trainer.is_last_batch:
@@ -272,7 +272,7 @@ class ManualTraining(OptimizedModule):
             self.log("train/images_per_second", torch.tensor(images_per_second), prog_bar=True)
 
     def _throughput_is_due(self) -> bool:
-        """Whether loggers write at this step, or the progress bar has no value yet. A call of `log` takes 0.4 ms."""
+        """Whether loggers write at this step, or the progress bar has no value yet; a call of `log` takes 0.4 ms."""
         trainer: Any = self.trainer
         is_first = self._throughput.measured == 1
         return is_first or bool(trainer.fast_dev_run) or trainer._logger_connector.should_update_logs
@@ -286,7 +286,7 @@ class ManualTraining(OptimizedModule):
             FullCheckpoints(owner, strategy).install()
         # All state of a step is complete when it ends, so a run can be resumed from a checkpoint after any step.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
-        # `configure_model` is overridden, but does nothing under the strategies that this callback supports.
+        # `configure_model` is overridden, but does nothing under the strategies that `WeightAveraging` supports.
         warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides the")
         self._is_first_step = True
         return super().configure_callbacks()
@@ -366,7 +366,7 @@ def _count_begun_epoch(trainer: Any) -> None:
 
 
 def _validates_after_last_batch(trainer: Any) -> bool:
-    """Whether a validation runs after the last batch of each epoch that has one."""
+    """Whether every epoch with a validation has one after its last batch."""
     interval, batches = trainer.val_check_batch, trainer.num_training_batches
     if interval is None:  # validations at intervals of time
         return False

@@ -4,10 +4,10 @@ After an initial phase of training, embeddings drift slowly, so stored embedding
 new ones (Wang et al., "Cross-Batch Memory for Embedding Learning" (XBM), CVPR 2020; Ramzi et al., ROADMAP, NeurIPS
 2021). Stored embeddings carry no gradient: they are references, never queries.
 
-Difference from the official code of both: here, `references` returns one list per query, of the batch (with a gradient)
-and the memory. The official code adds two losses: that of the batch, and that of its queries against the memory, which
-also holds the batch; no reference of the second loss has a gradient. `RetrievalModule` does the same with
-`memory_mode="two_terms"`.
+This code differs from the official code of both papers. Here, `references` returns one list per query, which holds the
+batch (with a gradient) and the memory. The official code adds two losses: the loss of the batch, and the loss of the
+batch's queries against the memory, which also holds the batch. In the second loss, no reference has a gradient. With
+`memory_mode="two_terms"`, `RetrievalModule` does the same as the official code.
 """
 
 from types import NoneType
@@ -54,12 +54,12 @@ class _Rows(NamedTuple):
 
 
 class CrossBatchMemory(nn.Module):
-    """Stores embeddings, labels and ids of past batches, the newest first, each image once.
+    """Stores the embeddings, labels and ids of past batches, newest first, with one row for each image.
 
     Args:
         size: maximum number of rows, at least the size of a batch.
-        start_step: number of warm-up batches that are not stored, while embeddings still change fast, >= 0; with
-            `"auto"`, the warm-up lasts until `begin` is called, which the callback `MemoryMonitor` does.
+        start_step: number of warm-up batches, >= 0, that are not stored because embeddings still change fast. With
+            `"auto"`, the warm-up lasts until the callback `MemoryMonitor` calls `begin`.
 
     Raises:
         ValueError: if a number is out of its range; when a method is called, if shapes do not match those of the stored
@@ -76,13 +76,13 @@ class CrossBatchMemory(nn.Module):
         ...     batch = memory.references(embeddings, ids // 4, ids)
         ...     value = loss.of_batch(batch)
         ...     memory.update(embeddings, ids // 4, ids)
-        >>> len(memory)  # of 24 rows; eight images came twice
+        >>> len(memory)  # 24 rows were given, but eight images came twice
         16
 
     Relations:
         `RetrievalModule(memory=...)` calls `references` and `update` with the batch of all processes, so that the
-        memory is the same on all. The state is part of `state_dict()` but not a buffer, so DDP does not broadcast it at
-        each step. RaMBO's memories of scores are `BlackboxMAPLoss(batch_memory=...)` and
+        memory is the same on all processes. The state is part of `state_dict()` but not a buffer, so DDP does not
+        broadcast it at each step. RaMBO's memories of scores are `BlackboxMAPLoss(batch_memory=...)` and
         `BlackboxRecallLoss(batch_memory=...)`.
     """
 
@@ -154,7 +154,7 @@ class CrossBatchMemory(nn.Module):
         labels: Int[Tensor, "batch ..."],
         ids: Int[Tensor, " batch"] | None,
     ) -> None:
-        """Store a batch. It replaces the stored rows of the same images and, if the memory is full, the oldest rows.
+        """Store a batch. Its rows replace stored rows of the same images and, if the memory is full, the oldest rows.
 
         Args:
             embeddings: embeddings of the batch; stored without a gradient.
@@ -165,7 +165,7 @@ class CrossBatchMemory(nn.Module):
         batch = batch._replace(embeddings=batch.embeddings.detach())
         if self.started:
             new = batch.select(_first_of_each(batch.ids))
-            # Cut before concatenating: a checkpoint of a slice would store the whole tensor that it is a view of.
+            # Cut before concatenating: a slice is a view, and a checkpoint of a view would store the whole tensor.
             kept = self._stored_besides(batch).select(slice(self.size - len(new.ids)))
             self._rows = new.followed_by(kept)
         self.steps += 1
@@ -178,7 +178,7 @@ class CrossBatchMemory(nn.Module):
         return {"rows": rows, "steps": self.steps, "started": self.started}
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore the state of a checkpoint; if it comes from a larger memory, only the newest rows."""
+        """Restore the state of a checkpoint. If the checkpoint has more than `size` rows, keep only the newest rows."""
         _check_state(state)
         rows = None
         if state["rows"] is not None:

@@ -37,7 +37,7 @@ class RetrievalModule(ManualTraining):
     Each batch leads to one optimizer step and, with several processes, one sum of gradients, whatever `chunk_size` is.
     Lists rank the global batch: each process embeds its shard, and the embeddings are gathered in rank order.
 
-    Subclass it freely: `forward`, `unpack_batch`, `embed` and `configure_optimizers` are meant to be overridden.
+    In a subclass, `forward`, `unpack_batch`, `embed` and `configure_optimizers` may be overridden.
     Checkpoints store the constructor arguments of a subclass as plain values (numbers, strings, lists, dicts); pass any
     other arguments to `load_from_checkpoint` again. A subclass that builds its own embedder or loss must list its
     arguments instead of accepting `**kwargs`: a checkpoint holds all arguments, and loading passes those that the
@@ -46,32 +46,34 @@ class RetrievalModule(ManualTraining):
     Args:
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
         loss: a loss of this library or of pytorch-metric-learning, or any module called as `loss(embeddings, labels)`.
-        chunk_size: images embedded at a time, >= 1; None embeds the whole shard at once; `"auto"` finds, by trial
-            before the first step, the largest size that fits the memory of the device.
+        chunk_size: number of images embedded at a time, >= 1. None embeds the whole shard at once. `"auto"` tries,
+            before the first step, which largest number fits into the memory of the device.
         keep_graphs: number of chunks, >= 1, that keep their graphs and are therefore embedded once instead of twice.
             More such chunks take less time and more memory; gradients do not change.
-        optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
-        lr_scheduler: called with the optimizer, or None.
-        lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
+        optimizer: class or function that is called with the parameter groups, such as
+            `functools.partial(torch.optim.SGD, lr=0.1)`.
+        lr_scheduler: class or function that is called with the optimizer, or None.
+        lr_scheduler_interval: the scheduler is stepped after each `"step"` or each `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
         gradient_clip_val: largest norm or value of gradients, > 0; None does not clip. In half precision, gradients are
             unscaled first.
-        gradient_clip_algorithm: clip the `"norm"` of all gradients together, or each `"value"`.
-        head_lr_factor: ratio of the learning rate of `embedder.head` to that of the rest, > 0 (FastAP, CVPR 2019: 10).
-        layer_decay: ratio of the learning rate of each layer of `embedder.backbone` to that of the next layer, from
-            0.01 to 1 (ELECTRA, BEiT: 0.65 to 0.9); the last layer has the base learning rate.
+        gradient_clip_algorithm: `"norm"` clips the norm of all gradients together; `"value"` clips each value.
+        head_lr_factor: learning rate of `embedder.head` divided by that of the other parameters, > 0 (FastAP, CVPR
+            2019: 10).
+        layer_decay: learning rate of each layer of `embedder.backbone` divided by that of the next layer, from 0.01
+            to 1 (ELECTRA, BEiT: 0.65 to 0.9); the last layer has the base learning rate.
         freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0.
-        seed: the random state of a step (dropout) is a function of (seed, step, rank); if None, the seed of
-            `seed_everything`, else 0.
+        seed: seed of the random numbers of a step (for example, dropout), which depend on (seed, step, rank). None
+            means the seed of `seed_everything`, or 0 without such a seed.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
         memory_mode: `"one_list"` appends the memory to each query's list; `"one_list_detached"` does the same, but no
-            reference has a gradient; `"two_terms"` is the sum of two losses, as in the code of XBM and ROADMAP: that of
-            the batch, and that of its queries against batch and memory as references without a gradient.
-        memory_weight: weight of the second of the `"two_terms"`; None for 1, as in the code of XBM and ROADMAP.
+            reference has a gradient; `"two_terms"` adds two losses, as the code of XBM and ROADMAP does: the loss of
+            the batch, and the loss of the batch's queries against batch and memory, whose rows have no gradient there.
+        memory_weight: weight of the second loss of `"two_terms"`; None means 1, as in the code of XBM and ROADMAP.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
-            scales and the embeddings combined (`multi_scale`); a single 1 leaves embeddings as `forward` returns them.
+            scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
         eval_scales_pooling: how the embeddings of the scales are combined: `"mean"`, or `"gem"` as in AP-GeM's code.
         whitening: a `PCAWhitening` or `SupervisedWhitening`, applied in evaluation and prediction once it has been
             fitted by its method `fit` or by the callback `LearnWhitening`.
@@ -160,7 +162,7 @@ class RetrievalModule(ManualTraining):
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed each image independently. Losses and metrics normalise the returned embeddings.
 
-        Override it if embedding is more than one call of `embedder`.
+        Override this method if embedding is more than one call of `embedder`.
         """
         embeddings: Tensor = self.embedder(images)
         return embeddings
@@ -169,9 +171,9 @@ class RetrievalModule(ManualTraining):
         """Embed images for evaluation and prediction: `forward` at each of `eval_scales`, then `whitening`.
 
         Args:
-            images: as for `forward`. Images of uint8 are first normalised as in the evaluation of the module or, if
-                that is not known, by the embedder's `preparation`.
-            whiten: False skips the whitening, for embeddings from which it is learned.
+            images: as for `forward`. Images of uint8 are first normalised as in the evaluation of the module or, if no
+                evaluation is recorded, by the embedder's `preparation`.
+            whiten: False skips the whitening, for example to get embeddings from which the whitening is learned.
         """
         check_tensor(type(self).__name__, "images", images)
         check_bool(type(self).__name__, "whiten", whiten)
@@ -197,11 +199,11 @@ class RetrievalModule(ManualTraining):
         return unpack(type(self).__name__, batch)
 
     def configure_optimizers(self) -> Any:
-        """One optimizer over the parameters of embedder and loss, and its scheduler.
+        """Create one optimizer for the parameters of embedder and loss, and the scheduler of the optimizer.
 
-        Override it to return anything that Lightning accepts. Schedulers are stepped according to their `interval` and
-        `frequency`. `ReduceLROnPlateau` monitors `lr_scheduler_monitor`, since Lightning drops the key `monitor` in
-        manual optimization.
+        Override this method to return anything that Lightning accepts. Schedulers are stepped according to their
+        `interval` and `frequency`. `ReduceLROnPlateau` monitors `lr_scheduler_monitor`, since Lightning drops the key
+        `monitor` in manual optimization.
         """
         head = getattr(self.embedder, "head", None)
         return self._make_optimizer(head=head, head_lr_factor=self.head_lr_factor, layer_decay=self.layer_decay)
@@ -220,8 +222,8 @@ class RetrievalModule(ManualTraining):
     def shard_network(self, mesh: Any) -> None:
         """Shard the embedder over the processes of a mesh: each element of its lists of layers, and the rest together.
 
-        Override it to shard other modules, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`. Parameters that
-        it does not shard are replicated on all processes, as under DDP.
+        Override this method to shard other modules, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`.
+        Parameters that are not sharded are replicated on all processes, as under DDP.
 
         Args:
             mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension.
@@ -240,10 +242,10 @@ class RetrievalModule(ManualTraining):
         self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here.
+        """Compute gradients in chunks, sum them over processes, and step. All state of a step changes here.
 
-        Override it for work before or after the step. Add a further loss as a term of `loss`, not in an override: when
-        this method returns, the step has ended, so returning a loss with a graph raises an error.
+        Override this method for work before or after the step. Add a further loss as a term of `loss`, not in an
+        override: when this method returns, the step has ended, so returning a loss with a graph raises an error.
 
         Returns:
             The loss of the global batch, without a graph, on the CPU.
@@ -303,13 +305,13 @@ class RetrievalModule(ManualTraining):
         return min(self.chunk_size, len(images))
 
     def _least_chunks(self, images: Tensor, chunk_size: int, sharded: ShardedParts) -> int:
-        """The largest number of chunks of any process if the network waits for all processes, else 1."""
+        """The least number of chunks to embed: if the network is sharded, the most that any process needs; else 1."""
         if self.chunk_size is None:
             return 1
         return sharded.least_chunks(math.ceil(len(images) / chunk_size), images.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """The input of `RetrievalEvaluation`: embeddings, labels and, if given, ids, roles, instances and cameras."""
+        """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras."""
         images, labels, ids = self.unpack_batch(batch)
         output = {"embeddings": self.embed(images), "labels": labels}
         if isinstance(batch, dict):
@@ -319,11 +321,11 @@ class RetrievalModule(ManualTraining):
         return output
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Same as `validation_step`."""
+        """Do the same as `validation_step`."""
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Same as `validation_step`; for a batch of only images, only embeddings."""
+        """Do the same as `validation_step`; for a batch that is a tensor of images, return only embeddings."""
         if isinstance(batch, Tensor):
             return {"embeddings": self.embed(batch)}
         return self.validation_step(batch, batch_idx, dataloader_idx)

@@ -1,8 +1,8 @@
 """Parameter groups with different learning rates, frozen parameters, and checks that each parameter is trained.
 
 With `layer_decay`, the learning rate of a parameter depends on its depth in the backbone. Layer 0 is everything before
-the first block, layer i the i-th block. Modules after the last block belong to the last layer, as in timm (Clark et
-al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
+the first block, and layer i is the i-th block. Modules after the last block belong to the last layer, as in timm (Clark
+et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 """
 
 import warnings
@@ -17,9 +17,9 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
 
-FIRST_STEPS = 10  # enough that randomly dropped layers and branches get a gradient in one of them
-MOST_NAMES = 5  # listed in a message
-PRETRAINING_ONLY = ("mask_token",)  # last part of the names of parameters of DINOv2 that embeddings do not depend on
+FIRST_STEPS = 10  # in this many steps, each randomly dropped layer gets a gradient at least once
+MOST_NAMES = 5  # number of parameter names that a message lists
+PRETRAINING_ONLY = ("mask_token",)  # last parts of the names of DINOv2's parameters that no embedding depends on
 
 
 def check_backbone(owner: str, name: str, embedder: nn.Module) -> nn.Module:
@@ -41,8 +41,8 @@ def check_backbone(owner: str, name: str, embedder: nn.Module) -> nn.Module:
 class FrozenBackbone:
     """Freezes the trainable parameters of a backbone in the first epochs of a run, and trains them afterwards.
 
-    The frozen parameters are in the optimizer from the start; without a gradient, they are not updated. So a resumed
-    run has the same optimizer, whether it was interrupted before or after the unfreezing.
+    The frozen parameters are in the optimizer from the start, but are not updated, because they have no gradient.
+    Therefore a run that is resumed before or after the unfreezing has the same optimizer.
 
     Args:
         epochs: number of epochs with a frozen backbone, >= 0.
@@ -50,13 +50,13 @@ class FrozenBackbone:
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
-        self.names: list[str] = []  # of the currently frozen parameters
+        self.names: list[str] = []  # names of the currently frozen parameters
 
     def set_epoch(self, embedder: Any, epoch: int) -> None:
         """Freeze or unfreeze the backbone for this epoch.
 
         Args:
-            embedder: must have a `backbone` unless `epochs` is 0.
+            embedder: the embedder, which must have a `backbone` unless `epochs` is 0.
             epoch: index of the epoch, from 0.
         """
         if self.epochs == 0:
@@ -72,10 +72,10 @@ class FrozenBackbone:
 
 
 def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
-    """The layer of each parameter of a backbone, by its name.
+    """The number of the layer of each parameter of a backbone, by the name of the parameter.
 
-    The blocks are those defined by timm; for other backbones, the elements of the list of layers (`nn.Sequential`,
-    `nn.ModuleList`) with the most parameters.
+    For a backbone of timm, timm defines the blocks. For other backbones, the blocks are the elements of the list of
+    layers (`nn.Sequential`, `nn.ModuleList`) that has the most parameters.
 
     Args:
         owner: prefix of error messages.
@@ -105,12 +105,12 @@ def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
         elif depth > 0:
             depth = len(prefixes)
         depths[name] = depth
-    numbers = {depth: number for number, depth in enumerate(sorted(set(depths.values())))}  # consecutive
+    numbers = {depth: number for number, depth in enumerate(sorted(set(depths.values())))}  # now consecutive
     return {name: numbers[depth] for name, depth in depths.items()}
 
 
 def _largest_list(backbone: nn.Module) -> tuple[str, nn.Module | None]:
-    """The list of at least two layers with the most parameters (the outermost if equal), and the prefix of its name."""
+    """Find the list of two or more layers with the most parameters (if equal, the outermost), and its name prefix."""
     largest, found, path = 0, None, ""
     for name, module in backbone.named_modules():
         if not isinstance(module, (nn.Sequential, nn.ModuleList)):
@@ -138,18 +138,18 @@ def make_optimizer(
     head_lr_factor: float = 1.0,
     layer_decay: float = 1.0,
 ) -> Optimizer:
-    """One optimizer over the trainable parameters of a module.
+    """Create one optimizer for the trainable parameters of a module.
 
     Args:
         module: owner of the parameters; its class name is the prefix of error messages.
-        make: called with the parameter groups.
+        make: class or function that creates the optimizer from the parameter groups.
         head: the last layers of the network, or None.
-        head_lr_factor: ratio of the head's learning rate to that of the other parameters.
-        layer_decay: ratio of the learning rate of each layer of the backbone to that of the next layer.
+        head_lr_factor: learning rate of the head divided by that of the other parameters.
+        layer_decay: learning rate of each layer of the backbone divided by that of the next layer.
 
     Raises:
-        ValueError: if there is nothing to train, or a factor is given but the embedder lacks the head or backbone for
-            it.
+        ValueError: if no parameter is trainable, if `head_lr_factor` is not 1 but there is no head with parameters, or
+            if `layer_decay` is not 1 but there is no backbone.
     """
     in_head: list[nn.Parameter] = []
     if isinstance(head, nn.Module):
@@ -198,14 +198,14 @@ def _layers(module: nn.Module, layer_decay: float) -> list[tuple[list[nn.Paramet
 
 
 def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Raise if a parameter requires a gradient but is in no optimizer: it would never be trained.
+    """Raise if a parameter requires a gradient but is in no optimizer, so that it would never be trained.
 
     Args:
         module: owner of the parameters; its class name is the prefix of error messages.
         optimizers: the optimizers of the run.
 
     Raises:
-        ValueError: if there are such parameters; the message names them.
+        ValueError: if there are such parameters. The message names the parameters.
     """
     sharded_modules(module)
     optimized: set[int] = set()
@@ -226,12 +226,11 @@ class GradientWatch:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._names: set[str] | None = None  # of the parameters without a gradient so far
+        self._names: set[str] | None = None  # names of the parameters without a gradient so far
 
     def see(self, module: nn.Module) -> None:
-        """Look for gradients after a backward pass; at the end of the first steps, call `report`.
-
-        The host does not wait for the device.
+        """Look for gradients after a backward pass, without waiting for the device; after the first steps, call
+        `report`.
 
         Args:
             module: owner of the parameters.
@@ -266,7 +265,7 @@ class GradientWatch:
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and values of the parameters that require a gradient, except those of metrics, which are never trained."""
+    """Names and values of the parameters that require a gradient. Parameters of metrics are left out."""
     of_metrics: set[int] = set()
     for part in module.modules():
         if isinstance(part, Metric):

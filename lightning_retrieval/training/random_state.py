@@ -1,4 +1,4 @@
-"""Random numbers of a training step: a function of (seed, step, rank), replayed in the second pass over a chunk."""
+"""Random numbers of a training step depend on (seed, step, rank), and repeat in the second pass over a chunk."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def seed_or_default(seed: int | None) -> int:
-    """The seed of a run: `seed`; if None, the seed of Lightning's `seed_everything`, else 0."""
+    """Return `seed`; if `seed` is None, return the seed of Lightning's `seed_everything`, or 0 without such a seed."""
     if seed is None:
         return int(os.environ.get("PL_GLOBAL_SEED", "0"))
     return seed
@@ -22,8 +22,8 @@ def seed_or_default(seed: int | None) -> int:
 class RandomState:
     """A snapshot of the random states of the CPU, all accelerator devices, Python and NumPy, made at construction.
 
-    All of them are needed: the network may be on other devices than the inputs, and some networks use Python's or
-    NumPy's generator to choose which layers to skip.
+    All of these states are needed: the network may be on other devices than the inputs, and some networks use Python's
+    or NumPy's generator to choose which layers to skip.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def _write(states: dict[torch.device, Tensor]) -> None:
 
 
 def _seed(number: int) -> None:
-    """Like `torch.manual_seed`, but without the milliseconds it needs to find out that there is no accelerator."""
+    """Call `torch.manual_seed`; without an accelerator, avoid the milliseconds in which torch searches for one."""
     if has_accelerator():
         torch.manual_seed(number)
     else:
@@ -96,7 +96,7 @@ def has_accelerator() -> bool:
 
 
 def _accelerator_devices() -> list[torch.device]:
-    """The devices of the accelerator. None before its first use, since reading its state would initialise it."""
+    """The devices of the accelerator; an empty list before its first use, as reading a state would initialise it."""
     if not has_accelerator():  # checked first: without an accelerator, torch 2.6 raises at the next line
         return []
     accelerator = torch.accelerator.current_accelerator()
@@ -109,7 +109,7 @@ def _accelerator_devices() -> list[torch.device]:
 
 
 def _argument(device: torch.device) -> tuple[torch.device, ...]:
-    """The device argument of the functions for the random state; none for MPS, which has only one device."""
+    """The device as a tuple of arguments for torch's random-state functions; empty for MPS, with its single device."""
     if device.type == "mps":
         return ()
     return (device,)

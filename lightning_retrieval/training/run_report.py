@@ -32,7 +32,7 @@ def step_traffic(
     bytes_: int = 4,
     weights: int = 0,
 ) -> dict[str, float]:
-    """Bytes that each process sends in a training step, if collectives are optimal (send nothing twice).
+    """The bytes that each process sends in a training step, if collectives are optimal (send nothing twice).
 
     Args:
         batch: B, rows of the global batch.
@@ -40,9 +40,9 @@ def step_traffic(
         parameters: number of elements of the gradient.
         world: W, number of processes.
         gather: whether lists rank the global batch.
-        local_queries: whether each process computes the loss of its local queries, so that gradients of embeddings are
-            exchanged.
-        bytes_: bytes of one element.
+        local_queries: whether each process computes the loss of its local queries. The processes then exchange the
+            gradients of embeddings.
+        bytes_: number of bytes of one element.
         weights: number of elements that are gathered in a step, if the network is sharded over the processes.
 
     Returns:
@@ -72,8 +72,8 @@ def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
 
     Args:
         module: a `RetrievalModule` in a run.
-        step: its first step, after the loss.
-        chunk_size: images embedded at a time.
+        step: the first step of the run, after its loss has been computed.
+        chunk_size: number of images embedded at a time.
     """
     report = _FirstStep(module, step, chunk_size)
     report.warn_of_batch_norm()
@@ -83,7 +83,7 @@ def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
 
 
 def log_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
-    """Log settings, and those of the data module, as hyperparameters; with TensorBoard, as text.
+    """Log settings, and the settings of the data module, as hyperparameters; TensorBoard gets them as text.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -96,7 +96,7 @@ def log_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
     if not settings:
         return
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):  # it stores only the first hyperparameters that are logged
+        if isinstance(logger, TensorBoardLogger):  # TensorBoard stores only the first hyperparameters that are logged
             for name, value in settings.items():
                 logger.experiment.add_text(name, f"```json\n{json.dumps(value, indent=2)}\n```")
         else:
@@ -118,7 +118,7 @@ class _FirstStep:
         self.class_sizes: list[int] = torch.unique(finest(batch.labels), return_counts=True)[1].tolist()
 
     def warn_of_batch_norm(self) -> None:
-        """Warn if layers that mix the images of a batch see them in chunks."""
+        """Warn if BatchNorm layers, which mix the images of a batch, see the batch in chunks."""
         if self.chunk_size >= self.rows:
             return
         for layer in self.module.modules():
@@ -188,7 +188,7 @@ class _FirstStep:
         return f", {lists_of} {world_size()} processes; each process sends {total:.3g} MB a step ({parts})"
 
     def _gathered_weights(self) -> int:
-        """Number of elements that a step gathers if the network is sharded: all weights in each pass."""
+        """Number of weights that a step gathers: in a sharded network, each pass gathers all weights; else 0."""
         if not has_sharded_parameters(self.module):
             return 0
         chunks = 1

@@ -1,7 +1,7 @@
 """One training step: from the embeddings of a process to the sum of the gradients of all processes.
 
-The loss ranks the batch of all processes together. `gather_batch` needs three collectives, and one in the backward
-pass.
+The loss ranks the batch of all processes together. `gather_batch` needs three collectives in the forward pass, and one
+in the backward pass if each process computes the loss of its own queries.
 """
 
 import math
@@ -49,11 +49,11 @@ def gather_batch(
     gather: bool,
     local_queries: bool,
 ) -> GlobalBatch:
-    """The batch of all processes; the gradient of its embeddings flows back to the rows of each process.
+    """Gather the batch of all processes. The gradient of the embeddings flows back to the rows of each process.
 
     Args:
         owner: prefix of error messages.
-        embeddings: this process's rows; processes may have unequal numbers of rows.
+        embeddings: rows of this process. The numbers of rows of the processes may differ.
         labels: label of each row.
         ids: id of each row, or None on all processes.
         gather: False returns the rows of this process only.
@@ -102,7 +102,7 @@ def _form_of(embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Form:
 
 
 def _agreed_counts(owner: str, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> list[int]:
-    """The number of rows of each process, after a check that their batches differ in nothing else."""
+    """The number of rows of each process; raise if the processes' batches differ in anything else."""
     local_form = torch.tensor([_form_of(embeddings, labels, ids)], device=embeddings.device)
     forms = [_Form(*form) for form in gather_rows(local_form, [1] * world_size()).tolist()]
     if not all(form.are_integers for form in forms):
@@ -138,7 +138,7 @@ def _gather_labels_and_ids(labels: Tensor, ids: Tensor | None, counts: Sequence[
 
 
 class _GatherEmbeddings(torch.autograd.Function):
-    """The rows of all processes; the backward pass returns the gradient of the sum of all processes' losses."""
+    """Gathers rows of all processes; the backward pass returns the gradient of the sum of all processes' losses."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: Sequence[int], local_queries: bool) -> Tensor:
@@ -158,11 +158,11 @@ class _GatherEmbeddings(torch.autograd.Function):
 
 
 def unpack(owner: str, batch: Any) -> Unpacked:
-    """Images, labels, and ids or None, of `(images, labels)`, `(images, labels, ids)` or a dict with these keys.
+    """Split a batch into images, labels and ids; the ids are None if the batch has none.
 
     Args:
         owner: prefix of error messages.
-        batch: a batch of the DataLoader.
+        batch: `(images, labels)`, `(images, labels, ids)` or a dict with these keys, as the DataLoader yields.
 
     Raises:
         TypeError: if the batch has another form.
@@ -188,14 +188,14 @@ def unpack(owner: str, batch: Any) -> Unpacked:
 def check_first_batch(module: Any, batch: GlobalBatch) -> None:
     """Compare labels and ids of a run's first batch with what the sampler drew, if the sampler is known.
 
-    Labels and ids of a wrong type are skipped here, since the loss raises for them.
+    Labels and ids of a wrong type are not checked here, because the loss raises for them.
 
     Args:
         module: a `RetrievalModule` in a run.
         batch: the batch of all processes or, if the module does not gather, of this process.
 
     Raises:
-        ValueError: if they contradict the sampler of a `RetrievalDataLoader`. For other loaders, a warning is issued.
+        ValueError: if labels or ids contradict the sampler of a `RetrievalDataLoader`. Other loaders cause a warning.
     """
     if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
         return
@@ -261,18 +261,18 @@ def _warn_of_one_label(owner: str, labels: Tensor) -> None:
 
 
 class ChunkSizeSearch:
-    """Finds the largest chunk size of a run. The search is repeated for each batch larger than all before."""
+    """Finds the largest chunk size of a run, and searches again for each batch that is larger than all before."""
 
     def __init__(self) -> None:
         self.chunk_size = 0
-        self.rows = 0  # number of rows of the batch that the chunk size was found for
+        self.rows = 0  # rows of the batch for which the chunk size was found
 
     def find(self, module: nn.Module, images: Tensor, keep_graphs: int) -> int:
         """The largest chunk size for a batch.
 
         Args:
-            module: embeds images. Memory is reserved for Adam's two moments, which do not exist before the first
-                step, and for the flat copy in which several processes sum gradients.
+            module: the module that embeds images. Memory is reserved for Adam's two moments, which do not exist before
+                the first step, and for the flat copy of the gradients that several processes sum.
             images: images of this process.
             keep_graphs: number of chunks whose graphs are kept.
         """
@@ -297,14 +297,14 @@ class TrainingStep:
         owner: prefix of error messages.
         batch_loss: the loss.
         labels: labels of this process's images.
-        ids: dataset indices of these images, or None.
+        ids: dataset indices of this process's images, or None.
         number: the global step.
         seed: the seed of the run.
         gather: whether lists rank the global batch.
-        memory: past batches that are ranked with this one, or None.
+        memory: past batches that are ranked with the current batch, or None.
         memory_mode: how the memory is ranked.
         memory_weight: weight of the second term of the mode `"two_terms"`.
-        check_batch: called with the batch before its loss is computed, or None.
+        check_batch: function that is called with the batch before its loss is computed, or None.
     """
 
     owner: str
@@ -327,7 +327,7 @@ class TrainingStep:
         if self.check_batch is not None:
             self.check_batch(self.batch)
         device = embeddings.device
-        # If a loss draws random numbers, they are the same on all processes.
+        # With rank 0 as the argument, a loss draws the same random numbers on all processes.
         random_state = step_random_state(self.seed, self.number, 0)
         with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
             ranked, with_memory = self._ranked_batches()
@@ -339,7 +339,7 @@ class TrainingStep:
                 _check_scalar(self.owner, of_memory)
                 terms |= {"batch": value.detach(), "memory": of_memory.detach()}
                 value = value + self.memory_weight * of_memory
-        fraction = 1.0  # the fractions of all processes add up to the loss
+        fraction = 1.0  # so weighted, the values of all processes add up to the loss
         if not self._divides_queries:
             fraction = 1 / world_size()
         self.terms = {f"train/loss/{name}": fraction * term for name, term in terms.items()}
@@ -350,8 +350,8 @@ class TrainingStep:
         """Sum gradients, loss and terms over the processes; return the loss and its terms, on the CPU.
 
         Args:
-            part: the return value of `loss`, without a graph.
-            gradients: sums the gradients of the step.
+            part: the return value of `loss`, detached from its graph.
+            gradients: the sum of the gradients of the step.
 
         Raises:
             ValueError: if an embedding or the loss is not finite.
@@ -376,7 +376,7 @@ class TrainingStep:
 
     @property
     def images(self) -> int:
-        """Number of images of all processes; without `gather`, their batches must have the same size."""
+        """Number of images of all processes; without `gather`, all processes must have batches of the same size."""
         if self.gather:
             return len(self.batch.labels)
         return len(self.batch.labels) * world_size()
@@ -440,7 +440,7 @@ class TrainingStep:
         ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
         if self.memory is None:
             return ranked, None
-        # Also called during the warm-up, so that an invalid batch raises before any state has changed.
+        # `references` also runs during the warm-up, so that an invalid batch raises before any state has changed.
         references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
         with_memory = replace(references, queries=queries)
         if not self.memory.started:

@@ -25,7 +25,8 @@ from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
 from lightning_retrieval.training.full_sharding import check_model_parallel, check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 
-# Callbacks that need automatic optimization: what they would do, and what to use instead. The Tuner uses two of them.
+# Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds
+# the callbacks `LearningRateFinder` and `BatchSizeFinder`.
 WRONG_CALLBACKS = {
     StochasticWeightAveraging: "trains on in the epoch that it adds; use EMAWeightAveraging or WeightAveraging",
     LearningRateFinder: "does not see the loss of manual optimization; compare a few short runs instead",
@@ -36,11 +37,11 @@ WRONG_CALLBACKS = {
 
 
 def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
-    """The loss, adapted to the interface of this library; raises if the loss does not rank embeddings.
+    """Adapt a loss to the interface of this library; raise if the loss does not rank embeddings.
 
     Args:
         owner: prefix of error messages.
-        loss: a loss of this library or another.
+        loss: a loss of this library or of another library.
     """
     if isinstance(loss, BlackboxMAPLoss):
         raise TypeError(
@@ -60,7 +61,7 @@ def check_memory(
         loss: the loss.
         memory: past batches, or None.
         mode: how the memory is ranked.
-        weight: weight of the second term, that with the memory, or None.
+        weight: weight of the second term, which ranks the memory, or None.
     """
     check_choice(owner, "memory_mode", mode, get_args(MemoryMode))
     if mode != "one_list" and memory is None:
@@ -90,7 +91,8 @@ def check_trainer(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer`.
 
     Raises:
-        ValueError: if there is such a flag or callback; the message names it, and what to use instead.
+        ValueError: if there is such a flag or callback. The message names the flag or callback, and what to use
+            instead.
     """
     for name in ("gradient_clip_val", "gradient_clip_algorithm"):
         value = getattr(trainer, name)
@@ -136,7 +138,7 @@ def check_memory_start(module: Any) -> None:
         module: a `RetrievalModule` in a run.
 
     Raises:
-        ValueError: if there is no such callback; the message names one.
+        ValueError: if there is no such callback. The message names a callback to add.
     """
     memory = module.memory
     if memory is None or memory.start_step != "auto" or memory.started:
@@ -156,7 +158,7 @@ def check_processes(module: Any) -> None:
         module: a `RetrievalModule`.
 
     Raises:
-        ValueError: if a setting does not work; the message names it, and what to use instead.
+        ValueError: if a setting does not work. The message names the setting, and what to use instead.
     """
     if world_size() == 1:
         return
