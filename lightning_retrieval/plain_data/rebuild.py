@@ -144,7 +144,8 @@ class DescriptionReader:
             settings: plain data; entries that the constructor does not accept are skipped.
 
         Raises:
-            ValueError: if the file names a class or setting that a file may not name, or an object must be passed.
+            ValueError: if the file names a class or setting that a file may not name, or an object must be passed
+                again.
             TypeError: if the file names a class of the wrong kind for an argument.
         """
         check_plain_data(self.owner, "hyperparameters", settings)

@@ -151,7 +151,8 @@ def _check_nothing_is_shared(network: nn.Module, blocks: Sequence[nn.Module], sc
     parameter, FSDP2 raises no error and would train two copies.
     """
     name_of = {module: name for name, module in network.named_modules()}
-    first: dict[nn.Parameter, tuple[int, str]] = {}  # number and name of each parameter's first module
+    # For each parameter, the number of the first module that holds it, and the parameter's name there.
+    first: dict[nn.Parameter, tuple[int, str]] = {}
     sharded = set[nn.Module]()
     for number, part in enumerate([*blocks, network]):
         for module in _modules_outside(part, sharded):

@@ -17,7 +17,7 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
 
-FIRST_STEPS = 10  # in this many steps, each randomly dropped layer gets a gradient at least once
+FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
 MOST_NAMES = 5  # number of parameter names that a message lists
 PRETRAINING_ONLY = ("mask_token",)  # last parts of the names of DINOv2's parameters that no embedding depends on
 

@@ -327,7 +327,7 @@ class TrainingStep:
         if self.check_batch is not None:
             self.check_batch(self.batch)
         device = embeddings.device
-        # With rank 0 as the argument, a loss draws the same random numbers on all processes.
+        # `step_random_state` gets rank 0, so that a loss draws the same random numbers on all processes.
         random_state = step_random_state(self.seed, self.number, 0)
         with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
             ranked, with_memory = self._ranked_batches()
