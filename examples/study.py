@@ -30,12 +30,12 @@ from study_experiments import EXPERIMENTS, Experiment, Setting
 from study_losses import LOSS_EXPERIMENTS
 from study_memory import MEMORY_EXPERIMENTS
 from study_memory_encoders import ENCODER_EXPERIMENTS
-from study_random import random_experiments
+from study_pairs import pair_experiments
 from study_report import (
     INTRODUCTION,
     LOSSES_INTRODUCTION,
     MEMORY_INTRODUCTION,
-    RANDOM_INTRODUCTION,
+    PAIRS_INTRODUCTION,
     TUNING_INTRODUCTION,
     Page,
     Report,
@@ -50,7 +50,7 @@ PAGES = {
     "losses.md": Page(LOSSES_INTRODUCTION, LOSS_EXPERIMENTS),
     "memory.md": Page(MEMORY_INTRODUCTION, {**MEMORY_EXPERIMENTS, **ENCODER_EXPERIMENTS}),
     "tuning.md": Page(TUNING_INTRODUCTION, TUNING_EXPERIMENTS),
-    "random.md": Page(RANDOM_INTRODUCTION, random_experiments({})),
+    "pairs.md": Page(PAIRS_INTRODUCTION, pair_experiments({})),
 }
 NAMES = [name for page in PAGES.values() for name in page.experiments]
 
@@ -110,8 +110,8 @@ def make_pages(options: argparse.Namespace, results: Mapping[str, Any]) -> dict[
     pages = {}
     for file, page in PAGES.items():
         experiments = dict(page.experiments)
-        if file == "random.md":
-            experiments = random_experiments(results)
+        if file == "pairs.md":
+            experiments = pair_experiments(results)
         for name, experiment in experiments.items():
             if options.quick:
                 experiments[name] = shorten(experiment)

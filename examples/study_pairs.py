@@ -1,0 +1,144 @@
+"""The experiments of `study.py` on losses of AP and of pairs, all tuned alike.
+
+For each task, the first experiment tries the same number of settings of each loss on classes that are held out, with
+one seed. The second compares the best setting of each on the test set, with seeds that were not used for any choice.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from study_experiments import BASE, Experiment, Finding, Setting
+
+SCALES = (1.0, 20.0)  # of the loss: gradients are clipped to 1, the longer the more
+CHOICE_SEED = 0
+SEEDS = (20, 21, 22, 23, 24)
+
+Results = Mapping[str, Mapping[str, Any]]  # of the runs, by their keys
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A loss, and the one parameter of it that is tuned beside learning rate and scale: its default, and others."""
+
+    loss: str
+    parameter: str
+    default: float
+    others: Sequence[float]
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    first_loss: str | None = None
+
+    def tried(self, task: "Task", results: Results) -> dict[str, Setting]:
+        """Return the settings that are tried on a task, by what distinguishes them.
+
+        Learning rates and scales are tried first. Once all of them have results, the other values of the parameter
+        are tried with the best learning rate and scale.
+        """
+        base = replace(task.base, loss=self.loss, first_loss=self.first_loss, held_out=True)
+        tried = dict(self.vary(base, task.rates, SCALES, [self.default]))
+        if all(setting.key(CHOICE_SEED) in results for setting in tried.values()):
+            chosen = best(tried, results)
+            tried |= self.vary(base, [chosen.lr], [chosen.loss_scale], self.others)
+        return tried
+
+    def vary(
+        self, base: Setting, rates: Sequence[float], scales: Sequence[float], values: Sequence[float]
+    ) -> Iterator[tuple[str, Setting]]:
+        """Yield all combinations of learning rates, scales and values of the parameter."""
+        for lr, scale, value in itertools.product(rates, scales, values):
+            row = f"{self.parameter} {value:g}, scale {scale:g}, learning rate {lr:g}"
+            yield row, replace(base, loss_args={**self.fixed, self.parameter: value}, lr=lr, loss_scale=scale)
+
+
+SMOOTH_AP, MULTI_SIMILARITY, SUP_CON = "Smooth-AP", "multi-similarity", "supervised contrastive"
+LOG_RANKS = tuple(f"log rank, lambda {lambda_}" for lambda_ in (0, 1, 3))
+LOG_RANK = LOG_RANKS[1]
+FIRST_PAIRS = "multi-similarity for 20 % of the steps, then Smooth-AP"
+ARMS = {
+    SMOOTH_AP: Arm("SmoothAPLoss", "tau", 0.01, (0.02, 0.05)),
+    "ROADMAP": Arm("ROADMAPLoss", "lambda_", 0.5, (0.2, 0.8)),
+    "FastAP": Arm("FastAPLoss", "num_bins", 10, (5, 20)),
+    LOG_RANKS[0]: Arm("LogRankLoss", "tau", 0.01, (0.005, 0.02), {"lambda_": 0.0}),
+    LOG_RANKS[1]: Arm("LogRankLoss", "tau", 0.01, (0.005, 0.02), {"lambda_": 1.0}),
+    LOG_RANKS[2]: Arm("LogRankLoss", "tau", 0.01, (0.005, 0.02), {"lambda_": 3.0}),
+    MULTI_SIMILARITY: Arm("MultiSimilarityLoss", "alpha", 2.0, (1.0, 4.0)),
+    SUP_CON: Arm("SupConLoss", "temperature", 0.1, (0.05, 0.2)),
+    FIRST_PAIRS: Arm("SmoothAPLoss", "tau", 0.01, (0.02, 0.05), first_loss="MultiSimilarityLoss"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and the learning rates that are tried."""
+
+    title: str
+    base: Setting
+    rates: Sequence[float] = (0.001, 0.002, 0.004, 0.008)
+    arms: Sequence[str] = tuple(ARMS)
+
+
+TASKS = {
+    "glyphs": Task("random weights on Glyphs", BASE),
+    "emoji": Task("random weights on emoji", replace(BASE, data="emoji")),
+}
+
+
+def best(tried: Mapping[str, Setting], results: Results) -> Setting:
+    """Return the setting with the highest mAP of the held-out classes; runs without a result come last."""
+
+    def value(setting: Setting) -> float:
+        result = results.get(setting.key(CHOICE_SEED))
+        if result is None:
+            return -1.0
+        return float(result["metrics"]["mAP"])
+
+    return max(tried.values(), key=value)
+
+
+def comparisons(arms: Sequence[str]) -> list[Finding]:
+    """Return what is compared on each task, in the order of its importance."""
+    found = []
+    for log_rank in LOG_RANKS:
+        found.append(Finding(f"{log_rank}, is above Smooth-AP", log_rank, SMOOTH_AP))
+        for pairs in (MULTI_SIMILARITY, SUP_CON):
+            found.append(Finding(f"{log_rank}, is as good as {pairs}", log_rank, pairs, "as good"))
+            found.append(Finding(f"{log_rank}, is above {pairs}", log_rank, pairs))
+    found.append(Finding("A start by pairs is above none", FIRST_PAIRS, SMOOTH_AP))
+    found.append(Finding("Log rank with lambda 1 is above a start by pairs", LOG_RANK, FIRST_PAIRS))
+    found.append(Finding("Multi-similarity is above Smooth-AP", MULTI_SIMILARITY, SMOOTH_AP))
+    found.append(Finding("ROADMAP is above Smooth-AP", "ROADMAP", SMOOTH_AP))
+    found.append(Finding("FastAP is above Smooth-AP", "FastAP", SMOOTH_AP))
+    for metric in ("mAP@R", "R@1"):
+        for pairs in (MULTI_SIMILARITY, SUP_CON):
+            found.append(Finding(f"Log rank with lambda 1 is above {pairs}", LOG_RANK, pairs, metric=metric))
+    return [finding for finding in found if finding.one in arms and finding.other in arms]
+
+
+def pair_experiments(results: Results) -> dict[str, Experiment]:
+    """Return the experiments: for each task the settings that are tried, and the comparison that follows from them."""
+    experiments = {}
+    for name, task in TASKS.items():
+        tried, chosen = {}, {}
+        for arm in task.arms:
+            settings = ARMS[arm].tried(task, results)
+            tried[arm] = settings
+            chosen[arm] = replace(best(settings, results), held_out=False)
+        experiments[f"choice_{name}"] = Experiment(
+            f"Settings of each loss: {task.title}",
+            "What was tried on classes that are neither in training nor in the test set. The setting of each loss with "
+            "the highest mAP is the one of the next table.",
+            tried,
+            [],
+            seeds=(CHOICE_SEED,),
+            plotted=False,
+        )
+        experiments[f"pairs_{name}"] = Experiment(
+            f"Losses: {task.title}",
+            "Each loss with its best setting, on the test set.",
+            {"": chosen},
+            comparisons(task.arms),
+            seeds=SEEDS,
+            chosen_by=f"choice_{name}",
+        )
+    return experiments
