@@ -40,6 +40,7 @@ class Setting:
     weight_decay: float = 0.01
     test_batches: int | None = None  # number of test batches of 512 images; None for the whole test set
     data: Literal["glyphs", "emoji"] = "glyphs"
+    network: Literal["GlyphNet", "head", "last stages"] = "GlyphNet"  # what is trained of a pretrained network
     start: "Setting | None" = None  # whose network, trained with the same seed, is trained on; None: random weights
     held_out: bool = False  # whether a part of the training classes is held out, and evaluated instead of the test set
     loss_scale: float = 1.0  # factor of the loss, which changes how much of a gradient is clipped

@@ -14,6 +14,9 @@ from study_experiments import BASE, Experiment, Finding, Setting
 SCALES = (1.0, 20.0)  # of the loss: gradients are clipped to 1, the longer the more
 CHOICE_SEED = 0
 SEEDS = (20, 21, 22, 23, 24)
+CHOICE_SEEDS = (0, 1)  # of the sweeps from which defaults follow
+TEMPERATURES = (0.01, 0.02, 0.03, 0.05, 0.1)
+PER_CLASS = (2, 4, 8, 16)
 
 Results = Mapping[str, Mapping[str, Any]]  # of the runs, by their keys
 
@@ -78,10 +81,20 @@ class Task:
     arms: Sequence[str] = tuple(ARMS)
 
 
+HEAD = replace(BASE, data="emoji", network="head", pooling="avg")
+LAST_STAGES = replace(BASE, data="emoji", network="last stages", freeze_batch_norm=True, images=9_600)
 TASKS = {
     "glyphs": Task("random weights on Glyphs", BASE),
     "emoji": Task("random weights on emoji", replace(BASE, data="emoji")),
+    "head": Task("a head on frozen features", HEAD),
+    "fine_tuning": Task(
+        "fine-tuning of the last two stages",
+        LAST_STAGES,
+        rates=(0.0005, 0.001, 0.002, 0.004),
+        arms=(SMOOTH_AP, LOG_RANK, MULTI_SIMILARITY, SUP_CON),
+    ),
 }
+SWEPT = ("glyphs", "emoji", "head")  # tasks on which temperatures are tried
 
 
 def best(tried: Mapping[str, Setting], results: Results) -> Setting:
@@ -115,6 +128,57 @@ def comparisons(arms: Sequence[str]) -> list[Finding]:
     return [finding for finding in found if finding.one in arms and finding.other in arms]
 
 
+def on_held_out(setting: Setting, **changes: Any) -> Setting:
+    """Return a setting that is evaluated on held-out classes, with other arguments of its loss."""
+    arguments = {**setting.loss_args, **changes}
+    return replace(setting, loss_args=arguments, held_out=True)
+
+
+def temperatures(title: str, task: str, chosen: Mapping[str, Setting]) -> Experiment:
+    """Return the sweep of tau on a task. SupAP has the learning rate and the scale of Smooth-AP."""
+    starts = {
+        "Smooth-AP": chosen[SMOOTH_AP],
+        "SupAP": replace(chosen[SMOOTH_AP], loss="SupAPLoss"),
+        "log rank": chosen[LOG_RANK],
+    }
+    curves = {}
+    for loss, start in starts.items():
+        curves[loss] = {tau: on_held_out(start, tau=tau) for tau in TEMPERATURES}
+    return Experiment(
+        f"Temperature: {title}",
+        "Each tau with the learning rate and the scale that were chosen above, and SupAP with those of Smooth-AP, on "
+        "the classes that are neither in training nor in the test set.",
+        curves,
+        [],
+        axis="tau",
+        seeds=CHOICE_SEEDS,
+        chosen_by=f"choice_{task}",
+    )
+
+
+def images_of_each_class(chosen: Mapping[str, Setting]) -> Experiment:
+    """Return the sweep of K, with batches of the same size."""
+    starts = {SMOOTH_AP: chosen[SMOOTH_AP], MULTI_SIMILARITY: chosen[MULTI_SIMILARITY]}
+    for log_rank in LOG_RANKS:
+        starts[log_rank] = replace(chosen[LOG_RANK], loss_args=ARMS[log_rank].fixed)
+    curves = {}
+    for name, start in starts.items():
+        curves[name] = {}
+        for number in PER_CLASS:
+            setting = replace(start, per_class=number, classes=BASE.classes * BASE.per_class // number)
+            curves[name][number] = on_held_out(setting)
+    return Experiment(
+        "Images of each class",
+        "Batches of 128 images with 2 to 16 images of each class. Each loss has the setting that was chosen above for "
+        "4 images; log rank has tau 0.01, and the learning rate and the scale that were chosen for lambda 1.",
+        curves,
+        [],
+        axis="images of each class",
+        seeds=CHOICE_SEEDS,
+        chosen_by="choice_glyphs",
+    )
+
+
 def pair_experiments(results: Results) -> dict[str, Experiment]:
     """Return the experiments: for each task the settings that are tried, and the comparison that follows from them."""
     experiments = {}
@@ -133,6 +197,8 @@ def pair_experiments(results: Results) -> dict[str, Experiment]:
             seeds=(CHOICE_SEED,),
             plotted=False,
         )
+        if name in SWEPT:
+            experiments[f"temperature_{name}"] = temperatures(task.title, name, chosen)
         experiments[f"pairs_{name}"] = Experiment(
             f"Losses: {task.title}",
             "Each loss with its best setting, on the test set.",
@@ -141,4 +207,6 @@ def pair_experiments(results: Results) -> dict[str, Experiment]:
             seeds=SEEDS,
             chosen_by=f"choice_{name}",
         )
+        if name == "glyphs":
+            experiments["log_rank_per_class"] = images_of_each_class(chosen)
     return experiments

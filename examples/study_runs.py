@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 from study_callbacks import DriftRecord, FirstLoss, FreshMemory, SlowEncoder
 from study_experiments import THIRD_PARTY, Setting
+from study_features import Table, stored_inputs, trained_part
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, losses
@@ -44,7 +45,7 @@ class Place:
 
     accelerator: str
     emoji: Path  # the folder that emoji.py wrote
-    weights: Path  # folder of the networks from which other runs start
+    weights: Path  # folder of the networks from which other runs start, and of what frozen parts of networks give
 
 
 class WholeClassesSampler(GlobalBatchSampler):
@@ -88,20 +89,34 @@ class SmallImages(ImageSet):
         return self.prepared[file]
 
 
-class Emoji(ImageFolder):
-    """The emoji, with the augmentation of `Glyphs`."""
+class StoredInputs(SmallImages):
+    """What the trained part of a pretrained network gets for each image."""
 
-    def __init__(self, root: Path, **arguments: Any) -> None:
+    table: Table
+
+    def prepare(self, index: int) -> torch.Tensor:
+        return self.table[self.file(index).relative_to(self.root).as_posix()]
+
+
+class Emoji(ImageFolder):
+    """The emoji, with the augmentation of `Glyphs`; or stored inputs of a pretrained network's trained part."""
+
+    def __init__(self, root: Path, table: Table | None = None, **arguments: Any) -> None:
         preparation = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE, mean=(0, 0, 0), std=(1, 1, 1))
         super().__init__(root, categories=True, train_transform=preparation, eval_transform=preparation, **arguments)
+        self.table = table
 
     def image_set(self, index: ImageIndex, transform: Any) -> ImageSet:
-        images = SmallImages(index, self.root, transform)
-        images.augment = True
+        images = self.evaluation_set("train", index)
+        images.augment = self.table is None
         return images
 
-    def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
-        return SmallImages(index, self.root, self.eval_transform)
+    def evaluation_set(self, name: str, index: ImageIndex) -> SmallImages:
+        if self.table is None:
+            return SmallImages(index, self.root, self.eval_transform)
+        images = StoredInputs(index, self.root, self.eval_transform)
+        images.table = self.table
+        return images
 
 
 def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
@@ -114,6 +129,8 @@ def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
     if setting.data == "emoji":
         if setting.held_out:
             arguments["val_fraction"] = HELD_OUT
+        if setting.network != "GlyphNet":
+            arguments["table"] = stored_inputs(setting.network, place.emoji, place.weights)
         return Emoji(place.emoji, sampler=setting.sampler, **arguments)
     data = Glyphs(**arguments)
     labels = data.train_set.labels
@@ -147,17 +164,23 @@ def scaled_loss(name: str, setting: Setting, arguments: Mapping[str, Any]) -> nn
     return losses.WeightedSum({"scaled": (setting.loss_scale, loss)})
 
 
-def make_module(setting: Setting, steps: int) -> RetrievalModule:
-    """Create the module of a setting, whose learning rate falls to 0 over the steps."""
+def make_embedder(setting: Setting) -> Embedder:
+    """Create the network of a setting."""
+    arguments: dict[str, Any] = {"freeze_batch_norm": setting.freeze_batch_norm, "pooling": setting.pooling}
+    if setting.network != "GlyphNet":
+        backbone, feature_dim = trained_part(setting.network)
+        return Embedder(backbone, setting.dim, feature_dim=feature_dim, **arguments)
     channels = {"glyphs": 1, "emoji": 3}[setting.data]
-    backbone: nn.Module = GlyphNet(setting.width, channels)
-    arguments: dict[str, Any] = {"freeze_batch_norm": setting.freeze_batch_norm}
+    backbone = GlyphNet(setting.width, channels)
     if setting.pooling == "flatten":
         backbone = nn.Sequential(backbone, nn.Flatten())
         arguments["feature_dim"] = 8 * setting.width * (IMAGE_SIZE // 8) ** 2
-    else:
-        arguments["pooling"] = setting.pooling
-    embedder = Embedder(backbone, setting.dim, **arguments)
+        arguments["pooling"] = None
+    return Embedder(backbone, setting.dim, **arguments)
+
+
+def make_module(setting: Setting, steps: int) -> RetrievalModule:
+    """Create the module of a setting, whose learning rate falls to 0 over the steps."""
     memory = None
     if setting.memory:
         start: Any = setting.memory_start
@@ -165,7 +188,7 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
             start = "auto"
         memory = CrossBatchMemory(setting.memory, start)
     return RetrievalModule(
-        embedder.to(memory_format=torch.channels_last),  # faster
+        make_embedder(setting).to(memory_format=torch.channels_last),  # faster
         scaled_loss(setting.loss, setting, setting.loss_args),
         chunk_size=setting.chunk_size,
         optimizer=partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay),

@@ -32,13 +32,34 @@ TUNING_ROWS: dict[str, Setting] = {
     ),
 }
 
-TUNED = replace(MAIN, width=24, lr=0.003, images=24 * 38 * 384)  # what glyphs.yaml has
+TUNED = replace(MAIN, width=24, lr=0.003, images=24 * 38 * 384)  # what glyphs.yaml had with Smooth-AP
+HALF_LOG_RANK = replace(TUNED, loss="LogRankLoss", images=TUNED.images // 2, held_out=True)
+
+LOG_RANK_ROWS: dict[str, Setting] = {
+    "Smooth-AP": replace(TUNED, images=TUNED.images // 2, held_out=True),
+    "log rank": HALF_LOG_RANK,
+    "learning rate 0.006": replace(HALF_LOG_RANK, lr=0.006),
+    "lambda 0": replace(HALF_LOG_RANK, loss_args={"lambda_": 0.0}),
+    "lambda 3": replace(HALF_LOG_RANK, loss_args={"lambda_": 3.0}),
+    "tau 0.02": replace(HALF_LOG_RANK, loss_args={"tau": 0.02}),
+    "48 classes, as many images": replace(HALF_LOG_RANK, classes=48),
+    "48 classes, as many images, learning rate 0.002": replace(HALF_LOG_RANK, classes=48, lr=0.002),
+    "width 16, 3 / 2 times as many images": replace(HALF_LOG_RANK, width=16, images=HALF_LOG_RANK.images * 3 // 2),
+}
 TUNING_EXPERIMENTS = {
     "tuning": Experiment(
         "Tuning on the validation set",
         "Half of the steps of the main example as it was before: Smooth-AP with tau 0.01, `GlyphNet(width=32)` with "
         "GeM pooling and 128 dimensions, batches of 96 classes of 4 images, a learning rate of 0.002.",
         {"": TUNING_ROWS},
+        [],
+        seeds=(0,),
+    ),
+    "tuning_log_rank": Experiment(
+        "Tuning of log rank on the validation set",
+        "Half of the steps of the main example as it was with Smooth-AP, now with `LogRankLoss`: `GlyphNet(width=24)`, "
+        "batches of 96 classes of 4 images, a learning rate of 0.003, lambda 1, tau 0.01.",
+        {"": LOG_RANK_ROWS},
         [],
         seeds=(0,),
     ),
