@@ -14,7 +14,7 @@ from study_experiments import BASE, Experiment, Finding, Setting
 SCALES = (1.0, 20.0)  # of the loss: gradients are clipped to 1, the longer the more
 CHOICE_SEED = 0
 SEEDS = (20, 21, 22, 23, 24)
-CHOICE_SEEDS = (0, 1)  # of the sweeps from which defaults follow
+SWEEP_SEEDS = (0, 1, 2)
 TEMPERATURES = (0.01, 0.02, 0.03, 0.05, 0.1)
 PER_CLASS = (2, 4, 8, 16)
 
@@ -142,16 +142,19 @@ def temperatures(title: str, task: str, chosen: Mapping[str, Setting]) -> Experi
         "log rank": chosen[LOG_RANK],
     }
     curves = {}
+    claims = []
     for loss, start in starts.items():
         curves[loss] = {tau: on_held_out(start, tau=tau) for tau in TEMPERATURES}
+        for tau in TEMPERATURES[1:]:
+            claims.append(Finding(f"{loss}: {tau} is above 0.01", f"{loss}, {tau}", f"{loss}, 0.01"))
     return Experiment(
         f"Temperature: {title}",
         "Each tau with the learning rate and the scale that were chosen above, and SupAP with those of Smooth-AP, on "
         "the classes that are neither in training nor in the test set.",
         curves,
-        [],
+        claims,
         axis="tau",
-        seeds=CHOICE_SEEDS,
+        seeds=SWEEP_SEEDS,
         chosen_by=f"choice_{task}",
     )
 
@@ -167,14 +170,19 @@ def images_of_each_class(chosen: Mapping[str, Setting]) -> Experiment:
         for number in PER_CLASS:
             setting = replace(start, per_class=number, classes=BASE.classes * BASE.per_class // number)
             curves[name][number] = on_held_out(setting)
+    claims = []
+    for number in PER_CLASS:
+        for other in (LOG_RANKS[0], LOG_RANKS[2], MULTI_SIMILARITY, SMOOTH_AP):
+            claim = f"{number} images: log rank with lambda 1 is above {other}"
+            claims.append(Finding(claim, f"{LOG_RANK}, {number}", f"{other}, {number}"))
     return Experiment(
         "Images of each class",
         "Batches of 128 images with 2 to 16 images of each class. Each loss has the setting that was chosen above for "
         "4 images; log rank has tau 0.01, and the learning rate and the scale that were chosen for lambda 1.",
         curves,
-        [],
+        claims,
         axis="images of each class",
-        seeds=CHOICE_SEEDS,
+        seeds=SWEEP_SEEDS,
         chosen_by="choice_glyphs",
     )
 

