@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from results_file import write_file
 from study_experiments import BASE, NEGLIGIBLE, NO_DIFFERENCE, NOT_SAME, SAME, Experiment, Finding, Setting
+from study_pairs import LAST_STAGES
 
 VERDICTS = f"""
 - **A difference** is the mean of the differences between runs with the same seed, with its 95 % t-interval.
@@ -119,16 +120,20 @@ and of {{not_same}} the opposite; in {{no_difference}} there is no difference be
 PAIRS_INTRODUCTION = f"""
 # A study of AP losses and pair losses
 
-Which loss is best? This page compares losses of AP with losses of pairs, all tuned alike.
-`python examples/study.py --experiments choice_glyphs pairs_glyphs choice_emoji pairs_emoji` runs and writes it.
+Which loss is best? This page compares losses of AP with losses of pairs, all tuned alike: from random weights on Glyphs
+and on emoji, in a head on the frozen features of a pretrained network, and in fine-tuning of its last two stages.
+`python examples/emoji.py emoji` downloads the emoji, and `python examples/study.py` runs and writes the page. The
+pretrained network is EfficientNet-Lite0 on images of 96 x 96 pixels, with the ImageNet weights of the extra
+`offline-weights`. Its images are not augmented, so that its frozen part is applied to each of them once.
 
-- **A run** trains a small network from random weights on {BASE.images:,} images, in batches of {BASE.classes} classes
-  with {BASE.per_class} images each, as on [the page of the losses](losses.md). Gradients are clipped to 1.
+- **A run** has {BASE.images:,} images ({LAST_STAGES.images:,} in fine-tuning), in batches of {BASE.classes} classes
+  with {BASE.per_class} images each. Gradients are clipped to 1. All else is as on [the page of the losses](losses.md).
 - **Each loss** has the best of ten settings: four learning rates, each with the loss multiplied by 1 and by 20, which
   decides how many of its gradients are clipped, and then two more values of one parameter of its own. One seed and
   classes that are neither in training nor in the test set choose it.
-- **A result** is the median over the seeds 20 to 24, which no choice has used, with the lowest and the highest value in
-  brackets. The comparisons were written down before the runs.
+- **A result** is the median over the seeds 20 to 29 (20 to 24 in fine-tuning), which no choice has used, with the
+  lowest and the highest value in brackets. The sections that sweep one parameter have the seeds 0 to 2. All
+  comparisons were written down before the runs.
 - **As good** means that the whole interval is above -{NEGLIGIBLE}. For such a claim, read -{NEGLIGIBLE} for 0 in the
   next three lines.
 {VERDICTS}
