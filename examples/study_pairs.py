@@ -95,7 +95,7 @@ TASKS = {
     "fine_tuning": Task(
         "fine-tuning of the last two stages",
         LAST_STAGES,
-        rates=(0.0005, 0.001, 0.002, 0.004),
+        rates=(0.0001, 0.0002, 0.0005, 0.001),
         arms=(SMOOTH_AP, LOG_RANK, MULTI_SIMILARITY, SUP_CON),
         seeds=SEEDS[:5],
     ),
