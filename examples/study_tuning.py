@@ -44,6 +44,10 @@ LOG_RANK_ROWS: dict[str, Setting] = {
     "tau 0.02": replace(HALF_LOG_RANK, loss_args={"tau": 0.02}),
     "48 classes, as many images": replace(HALF_LOG_RANK, classes=48),
     "48 classes, as many images, learning rate 0.002": replace(HALF_LOG_RANK, classes=48, lr=0.002),
+    "log rank for 20 % of the steps, then Smooth-AP with tau 0.05": replace(
+        HALF_LOG_RANK, loss="SmoothAPLoss", loss_args={"tau": 0.05}, first_loss="LogRankLoss"
+    ),
+    "Smooth-AP with tau 0.05": replace(HALF_LOG_RANK, loss="SmoothAPLoss", loss_args={"tau": 0.05}),
     "width 16, 3 / 2 times as many images": replace(HALF_LOG_RANK, width=16, images=HALF_LOG_RANK.images * 3 // 2),
 }
 TUNING_EXPERIMENTS = {
