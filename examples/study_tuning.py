@@ -49,6 +49,10 @@ LOG_RANK_ROWS: dict[str, Setting] = {
     ),
     "Smooth-AP with tau 0.05": replace(HALF_LOG_RANK, loss="SmoothAPLoss", loss_args={"tau": 0.05}),
     "width 16, 3 / 2 times as many images": replace(HALF_LOG_RANK, width=16, images=HALF_LOG_RANK.images * 3 // 2),
+    "width 16, twice as many images": replace(HALF_LOG_RANK, width=16, images=HALF_LOG_RANK.images * 2),
+    "width 16, twice as many images, learning rate 0.006": replace(
+        HALF_LOG_RANK, width=16, images=HALF_LOG_RANK.images * 2, lr=0.006
+    ),
 }
 TUNING_EXPERIMENTS = {
     "tuning": Experiment(
