@@ -291,7 +291,7 @@ class RetrievalCLI(LightningCLI):
         best_path = getattr(checkpoint_callback, "best_model_path", "")
         checkpoint = None
         if best_path and checkpoint_callback.monitor:
-            checkpoint = "best"
+            checkpoint = best_path
         self.trainer.test(
             self.model, datamodule=self.datamodule, ckpt_path=checkpoint, verbose=False, weights_only=True
         )

@@ -35,16 +35,16 @@ def fitted(tmp_path_factory):
     (folder / "process").mkdir()
     (started,) = start_processes(fit_in_a_folder, 1, folder, folder=folder / "process")
     assert started.wait(120) == 0, started.output()
-    (checkpoint,) = folder.rglob("0-*.ckpt")
+    (checkpoint,) = folder.rglob("best.ckpt")
     return folder, checkpoint, started.output()
 
 
 def test_fit_trains_and_tests(fitted):
-    folder, checkpoint, printed = fitted
+    folder, _, printed = fitted
     logs = folder / "glyphs/version_0"
     written = {"metrics.csv", "curve.png", "retrieval", "config.yaml", "checkpoints"}
     assert written <= {path.name for path in logs.iterdir()}
-    assert {path.name for path in (logs / "checkpoints").iterdir()} == {checkpoint.name, "last.ckpt"}
+    assert {path.name for path in (logs / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     table = [line.split() for line in printed.splitlines() if line.startswith("test/mAP ")]
     assert ["backbone", "untrained", "trained"] in [line.split() for line in printed.splitlines()]
     assert [len(line) for line in table] == [4]
