@@ -26,7 +26,8 @@ Count = tuple[int, int]  # numbers of images and of classes
 MAX_SHOWN = 10  # number of missing or unreadable files that the printed report lists
 MAX_PAIRS = 5  # number of pairs of equal images that the report lists
 IMAGES_PER_TASK = 16  # number of images that a thread reads at a time
-HEADER = ("split", "images", "classes", "published: images", "classes")
+HEADER = ("split", "images", "classes")
+PUBLISHED_HEADER = ("published: images", "classes")
 
 
 @dataclass
@@ -97,9 +98,15 @@ def _file_lines(what: str, files: Sequence[str]) -> list[str]:
 
 
 def _table_lines(splits: dict[str, tuple[Count, Sequence[Count]]]) -> list[str]:
-    rows = [HEADER]
+    has_published = any(published for _, published in splits.values())
+    rows: list[tuple[str, ...]] = [HEADER]
+    if has_published:
+        rows = [HEADER + PUBLISHED_HEADER]
     for name, ((images, classes), published) in splits.items():
-        rows.append((name, f"{images:,}", f"{classes:,}", _alternatives(published, 0), _alternatives(published, 1)))
+        row = (name, f"{images:,}", f"{classes:,}")
+        if has_published:
+            row += (_alternatives(published, 0), _alternatives(published, 1))
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *others in rows:

@@ -33,10 +33,14 @@ from lightning_retrieval.callbacks import (
     RetrievalGallery,
     TrainingCurve,
 )
+from lightning_retrieval.cli.options import CommandParser
 from lightning_retrieval.datamodules import ImageFolder, ImageSet
 from lightning_retrieval.losses import BlackboxMAPLoss, FastAPLoss, RecallAtKLoss, ROADMAPLoss, SupAPLoss
+from lightning_retrieval.training.quiet_trainer import quiet_trainer
 
 RUNS = Path("logs", "own_images")
+# The check lists the files that cannot be read, and the script itself chooses chunks of 32 images.
+EXPECTED_WARNINGS = ("ImageSet: skipped ", "RetrievalModule: BatchNorm sees ")
 SAMPLES_PER_CLASS = 4
 CHANNELS = ("RED", "GREEN", "BLUE")
 LOSSES = {
@@ -152,8 +156,8 @@ def is_worse(results: dict[str, dict[str, float]]) -> bool:
     return results["test"]["test/mAP"] < max(before, default=0.0)
 
 
-def parse_options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options() -> tuple[CommandParser, argparse.Namespace]:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
     parser.add_argument("--size", type=int, help="height and width of the images, default that of the weights")
@@ -187,7 +191,7 @@ def main() -> None:
             parser.error(f"--resume needs a checkpoint, but {RUNS} has none; leave it out to begin.")
         print(f"--resume: continuing from {checkpoint}.")
 
-    pl.seed_everything(0)
+    pl.seed_everything(0, verbose=False)
     try:
         data = make_data(
             options.folder,
@@ -214,6 +218,7 @@ def main() -> None:
         max_epochs=options.epochs,
         logger=make_logger(checkpoint),
         log_every_n_steps=1,
+        enable_model_summary=False,
         callbacks=[
             evaluation,
             APMonitor(),
@@ -240,4 +245,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_trainer(*EXPECTED_WARNINGS):
+        main()

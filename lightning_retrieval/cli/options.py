@@ -119,7 +119,7 @@ class CommandParser(argparse.ArgumentParser):
 def one_line(program: str, message: str) -> str:
     """The line that reports an error and says how to get help."""
     end = "."
-    if message.endswith("?"):
+    if message.endswith((".", "?")):
         end = ""
     return f"{program}: error: {printable(message)}{end} See {program} --help.\n"
 
