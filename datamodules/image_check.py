@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_retrieval.checks import check_mapping, check_strings, first_line
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.preparation.decoding import truncated_images
+from lightning_retrieval.progress import Progress
 
 Count = tuple[int, int]  # numbers of images and of classes
 
@@ -103,7 +103,7 @@ def _table_lines(splits: dict[str, tuple[Count, Sequence[Count]]]) -> list[str]:
     if has_published:
         rows = [HEADER + PUBLISHED_HEADER]
     for name, ((images, classes), published) in splits.items():
-        row = (name, f"{images:,}", f"{classes:,}")
+        row: tuple[str, ...] = (name, f"{images:,}", f"{classes:,}")
         if has_published:
             row += (_alternatives(published, 0), _alternatives(published, 1))
         rows.append(row)
@@ -142,9 +142,11 @@ def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path)
         index: images of the split.
         root: the folder that the paths are relative to.
     """
-    for path in Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False):
-        if not (root / path).is_file():
-            report.missing_files.append(path)
+    with Progress(f"Looking for the images of {name}", total=len(index), units="images") as progress:
+        for path in index.paths:
+            if not (root / path).is_file():
+                report.missing_files.append(path)
+            progress.update(1)
     duplicates = len(index) - len(set(index.paths))
     if duplicates and index.boxes is None:
         report.problems.append(f"{duplicates} paths are listed twice in {name}")
@@ -233,16 +235,18 @@ def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
     starts = range(0, len(images), IMAGES_PER_TASK)
     pool = ThreadPoolExecutor(_cores())
     # Pillow's setting for truncated files is global: it must not change while another thread reads.
-    with truncated_images(images.load_truncated), warnings.catch_warnings():
+    with (
+        truncated_images(images.load_truncated),
+        warnings.catch_warnings(),
+        Progress(f"Reading the images of {name}", total=len(images), units="images") as progress,
+    ):
         warnings.simplefilter("ignore")  # Pillow would warn about the metadata of some files
-        progress = Tqdm(total=len(images), desc=f"Reading the images of {name}", delay=2, leave=False)
         try:
             for findings in pool.map(lambda start: _read_some(images, start), starts):
                 progress.update(len(findings))
                 yield from findings
         finally:
             pool.shutdown(cancel_futures=True)
-            progress.close()
 
 
 def _read_some(images: ImageSet, start: int) -> list[ImageFinding]:

@@ -48,7 +48,7 @@ from results_file import read_results, write_file, write_results
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.cli.options import CommandParser
 from lightning_retrieval.datamodules import ImageFolder
-from lightning_retrieval.training.quiet_trainer import quiet_trainer
+from lightning_retrieval.training.run_report import quiet_trainer
 
 METRICS = ("mAP", "R@1")  # the differences are those of the first
 FAILURES = (ModuleNotFoundError, RuntimeError, URLError, ValueError)
@@ -194,18 +194,25 @@ def parse(arguments: Sequence[str] | None) -> tuple[CommandParser, argparse.Name
     return parser, options
 
 
+def error_of_network(backbone: str, weights: str, size: int | None) -> Exception | None:
+    """Return the error that the creation of a network raises, or None."""
+    try:
+        make_embedder(backbone, weights, image_settings(size))
+    except FAILURES as error:
+        return error
+    return None
+
+
 def check_networks(settings: Sequence[Setting]) -> None:
     """Create networks until one can be created; if there is none, all runs would end with the error that is raised."""
-    networks = dict.fromkeys((setting.backbone, setting.weights, setting.size) for setting in settings)
-    errors = []
-    for backbone, weights, size in networks:
-        try:
-            make_embedder(backbone, weights, image_settings(size))
+    first_error = None
+    for backbone, weights, size in dict.fromkeys((one.backbone, one.weights, one.size) for one in settings):
+        error = error_of_network(backbone, weights, size)
+        if error is None:
             return
-        except FAILURES as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        first_error = first_error or error
+    if first_error is not None:
+        raise first_error
 
 
 def run_missing(

@@ -17,7 +17,6 @@ from PIL import Image
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.callbacks.embedding_writer import RangeBatches
 from lightning_retrieval.checks import check_integer, first_line
@@ -32,6 +31,7 @@ from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.preparation.decoding import image_suffixes
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
 from lightning_retrieval.preparation.serialised import shown_transform
+from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.rows import Rows
 from lightning_retrieval.training.checkpoint_files import find_damage
 from lightning_retrieval.training.checkpointed_module import restored_module
@@ -341,7 +341,7 @@ class ImageEmbedder:
         return replace(self, module=module, device=device)
 
     def embed(self, listed: ListedImages, groups: Sequence[Sequence[int]] | None = None) -> Iterator[EmbeddedBatch]:
-        """Embed images batch by batch, in order, with a progress bar if the output is a terminal.
+        """Embed images batch by batch, in order, and show the progress.
 
         Args:
             listed: the images.
@@ -360,11 +360,8 @@ class ImageEmbedder:
         loader = DataLoader(
             ReadableImages(images), batch_sampler=batches, num_workers=self.num_workers, collate_fn=list
         )
-        hidden = None  # with None, tqdm shows the progress bar only on a terminal
-        if rank() > 0:
-            hidden = True
         count = sum(map(len, groups))
-        with tqdm(total=count, desc="Embedding", unit="image", disable=hidden, leave=False) as progress:
+        with Progress("Embedding", total=count, units="images", hidden=rank() > 0) as progress:
             for items in loader:
                 progress.update(len(items))
                 yield self.embed_items(items, listed)

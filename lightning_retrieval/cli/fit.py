@@ -36,7 +36,7 @@ from lightning_retrieval.plain_data import constructor_parameters, is_variadic, 
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
-from lightning_retrieval.training.quiet_trainer import quiet_trainer
+from lightning_retrieval.training.run_report import quiet_trainer
 
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
