@@ -1,4 +1,4 @@
-"""What a run reports: the lists, the traffic, the parameters and the settings of its first step.
+"""What a run reports: the length of lists and the traffic of its first step, and its settings.
 
 `quiet_trainer` hides messages of Lightning and PyTorch that say nothing about a run.
 """
@@ -122,7 +122,7 @@ def step_traffic(
 
 
 def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
-    """Log the length of lists, the traffic of a step and the number of parameters, warn, and log settings.
+    """Log the length of lists and the traffic of a step, warn of what may go wrong, and log settings.
 
     Args:
         module: a `RetrievalModule` in a run.
@@ -133,7 +133,6 @@ def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
     report.warn_of_batch_norm()
     report.warn_of_early_memory()
     rank_zero_info(f"{report.lists()}{report.traffic()}.")
-    rank_zero_info(report.parameters())
     log_settings(module.trainer, report.settings())
 
 
@@ -241,12 +240,6 @@ class _FirstStep:
             lists_of = "on each of"
         total = sum(traffic.values()) / 1e6
         return f", {lists_of} {world_size()} processes; each process sends {total:.3g} MB a step ({parts})"
-
-    def parameters(self) -> str:
-        """The second sentence of the report: the number of parameters, and how many of them are trained."""
-        count = sum(parameter.numel() for parameter in self.module.parameters())
-        trained = sum(parameter.numel() for parameter in trainable_parameters(self.module))
-        return f"{self.owner}: trains {trained:,} of {count:,} parameters."
 
     def _gathered_weights(self) -> int:
         """Number of weights that a step gathers: in a sharded network, each pass gathers all weights; else 0."""
