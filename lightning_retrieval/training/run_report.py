@@ -40,7 +40,11 @@ HIDDEN_WARNINGS = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"pytorch_lightning\."),
     (r"Checkpoint directory .* exists and is not empty", r"pytorch_lightning\."),
 )
-LOGGERS = ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.rank_zero")
+LOGGERS = (
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+    "lightning_fabric.utilities.seed",
+)
 
 
 @contextmanager

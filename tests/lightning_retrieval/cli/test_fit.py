@@ -34,6 +34,7 @@ class WarningOfUser(pl.Callback):
 
 def fit_in_a_folder(rank, world_size, folder):
     os.chdir(folder)
+    warnings.simplefilter("default")  # as without pytest
     callback = "--trainer.callbacks+=tests.lightning_retrieval.cli.test_fit.WarningOfUser"
     main(["fit", "--config", str(write_example(folder)), *SMALL, *SHORT, callback])
 
