@@ -234,6 +234,7 @@ def fit(file: str, written, monkeypatch, capsys) -> Path:
         if callback["class_path"].endswith("ModelCheckpoint")
     ]
     assert [settings["filename"] for settings in checkpoints] == ["best", "last"]
+    assert not any(settings["enable_version_counter"] for settings in checkpoints)  # a resumed run writes no best-v1
     monitored = checkpoints[0]["monitor"]
     losses = [float(value) for value in logged["train/loss"]]
     assert len(losses) == STEPS["trainer.limit_train_batches"]
