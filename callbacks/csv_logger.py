@@ -96,7 +96,7 @@ class ResumableCSVLogger(CSVLogger):
 
     Relations:
         `lightning-retrieval fit --run_folder FOLDER` uses this logger, and continues from the newest checkpoint. In
-        Python, continue with `trainer.fit(module, data, ckpt_path="last")` and a `ModelCheckpoint(save_last=True)`.
+        Python, continue with `trainer.fit(module, data, ckpt_path="last")` and a `ModelCheckpoint(filename="last")`.
     """
 
     def __init__(self, folder: str | Path, prefix: str = "") -> None:

@@ -4,16 +4,16 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.callbacks.evaluation_sets import (
     EvaluationSet,
@@ -29,6 +29,7 @@ from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, R
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.retrieval import extra_metric
 from lightning_retrieval.models import Embedder
+from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.ranking.labels import check_dims
 
@@ -45,12 +46,24 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def batches_on_device(trainer: pl.Trainer, batches: Iterable[Any], description: str) -> Iterator[Any]:
-    """Yield batches in the Trainer's precision and on its device, with a progress bar if the Trainer has one."""
+def batches_on_device(trainer: pl.Trainer, loader: Any, description: str, limit: int | None = None) -> Iterator[Any]:
+    """Yield batches in the Trainer's precision and on its device, and show the progress if the Trainer does.
+
+    Args:
+        trainer: the Trainer of the run.
+        loader: a data loader, or another iterable of batches.
+        description: the work that is done with the batches.
+        limit: the number of batches to yield; None means all of them.
+    """
     hidden = trainer.progress_bar_callback is None or not trainer.is_global_zero
-    for batch in tqdm(batches, desc=description, disable=hidden, leave=False):
-        converted = trainer.precision_plugin.convert_input(batch)
-        yield trainer.strategy.batch_to_device(converted)
+    total = sized_len(loader)
+    if total is not None and limit is not None:
+        total = min(total, limit)
+    with Progress(description, total=total, units="batches", hidden=hidden) as progress:
+        for batch in itertools.islice(loader, limit):
+            converted = trainer.precision_plugin.convert_input(batch)
+            yield trainer.strategy.batch_to_device(converted)
+            progress.update(1)
 
 
 def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluation_set: EvaluationSet) -> None:
@@ -62,9 +75,9 @@ def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluat
         evaluation_set: the test set, which collects the outputs.
     """
     loader = evaluation_set.loader
-    batches = itertools.islice(loader, limited_length(loader, trainer.limit_test_batches))
+    limit = limited_length(loader, trainer.limit_test_batches)
     with evaluation_mode(pl_module), torch.no_grad(), trainer.precision_plugin.test_step_context():
-        for batch_idx, batch in enumerate(batches_on_device(trainer, batches, "Untrained test")):
+        for batch_idx, batch in enumerate(batches_on_device(trainer, loader, "Untrained test", limit)):
             outputs = pl_module.test_step(batch, batch_idx)
             evaluation_set.add(type(pl_module).__name__, outputs)
 

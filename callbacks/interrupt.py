@@ -43,8 +43,8 @@ class CheckpointOnInterrupt(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[CheckpointOnInterrupt("--resume")], logger=False)
 
     Relations:
-        The command `fit` always has this callback. `ModelCheckpoint(save_last=True)` saves checkpoints regularly during
-        training, to the same folder.
+        The command `fit` always has this callback. `ModelCheckpoint(filename="last")` saves a checkpoint after each
+        validation, to the same folder.
     """
 
     def __init__(self, option: str = "--ckpt_path last") -> None:

@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_retrieval.checks import check_mapping, check_strings, first_line
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.preparation.decoding import truncated_images
+from lightning_retrieval.progress import Progress
 
 Count = tuple[int, int]  # numbers of images and of classes
 
 MAX_SHOWN = 10  # number of missing or unreadable files that the printed report lists
 MAX_PAIRS = 5  # number of pairs of equal images that the report lists
 IMAGES_PER_TASK = 16  # number of images that a thread reads at a time
-HEADER = ("split", "images", "classes", "published: images", "classes")
+HEADER = ("split", "images", "classes")
+PUBLISHED_HEADER = ("published: images", "classes")
 
 
 @dataclass
@@ -97,9 +98,15 @@ def _file_lines(what: str, files: Sequence[str]) -> list[str]:
 
 
 def _table_lines(splits: dict[str, tuple[Count, Sequence[Count]]]) -> list[str]:
-    rows = [HEADER]
+    has_published = any(published for _, published in splits.values())
+    rows: list[tuple[str, ...]] = [HEADER]
+    if has_published:
+        rows = [HEADER + PUBLISHED_HEADER]
     for name, ((images, classes), published) in splits.items():
-        rows.append((name, f"{images:,}", f"{classes:,}", _alternatives(published, 0), _alternatives(published, 1)))
+        row: tuple[str, ...] = (name, f"{images:,}", f"{classes:,}")
+        if has_published:
+            row += (_alternatives(published, 0), _alternatives(published, 1))
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *others in rows:
@@ -135,9 +142,11 @@ def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path)
         index: images of the split.
         root: the folder that the paths are relative to.
     """
-    for path in Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False):
-        if not (root / path).is_file():
-            report.missing_files.append(path)
+    with Progress(f"Looking for the images of {name}", total=len(index), units="images") as progress:
+        for path in index.paths:
+            if not (root / path).is_file():
+                report.missing_files.append(path)
+            progress.update(1)
     duplicates = len(index) - len(set(index.paths))
     if duplicates and index.boxes is None:
         report.problems.append(f"{duplicates} paths are listed twice in {name}")
@@ -226,16 +235,18 @@ def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
     starts = range(0, len(images), IMAGES_PER_TASK)
     pool = ThreadPoolExecutor(_cores())
     # Pillow's setting for truncated files is global: it must not change while another thread reads.
-    with truncated_images(images.load_truncated), warnings.catch_warnings():
+    with (
+        truncated_images(images.load_truncated),
+        warnings.catch_warnings(),
+        Progress(f"Reading the images of {name}", total=len(images), units="images") as progress,
+    ):
         warnings.simplefilter("ignore")  # Pillow would warn about the metadata of some files
-        progress = Tqdm(total=len(images), desc=f"Reading the images of {name}", delay=2, leave=False)
         try:
             for findings in pool.map(lambda start: _read_some(images, start), starts):
                 progress.update(len(findings))
                 yield from findings
         finally:
             pool.shutdown(cancel_futures=True)
-            progress.close()
 
 
 def _read_some(images: ImageSet, start: int) -> list[ImageFinding]:

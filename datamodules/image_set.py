@@ -258,8 +258,9 @@ class ImageSet(Dataset[dict[str, Any]]):
         if not self._skipped[position]:
             self._skipped[position] = True
             count = int(self._skipped.sum())
-            warnings.warn(
-                f"ImageSet: skipped {path}, which cannot be read ({error}); skipped so far: {count}.", stacklevel=3
+            # Without `stacklevel`: the caller is a data loader of torch, whose source would be shown.
+            warnings.warn(  # noqa: B028
+                f"ImageSet: skipped {path}, which cannot be read ({error}); skipped so far in this set: {count}."
             )
 
 

@@ -12,7 +12,8 @@ difference; among twenty comparisons of equal settings, one interval does not co
 The result of a run is one line of `results.jsonl` in the output folder, and runs that are in the file are not repeated.
 A comparison that was killed continues where it stopped, and settings and seeds can be added later. A run is repeated if
 one of its settings or the list of images changes. The models are evaluated after the last epoch and are not kept:
-train the one that you choose with `own_images.py`, which needs the same options.
+train the one that you choose with `own_images.py`, which needs the same options. If none of the networks can be
+created, for example because weights cannot be downloaded, the command stops before the first run.
 """
 
 import argparse
@@ -21,10 +22,8 @@ import hashlib
 import io
 import itertools
 import json
-import logging
 import statistics
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,13 +32,26 @@ from urllib.error import URLError
 
 import pytorch_lightning as pl
 from intervals import interval
-from own_images import LOSSES, SAMPLES_PER_CLASS, image_settings, make_data, make_module, set_batch_size
+from own_images import (
+    EXPECTED_WARNINGS,
+    LOSSES,
+    SAMPLES_PER_CLASS,
+    image_settings,
+    make_data,
+    make_embedder,
+    make_module,
+    set_batch_size,
+    with_options,
+)
 from results_file import read_results, write_file, write_results
 
 from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.cli.options import CommandParser
 from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.training.run_report import quiet_trainer
 
 METRICS = ("mAP", "R@1")  # the differences are those of the first
+FAILURES = (ModuleNotFoundError, RuntimeError, URLError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -161,9 +173,9 @@ def write_table(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_file(folder / "table.csv", stream.getvalue())
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def parse(arguments: Sequence[str] | None) -> tuple[CommandParser, argparse.Namespace]:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
     parser.add_argument("--loss", nargs="+", choices=LOSSES, default=["smooth_ap", "roadmap", "fast_ap"])
@@ -182,6 +194,27 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     return parser, options
 
 
+def error_of_network(backbone: str, weights: str, size: int | None) -> Exception | None:
+    """Return the error that the creation of a network raises, or None."""
+    try:
+        make_embedder(backbone, weights, image_settings(size))
+    except FAILURES as error:
+        return error
+    return None
+
+
+def check_networks(settings: Sequence[Setting]) -> None:
+    """Create networks until one can be created; if there is none, all runs would end with the error that is raised."""
+    first_error = None
+    for backbone, weights, size in dict.fromkeys((one.backbone, one.weights, one.size) for one in settings):
+        error = error_of_network(backbone, weights, size)
+        if error is None:
+            return
+        first_error = first_error or error
+    if first_error is not None:
+        raise first_error
+
+
 def run_missing(
     settings: Mapping[str, Setting], images: str, results: dict[str, dict[str, Any]], options: argparse.Namespace
 ) -> int:
@@ -195,9 +228,9 @@ def run_missing(
         print(f"\nRun {number} of {len(runs)}: {name}, seed {seed}", flush=True)
         try:
             metrics = train(setting, seed, options)
-        except (ModuleNotFoundError, RuntimeError, URLError, ValueError) as error:
+        except FAILURES as error:
             failed += 1
-            print(f"compare: {name}, seed {seed}, failed: {error}", file=sys.stderr)
+            print(f"compare: {name}, seed {seed}, failed: {with_options(str(error))}", file=sys.stderr)
             continue
         results[key] = {"key": key, "seed": seed, "setting": asdict(setting), "images": images, "metrics": metrics}
         write_results(options.output / "results.jsonl", results)
@@ -211,11 +244,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         data = make_data(options.folder, categories=options.categories, workers=options.workers)
         set_batch_size(data, min(options.batch))
-    except (FileNotFoundError, ValueError) as error:
-        parser.error(str(error))
-    images = fingerprint(data)
+        images = fingerprint(data)
+        results = read_results(options.output / "results.jsonl")
+        runs = itertools.product(options.seeds, settings.values())
+        check_networks([setting for seed, setting in runs if setting.key(seed, images) not in results])
+    except (FileNotFoundError, *FAILURES) as error:
+        parser.error(with_options(str(error)))
     options.output.mkdir(parents=True, exist_ok=True)
-    results = read_results(options.output / "results.jsonl")
     try:
         failed = run_missing(settings, images, results, options)
     finally:
@@ -228,6 +263,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    sys.exit(main())
+    with quiet_trainer(*EXPECTED_WARNINGS):
+        code = main()
+    sys.exit(code)

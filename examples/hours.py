@@ -5,7 +5,7 @@
 The hours are the images of all epochs / (throughput x 3,600). An epoch has as many images as the data set (the
 published number), rounded up to whole batches. The hours are computed, not measured, and leave out evaluation. The
 throughput depends on the GPU, the network, the size of the images and the processes that read them. `fit` shows it in
-the progress bar and logs it as `train/images_per_second`: train a config for two minutes, and give its value here.
+the progress bar and logs it as `train/images/s`: train a config for two minutes, and give its value here.
 """
 
 import argparse

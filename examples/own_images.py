@@ -6,8 +6,9 @@ python examples/own_images.py photos --size 64 --backbone resnet50 --loss roadma
 Half of the classes are used for training. `val/mAP` is measured on the other half, where each image is a query against
 all others. The table at the end compares the trained network with the pooled features of its backbone (`backbone`),
 which are what the pretrained weights are worth without training, and with the new, untrained head; a sentence below it
-says so if the trained network is worse. Figures, metrics and checkpoints are written to logs/own_images/version_*.
-Ctrl-C completes the step and leaves a checkpoint; the same command with --resume continues from the newest one.
+says so if the trained network is worse. Figures and metrics are written to logs/own_images/version_*. Its subfolder
+checkpoints has best.ckpt, which has the best val/mAP, and last.ckpt, which is that of the last epoch. Ctrl-C completes
+the step and leaves a checkpoint. The same command with --resume continues the newest run in its folder.
 """
 
 import argparse
@@ -27,14 +28,19 @@ from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import (
     APMonitor,
     CheckpointOnInterrupt,
+    ResumableCSVLogger,
     RetrievalEvaluation,
     RetrievalGallery,
     TrainingCurve,
 )
+from lightning_retrieval.cli.options import CommandParser
 from lightning_retrieval.datamodules import ImageFolder, ImageSet
 from lightning_retrieval.losses import BlackboxMAPLoss, FastAPLoss, RecallAtKLoss, ROADMAPLoss, SupAPLoss
+from lightning_retrieval.training.run_report import quiet_trainer
 
 RUNS = Path("logs", "own_images")
+# The check lists the files that cannot be read, and the script itself chooses chunks of 32 images.
+EXPECTED_WARNINGS = ("ImageSet: skipped ", "RetrievalModule: BatchNorm sees ")
 SAMPLES_PER_CLASS = 4
 CHANNELS = ("RED", "GREEN", "BLUE")
 LOSSES = {
@@ -132,9 +138,16 @@ def with_options(message: str) -> str:
 
 
 def newest_checkpoint() -> Path | None:
-    """Return the checkpoint that was written last by any run."""
+    """Return the checkpoint to continue from, which is the one that was written last by any run."""
     found = list(RUNS.glob("version_*/checkpoints/*.ckpt"))
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def make_logger(checkpoint: Path | None) -> CSVLogger:
+    """Return the logger of a new run or, with a checkpoint, of the run that wrote it."""
+    if checkpoint is None:
+        return CSVLogger(RUNS.parent, RUNS.name)
+    return ResumableCSVLogger(checkpoint.parents[1])
 
 
 def is_worse(results: dict[str, dict[str, float]]) -> bool:
@@ -143,8 +156,8 @@ def is_worse(results: dict[str, dict[str, float]]) -> bool:
     return results["test"]["test/mAP"] < max(before, default=0.0)
 
 
-def parse_options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options() -> tuple[CommandParser, argparse.Namespace]:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
     parser.add_argument("--size", type=int, help="height and width of the images, default that of the weights")
@@ -178,7 +191,7 @@ def main() -> None:
             parser.error(f"--resume needs a checkpoint, but {RUNS} has none; leave it out to begin.")
         print(f"--resume: continuing from {checkpoint}.")
 
-    pl.seed_everything(0)
+    pl.seed_everything(0, verbose=False)
     try:
         data = make_data(
             options.folder,
@@ -203,15 +216,16 @@ def main() -> None:
     evaluation = RetrievalEvaluation(ks=(1, 5), before_fit=True)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
-        logger=CSVLogger(RUNS.parent, RUNS.name),
+        logger=make_logger(checkpoint),
         log_every_n_steps=1,
+        enable_model_summary=False,
         callbacks=[
             evaluation,
             APMonitor(),
             RetrievalGallery(),
             TrainingCurve(),
-            ModelCheckpoint(monitor="val/mAP", mode="max", save_last=True),
-            ModelCheckpoint(filename="newest"),  # for --resume; the one above saves no epoch that is worse
+            ModelCheckpoint(monitor="val/mAP", mode="max", filename="best", enable_version_counter=False),
+            ModelCheckpoint(filename="last", enable_version_counter=False),
             CheckpointOnInterrupt("--resume"),
         ],
     )
@@ -222,7 +236,7 @@ def main() -> None:
     if is_worse(evaluation.results):
         title = "To search with the trained network all the same:"
     print(f"\n{title}")
-    command = ["lightning-retrieval", "index", "--checkpoint", best, "--images", str(options.folder)]
+    command = ["lightning-retrieval", "index", "--checkpoint", str(RUNS), "--images", str(options.folder)]
     if options.eval_transform is not None:
         command += ["--transform", options.eval_transform]
     print(shlex.join([*command, "--output", "photos.index"]))
@@ -231,4 +245,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_trainer(*EXPECTED_WARNINGS):
+        main()

@@ -12,7 +12,7 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    {"checks", "files", "optional_packages", "packed_strings"},
+    {"checks", "files", "optional_packages", "packed_strings", "progress"},
     {"distributed", "plain_data"},
     {"ranking", "preparation"},
     {"metrics", "losses", "models"},
@@ -54,6 +54,7 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/run_report.py",
     "lightning_retrieval/training/trainer_checks.py",
     "lightning_retrieval/cli/embed.py",
+    "lightning_retrieval/cli/embedding.py",
     "lightning_retrieval/cli/fit.py",
 }
 MAY_PRINT = {
@@ -65,6 +66,7 @@ MAY_PRINT = {
     "lightning_retrieval/cli/index.py",
     "lightning_retrieval/cli/main.py",  # errors, and images that cannot be read
     "lightning_retrieval/cli/search.py",
+    "lightning_retrieval/progress.py",  # lines of a log
 }
 MAY_IMPORT_BY_NAME = {
     "lightning_retrieval/__init__.py",  # imports each public name when it is first used

@@ -58,7 +58,7 @@ def test_tensorboard_and_csv_contain_the_same(tmp_path, glyphs):
 def test_progress_bar_shows_loss_ap_and_throughput(tmp_path, glyphs):
     trainer = fit_glyphs(False, glyphs, tmp_path, epochs=1)
     shown = trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module)
-    assert {"train/loss", "train/AP", "train/images_per_second"} <= shown.keys()
+    assert {"train/loss", "train/AP", "train/images/s"} <= shown.keys()
 
 
 class Clock(pl.Callback):
@@ -83,7 +83,7 @@ class LoggedRetrieval(RetrievalModule):
 
     def log(self, name, *arguments, **keywords):
         super().log(name, *arguments, **keywords)
-        if name == "train/images_per_second":
+        if name == "train/images/s":
             self.batches += (self.trainer.fit_loop.total_batch_idx + 1,)
 
 
@@ -94,7 +94,7 @@ def test_throughput_is_logged_where_it_is_read(tmp_path, glyphs):
     trainer.fit(module, glyphs)
     assert module.batches == (2, 4, 8, 12)  # the second batch of an epoch is the first with a value
     with (tmp_path / "csv/version_0/metrics.csv").open() as file:
-        written = [int(row["step"]) for row in csv.DictReader(file) if row["train/images_per_second"]]
+        written = [int(row["step"]) for row in csv.DictReader(file) if row["train/images/s"]]
     assert written == [3, 7, 11]
 
 
@@ -110,5 +110,5 @@ def test_throughput_excludes_the_time_between_epochs(validated, tmp_path, glyphs
     trainer = quiet_trainer(max_epochs=2, logger=logger, callbacks=callbacks, log_every_n_steps=1, **few)
     trainer.fit(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs)
     with (tmp_path / "csv/version_0/metrics.csv").open() as file:
-        speeds = [float(row["train/images_per_second"] or 0) for row in csv.DictReader(file)]
+        speeds = [float(row["train/images/s"] or 0) for row in csv.DictReader(file)]
     assert [speed for speed in speeds if speed] == pytest.approx([18 / 0.2] * 2 * (BATCHES - 1))

@@ -123,7 +123,7 @@ def embed_images(
     the modification time of one of its images has changed.
 
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`.
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
         images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
         output: folder of the embeddings: a new folder, or a folder begun by the same call. All nodes must share it.
         root: folder that the paths of a table are relative to; if None, the folder of the table.

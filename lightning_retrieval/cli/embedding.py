@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from PIL import Image
+from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.callbacks.embedding_writer import RangeBatches
 from lightning_retrieval.checks import check_integer, first_line
@@ -31,11 +31,14 @@ from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.preparation.decoding import image_suffixes
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
 from lightning_retrieval.preparation.serialised import shown_transform
+from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.rows import Rows
 from lightning_retrieval.training.checkpoint_files import find_damage
 from lightning_retrieval.training.checkpointed_module import restored_module
 from lightning_retrieval.training.chunk_size import is_out_of_memory
 from lightning_retrieval.training.module import RetrievalModule
+
+BEST_CHECKPOINT = Path("checkpoints", "best.ckpt")  # in the folder of a run
 
 
 @dataclass(frozen=True)
@@ -127,29 +130,50 @@ def _image_paths(folder: Path) -> list[str]:
     return sorted(found)
 
 
+def find_checkpoint(owner: str, checkpoint: Path) -> Path:
+    """The file of a checkpoint. For a folder, this is the best checkpoint of the newest run in it, which is logged.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: a file, the folder of a run, or the folder with the runs `version_0`, `version_1` and so on. The
+            newest run is the one with the highest number among those that have a file `checkpoints/best.ckpt`.
+
+    Raises:
+        FileNotFoundError: if the path does not exist, or the folder has no such file.
+    """
+    if checkpoint.is_file():
+        return checkpoint
+    rule = f"{owner}: `checkpoint` must be a file that training wrote, or the folder of its runs, got {checkpoint}"
+    if not checkpoint.is_dir():
+        raise FileNotFoundError(f"{rule}, which does not exist.")
+    runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
+    runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
+    for run in [checkpoint, *runs]:
+        best = run / BEST_CHECKPOINT
+        if best.is_file():
+            rank_zero_info(f"The checkpoint is {best}.")
+            return best
+    raise FileNotFoundError(
+        f"{rule}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists; give the path of a file, "
+        "or train with ModelCheckpoint(filename='best')."
+    )
+
+
 def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
     """Load a module on the CPU, without downloading the pretrained weights that its training began with.
 
     Args:
         owner: prefix of error messages.
-        checkpoint: path of the checkpoint. Its objects are rebuilt from plain values, so loading
-            runs no code of the file.
+        checkpoint: path of an existing file. Its objects are rebuilt from plain values, so loading runs no code of the
+            file.
 
     Returns:
         The module. Its attribute `preparation` is the preparation of images in its evaluation; None if the checkpoint
             does not record the preparation.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
         ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
     """
-    if not checkpoint.is_file():
-        reason = "does not exist"
-        if checkpoint.is_dir():
-            reason = "is a folder"
-        raise FileNotFoundError(
-            f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}, which {reason}."
-        )
     rule = (
         f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
         f"{checkpoint}"
@@ -271,7 +295,7 @@ class ImageEmbedder:
 
         Args:
             owner: prefix of error messages.
-            checkpoint: checkpoint of a `RetrievalModule`.
+            checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, see `find_checkpoint`.
             transform: name of the transform that the user gave, see `choose_transform`.
             recorded: the preparation recorded in an index; if None, the preparation recorded in the checkpoint.
             sha256: digest of the checkpoint, if the caller has already computed it.
@@ -285,6 +309,7 @@ class ImageEmbedder:
         """
         check_integer(owner, "batch_size", batch_size, least=1)
         check_integer(owner, "num_workers", num_workers, least=0)
+        checkpoint = find_checkpoint(owner, checkpoint)
         module = load_checkpoint(owner, checkpoint)
         if recorded is None:
             recorded = module.preparation
@@ -316,7 +341,7 @@ class ImageEmbedder:
         return replace(self, module=module, device=device)
 
     def embed(self, listed: ListedImages, groups: Sequence[Sequence[int]] | None = None) -> Iterator[EmbeddedBatch]:
-        """Embed images batch by batch, in order, with a progress bar if the output is a terminal.
+        """Embed images batch by batch, in order, and show the progress.
 
         Args:
             listed: the images.
@@ -335,11 +360,8 @@ class ImageEmbedder:
         loader = DataLoader(
             ReadableImages(images), batch_sampler=batches, num_workers=self.num_workers, collate_fn=list
         )
-        hidden = None  # with None, tqdm shows the progress bar only on a terminal
-        if rank() > 0:
-            hidden = True
         count = sum(map(len, groups))
-        with tqdm(total=count, desc="Embedding", unit="image", disable=hidden, leave=False) as progress:
+        with Progress("Embedding", total=count, units="images", hidden=rank() > 0) as progress:
             for items in loader:
                 progress.update(len(items))
                 yield self.embed_items(items, listed)

@@ -114,7 +114,8 @@ def export_model(
     images for the programs; the metadata of the ONNX file hold the same values.
 
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`. LoRA adapters are merged first.
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
+            LoRA adapters are merged first.
         output: folder for the files.
         input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
         int8: also write an int8 ONNX file, and measure its cost.

@@ -36,6 +36,7 @@ from lightning_retrieval.plain_data import constructor_parameters, is_variadic, 
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
+from lightning_retrieval.training.run_report import quiet_trainer
 
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
@@ -55,6 +56,7 @@ TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 
 NAME_WIDTH = 47  # columns for the name, if the description is on the same line
 INDENT = 4  # further indentation, in columns, of a description on separate lines
 FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
+LEADING_DEFAULT = re.compile(r"^Defaults to `+\w+`+\. ")  # before the first sentence that describes an option
 # Patterns of error messages of jsonargparse.
 UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: (\w+)(?=\s|$)|module 'lightning_retrieval[\w.]*' has no attribute '(\w+)'"
@@ -75,17 +77,19 @@ def fit(args: Any = None) -> None:
     parser_settings: dict[str, Any] = {"prog": "lightning-retrieval"}
     for subcommand, example in EXAMPLES.items():
         parser_settings[subcommand] = {"epilog": MORE_HELP + example}
-    RetrievalCLI(
-        CheckpointedModule,
-        pl.LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,  # LightningCLI's --optimizer would replace the module's optimizer
-        save_config_callback=_SaveConfig,
-        parser_kwargs=parser_settings,
-        parser_class=_Parser,
-        args=args,
-    )
+    with quiet_trainer():
+        RetrievalCLI(
+            CheckpointedModule,
+            pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,  # LightningCLI's --optimizer would replace the module's optimizer
+            save_config_callback=_SaveConfig,
+            trainer_defaults={"enable_model_summary": False},  # the first step is reported instead
+            parser_kwargs=parser_settings,
+            parser_class=_Parser,
+            args=args,
+        )
 
 
 class RetrievalCLI(LightningCLI):
@@ -291,7 +295,7 @@ class RetrievalCLI(LightningCLI):
         best_path = getattr(checkpoint_callback, "best_model_path", "")
         checkpoint = None
         if best_path and checkpoint_callback.monitor:
-            checkpoint = "best"
+            checkpoint = best_path
         self.trainer.test(
             self.model, datamodule=self.datamodule, ckpt_path=checkpoint, verbose=False, weights_only=True
         )
@@ -397,7 +401,7 @@ class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpForm
         if name.endswith(".help") and name.count(".") > 1:
             return ""
         description = " ".join((self._expand_help(action) or "").split())
-        text = FIRST_SENTENCE.split(description)[0].rstrip(".") + _ending(action, description)
+        text = FIRST_SENTENCE.split(LEADING_DEFAULT.sub("", description))[0].rstrip(".") + _ending(action, description)
         name = " " * self._current_indent + name
         line = f"{name}  ".ljust(NAME_WIDTH) + text.strip()
         if len(line) <= self._width:

@@ -66,7 +66,7 @@ def index_images(
     """Embed all images below a folder, and save an index of them.
 
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`.
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
         images: folder of the images. All files at any depth whose suffix Pillow knows are indexed, except hidden files.
         output: folder of the index, or its name in the store.
         transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. If the checkpoint

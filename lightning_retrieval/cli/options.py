@@ -119,7 +119,7 @@ class CommandParser(argparse.ArgumentParser):
 def one_line(program: str, message: str) -> str:
     """The line that reports an error and says how to get help."""
     end = "."
-    if message.endswith("?"):
+    if message.endswith((".", "?")):
         end = ""
     return f"{program}: error: {printable(message)}{end} See {program} --help.\n"
 
@@ -332,7 +332,13 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    parser.add_argument("--checkpoint", type=Path, required=required, metavar="C", help="checkpoint that `fit` wrote")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=required,
+        metavar="C",
+        help="checkpoint that `fit` wrote, or the folder of its runs, whose newest best.ckpt is used",
+    )
 
 
 def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) -> None:
@@ -397,17 +403,17 @@ class Command(NamedTuple):
 COMMANDS = {
     "embed": Command(
         "Embed images into a folder of Parquet files. After a kill, the same command continues.",
-        "lightning-retrieval embed --checkpoint best.ckpt --images photos --output out",
+        "lightning-retrieval embed --checkpoint logs/own_images --images photos --output out",
         _add_embed_options,
     ),
     "export": Command(
         "Export a model to ONNX and to a program of torch.export, and compare both with the model.",
-        "lightning-retrieval export --checkpoint best.ckpt --output exported",
+        "lightning-retrieval export --checkpoint logs/own_images --output exported",
         _add_export_options,
     ),
     "index": Command(
         "Embed the images in a folder and write an index of them, or of embeddings that `embed` wrote.",
-        "lightning-retrieval index --checkpoint best.ckpt --images photos --output index",
+        "lightning-retrieval index --checkpoint logs/own_images --images photos --output index",
         _add_index_options,
     ),
     "search": Command(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage
+from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage, find_checkpoint
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 
@@ -172,7 +172,8 @@ def _checkpoint_of(index: EmbeddingStore, checkpoint: Path | None) -> Path:
                 f"{OWNER}: `checkpoint` must be given, because the checkpoint that the index was made with is no "
                 f"longer at {checkpoint}."
             )
-    if checkpoint.is_file() and file_digest(checkpoint) != index.about["checkpoint_sha256"]:
+    checkpoint = find_checkpoint(OWNER, checkpoint)
+    if file_digest(checkpoint) != index.about["checkpoint_sha256"]:
         raise ValueError(
             f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
             f"models cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or build "

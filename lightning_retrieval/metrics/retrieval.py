@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.checks import (
     check_choice,
@@ -29,6 +28,7 @@ from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import Rows, merge_duplicates
 from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
 from lightning_retrieval.ranking.ranks import PositiveRanks
 from lightning_retrieval.ranking.rows import float64_device
@@ -160,15 +160,8 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
         table.fill_(torch.nan)
         return columns
     position = by_id.argsort().to(device)
-    progress = tqdm(
-        total=len(lists.query_rows.local),
-        desc="Ranking",
-        unit="query",
-        delay=2,  # seconds before the progress bar appears
-        leave=False,
-        disable=None if lists.query_rows.shard.index == 0 else True,  # None shows it only on a terminal
-    )
-    with progress:
+    hidden = lists.query_rows.shard.index > 0
+    with Progress("Ranking", total=len(lists.query_rows.local), units="queries", hidden=hidden) as progress:
         for ranks in lists.positive_ranks():
             for metric in metrics:
                 columns[metric.per_query][position[ranks.queries]] = metric.values(ranks)

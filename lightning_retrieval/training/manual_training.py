@@ -268,8 +268,10 @@ class ManualTraining(OptimizedModule):
             self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
         if images_per_second is not None and self._throughput_is_due():
+            if images_per_second >= 100:
+                images_per_second = round(images_per_second)  # progress bars show more digits as 3.84e+3
             # A tensor on the CPU: a Python number would be copied to the device, and the host would wait for the copy.
-            self.log("train/images_per_second", torch.tensor(images_per_second), prog_bar=True)
+            self.log("train/images/s", torch.tensor(float(images_per_second)), prog_bar=True)
 
     def _throughput_is_due(self) -> bool:
         """Whether loggers write at this step, or the progress bar has no value yet; a call of `log` takes 0.4 ms."""

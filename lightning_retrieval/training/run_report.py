@@ -1,8 +1,14 @@
-"""The report on the first step of a run: the length of lists, the traffic of a step, and the logged settings."""
+"""What a run reports: the length of lists and the traffic of its first step, and its settings.
+
+`quiet_trainer` hides messages of Lightning and PyTorch that say nothing about a run.
+"""
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +25,58 @@ from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.full_sharding import has_sharded_parameters, is_sharded
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.step import TrainingStep
+
+# Beginnings of log messages.
+HIDDEN_LOGS = (
+    "GPU available: False",
+    "TPU available: False",
+    "💡 Tip: ",  # advertises a service
+    "Seed set to ",
+    "Restoring states from the checkpoint",  # a second message follows when the states have been restored
+    "`Trainer.fit` stopped: `max_epochs=",
+)
+# Regular expressions for the beginning of a warning, and for the module that issues it.
+HIDDEN_WARNINGS = (
+    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"pytorch_lightning\."),
+    (r"Checkpoint directory .* exists and is not empty", r"pytorch_lightning\."),
+)
+LOGGERS = (
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+    "lightning_fabric.utilities.seed",
+)
+
+
+@contextmanager
+def quiet_trainer(*expected: str) -> Iterator[None]:
+    """Context in which a Trainer does not report what the user of a command has not chosen and cannot change.
+
+    Args:
+        expected: regular expressions for the beginnings of further warnings to hide, whatever module issues them.
+
+    Example:
+        >>> import pytorch_lightning as pl
+        >>> from lightning_retrieval.training.run_report import quiet_trainer
+        >>> with quiet_trainer():
+        ...     trainer = pl.Trainer(logger=False, enable_checkpointing=False)
+    """
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addFilter(_is_about_the_run)
+    try:
+        with warnings.catch_warnings():
+            for message, module in HIDDEN_WARNINGS:
+                warnings.filterwarnings("ignore", message, module=module)
+            for message in expected:
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_is_about_the_run)
+
+
+def _is_about_the_run(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(HIDDEN_LOGS)
 
 
 def step_traffic(

@@ -88,7 +88,7 @@ def test_offline_run_contains_config_and_metrics(runs):
     gaps = run.column("val/decomposability_gap")
     assert run.summary["val/decomposability_gap"] == {"min": min(gaps), "last": gaps[-1]}
     assert len(run.column("train/AP")) == 2 * BATCHES
-    assert len(run.column("train/images_per_second")) == 2 * (BATCHES - 1)  # none of the first step of an epoch
+    assert len(run.column("train/images/s")) == 2 * (BATCHES - 1)  # none of the first step of an epoch
 
 
 @pytest.mark.slow

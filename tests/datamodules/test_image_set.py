@@ -110,12 +110,12 @@ def test_unreadable_images_raise_or_are_skipped_and_counted(tmp_path):
         with pytest.raises(kind, match=rf"^ImageSet: cannot read the image {tmp_path / names[position]} "):
             images[position]
     images = ImageSet(ImageIndex(names, range(4)), tmp_path, as_it_is, on_error="skip")
-    with pytest.warns(UserWarning, match=r"^ImageSet: skipped .*cut\.png, .*; skipped so far: 1"):
+    with pytest.warns(UserWarning, match=r"^ImageSet: skipped .*cut\.png, .*; skipped so far in this set: 1"):
         assert images[1]["skipped"] == str(tmp_path / "cut.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert images[SeededIndex(1, seed=0)].keys() == {"skipped"}  # only one warning
-    with pytest.warns(UserWarning, match="skipped so far: 2"):
+    with pytest.warns(UserWarning, match="skipped so far in this set: 2"):
         batch = ImageSet.collate([images[0], images[1], images[3]])
     assert batch["ids"].tolist() == [0]
     assert images.skipped == ["cut.png", "missing.png"]

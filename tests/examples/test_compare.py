@@ -137,6 +137,25 @@ def test_an_invalid_option_is_named(compare, photos, capsys):
     assert "--batch must be at least 8, two classes, got 4." in capsys.readouterr().err
 
 
+def test_no_run_begins_if_no_network_can_be_created(compare, photos, trained, monkeypatch, capsys):
+    class Unreachable:
+        def __init__(self, backbone, **settings):
+            if backbone != "glyph_net":
+                raise ValueError(f"Embedder: `weights` of {backbone} could not be loaded.")
+
+    monkeypatch.setattr(importlib.import_module("own_images"), "Embedder", Unreachable)
+    command = [str(photos), "--output", str(photos.parent / "out"), "--loss", "smooth_ap", "fast_ap"]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        compare.main([*command, "--backbone", "resnet18", "resnet50"])
+    printed = capsys.readouterr().err
+    assert "error: Embedder: `weights` of resnet18 could not be loaded. --backbone timm/tf_eff" in printed
+    assert printed.count("\n") == 1
+    assert trained == []
+    assert not (photos.parent / "out").exists()
+    assert compare.main([*command, "--backbone", "resnet18", "glyph_net"]) == 0
+    assert len(trained) == 12
+
+
 @pytest.mark.slow
 def test_a_run_is_a_function_of_setting_and_seed(compare, photos, monkeypatch):
     monkeypatch.setenv("PL_TRAINER_ENABLE_PROGRESS_BAR", "False")

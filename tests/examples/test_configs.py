@@ -228,16 +228,19 @@ def fit(file: str, written, monkeypatch, capsys) -> Path:
     run = CONFIGS[file]
     logged = run_config("fit", file, run, written(run.tree), monkeypatch, capsys)
     config = yaml.safe_load((EXAMPLES / file).read_text())
-    (monitored,) = [
-        callback["init_args"]["monitor"]
+    checkpoints = [
+        callback["init_args"]
         for callback in config["trainer"]["callbacks"]
         if callback["class_path"].endswith("ModelCheckpoint")
     ]
+    assert [settings["filename"] for settings in checkpoints] == ["best", "last"]
+    assert not any(settings["enable_version_counter"] for settings in checkpoints)  # a resumed run writes no best-v1
+    monitored = checkpoints[0]["monitor"]
     losses = [float(value) for value in logged["train/loss"]]
     assert len(losses) == STEPS["trainer.limit_train_batches"]
     assert all(map(math.isfinite, losses))
     assert 0 <= float(logged[monitored][0]) <= 1
-    (checkpoint,) = Path("logs").rglob("*.ckpt")
+    (checkpoint,) = Path("logs").rglob("best.ckpt")
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     assert saved["global_step"] == len(losses)
     return checkpoint

@@ -128,6 +128,7 @@ def test_own_images_from_a_folder_to_a_search(tmp_path, run_python):
     is_worse = score < max(values(folder, name)[0] for name in ("backbone/test/mAP", "test/mAP"))
     assert ("The trained network is worse than " in output) == is_worse
     assert ("To search with the trained network all the same:" in output) == is_worse
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     index, search, demo = (line for line in output.splitlines() if line.startswith("lightning-retrieval "))
     program = Path(sys.executable).with_name("lightning-retrieval")  # a Python script, which pip has written
     output = run_python(program, *shlex.split(index)[1:], folder=tmp_path)
@@ -141,12 +142,12 @@ def test_own_images_from_a_folder_to_a_search(tmp_path, run_python):
     assert demo == "lightning-retrieval demo --index photos.index"
 
     output = run_python(*own_images, "--epochs", 2, "--resume", folder=tmp_path)
-    assert f"--resume: continuing from {Path('logs/own_images/version_0/checkpoints')}" in output
-    last = torch.load(tmp_path / "logs/own_images/version_1/checkpoints/last.ckpt", weights_only=True)
+    assert f"--resume: continuing from {Path('logs/own_images/version_0/checkpoints/last.ckpt')}" in output
+    assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
+    assert len(values(folder, "val/mAP")) == 2
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    last = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
     assert (last["epoch"], last["global_step"]) == (1, 4)  # two steps in each epoch
-    # Of each epoch, also of one that is no better than those before, which last.ckpt leaves out.
-    newest = torch.load(tmp_path / "logs/own_images/version_1/checkpoints/newest.ckpt", weights_only=True)
-    assert (newest["epoch"], newest["global_step"]) == (1, 4)
 
 
 def write_noise(folder, classes, images):
@@ -203,11 +204,13 @@ def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torchvision.models.get_model", offline)
     wanted = {
         tmp_path / "few/tools": "need at least two classes each that have two or more images, got 1 and 1 in ",
-        tmp_path: r"set --categories if the folders above them are categories, or pass \S+/tools\.\n$",
+        tmp_path: r"set --categories if the folders above them are categories, or pass \S+/tools\. See own",
         tmp_path / "tools": r"could not be loaded \(URLError: .*--weights efficientnet-lite0 .*--weights none trains",
     }
     for folder, message in wanted.items():
-        assert re.search(message, error_of_own_images(folder, monkeypatch, capsys))
+        printed = error_of_own_images(folder, monkeypatch, capsys)
+        assert re.search(message, printed)
+        assert printed.count("\n") == 1
 
 
 def test_two_processes(tmp_path):
@@ -279,7 +282,7 @@ def test_the_detector_of_the_glyph_scenes(tmp_path, monkeypatch):
     with (folder / "metrics.csv").open() as lines:
         columns = csv.DictReader(lines).fieldnames
     assert {"train/loss_classifier", "val/AP50", "test/AP", "test/AP50/A"} <= set(columns)
-    (checkpoint,) = folder.rglob("*.ckpt")
+    checkpoint = folder / "checkpoints/best.ckpt"
     saved = torch.load(checkpoint, weights_only=True)
     assert saved["hyper_parameters"]["_class_path"] == "lightning_retrieval.detection.DetectionModule"
 

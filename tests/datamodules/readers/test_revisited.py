@@ -195,7 +195,7 @@ def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"cannot read the image {folder / 'jpg' / IMAGES[0]}.jpg")):
         evaluate(RevisitedOxford(folder, image_size=32))
     data = RevisitedOxford(folder, image_size=32, on_error="skip")
-    with pytest.warns(UserWarning, match="ImageSet: skipped .*; skipped so far: [12]"):
+    with pytest.warns(UserWarning, match="ImageSet: skipped .*; skipped so far in this set: [12]"):
         embedder, logged = evaluate(data)
     assert data.test_set.skipped == [f"jpg/{IMAGES[0]}.jpg", f"jpg/{QUERIES[2]}.jpg"]
     scores = scores_of_queries(data, embedder, range(1, 10), 2)

@@ -39,5 +39,5 @@ def metrics_of(folder: Path) -> list[dict[str, str]]:
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        row.pop("train/images_per_second", None)
+        row.pop("train/images/s", None)
     return rows

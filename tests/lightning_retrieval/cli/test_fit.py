@@ -3,8 +3,10 @@
 import json
 import os
 import sys
+import warnings
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import yaml
 from PIL import Image
@@ -23,9 +25,18 @@ from tests.processes import start_processes
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED)]
 
 
+class WarningOfUser(pl.Callback):
+    """A callback of the user that issues a warning."""
+
+    def on_train_start(self, *_):
+        warnings.warn("from the code of the user", stacklevel=1)
+
+
 def fit_in_a_folder(rank, world_size, folder):
     os.chdir(folder)
-    main(["fit", "--config", str(write_example(folder)), *SMALL, *SHORT])
+    warnings.simplefilter("default")  # as without pytest
+    callback = "--trainer.callbacks+=tests.lightning_retrieval.cli.test_fit.WarningOfUser"
+    main(["fit", "--config", str(write_example(folder)), *SMALL, *SHORT, callback])
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +46,30 @@ def fitted(tmp_path_factory):
     (folder / "process").mkdir()
     (started,) = start_processes(fit_in_a_folder, 1, folder, folder=folder / "process")
     assert started.wait(120) == 0, started.output()
-    (checkpoint,) = folder.rglob("0-*.ckpt")
+    (checkpoint,) = folder.rglob("best.ckpt")
     return folder, checkpoint, started.output()
 
 
 def test_fit_trains_and_tests(fitted):
-    folder, checkpoint, printed = fitted
+    folder, _, printed = fitted
     logs = folder / "glyphs/version_0"
     written = {"metrics.csv", "curve.png", "retrieval", "config.yaml", "checkpoints"}
     assert written <= {path.name for path in logs.iterdir()}
-    assert {path.name for path in (logs / "checkpoints").iterdir()} == {checkpoint.name, "last.ckpt"}
+    assert {path.name for path in (logs / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     table = [line.split() for line in printed.splitlines() if line.startswith("test/mAP ")]
     assert ["backbone", "untrained", "trained"] in [line.split() for line in printed.splitlines()]
     assert [len(line) for line in table] == [4]
     logged = [float(row["test/mAP"]) for row in metrics_of(logs) if row["test/mAP"]]
     assert [f"{value:.4f}" for value in logged] == table[0][2:]  # before and after
     assert yaml.safe_load((logs / "config.yaml").read_text())["trainer"]["limit_train_batches"] == 2
+
+
+def test_fit_reports_the_run_and_the_warnings_of_the_user_only(fitted):
+    printed = fitted[2]
+    assert "from the code of the user" in printed
+    assert "RetrievalModule: batches of P = 4 classes with K = 4 images" in printed
+    hidden = ("TPU available", "Tip: ", "Seed set", "FLOPs", "Total params", "LeafSpec")
+    assert [text for text in hidden if text in printed] == []
 
 
 def test_checkpoint_rebuilds_the_module(fitted):

@@ -99,6 +99,22 @@ def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, ca
     assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
 
 
+def test_a_folder_stands_for_the_best_checkpoint_of_its_newest_run(glyphs, tmp_path, capsys):
+    runs = tmp_path / "runs"
+    for name in ("version_9/checkpoints/best", "version_10/checkpoints/best", "version_11/checkpoints/last"):
+        path = runs / f"{name}.ckpt"
+        path.parent.mkdir(parents=True)
+        shutil.copy(glyphs[0] / "model.ckpt", path)
+    for given, newest in ((runs, "version_10"), (runs / "version_9", "version_9")):
+        args = indexing(glyphs[0], tmp_path / newest, f"--checkpoint={given}")
+        assert command(capsys, *args)[0] == 0
+        assert RetrievalIndex.load(tmp_path / newest).about["checkpoint"] == str(
+            runs / newest / "checkpoints/best.ckpt"
+        )
+    query = ["search", glyphs[0] / "images" / paths_of(glyphs[0] / "images")[0], f"--index={tmp_path / 'version_9'}"]
+    assert command(capsys, *query, f"--checkpoint={runs}")[0] == 0
+
+
 @pytest.mark.refusal
 def test_a_function_is_imported_only_if_the_user_names_it(colour, tmp_path, capsys, monkeypatch):
     code = "import torch\n\ndef evaluate(image):\n    return torch.ones(3, 64, 64)\n"
@@ -270,8 +286,8 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
     (tmp_path / "no.ckpt").write_text("no checkpoint")
     for more, message in (
         ([f"--checkpoint={colour[0]}", "--transform=glyphs"], "takes, 3, got 'glyphs', which gives 1; take 'plain'."),
-        (["--checkpoint=gone.ckpt"], "must be a file that training wrote, got gone.ckpt, which does not exist"),
-        ([f"--checkpoint={tmp_path}"], f"must be a file that training wrote, got {tmp_path}, which is a folder"),
+        (["--checkpoint=gone.ckpt"], "or the folder of its runs, got gone.ckpt, which does not exist"),
+        ([f"--checkpoint={tmp_path}"], f"or the folder of its runs, got {tmp_path}, in which neither checkpoints/best"),
         ([f"--checkpoint={tmp_path / 'no.ckpt'}"], "must be the checkpoint of a RetrievalModule"),
         (["--images=gone"], "`--images` must be a folder of images, got gone"),
         ([f"--images={tmp_path / 'empty'}"], f"got {tmp_path / 'empty'}, which holds no image"),

@@ -216,6 +216,7 @@ def test_help_of_a_command_has_whole_sentences_in_80_columns(command, help_of):
     name = "--trainer.check_val_every_n_epoch"
     assert f"  {name}\n      Perform a validation loop after every `N` training epochs [1]\n" in printed
     assert "--data.help lightning_retrieval.datamodules.CUB200" in printed
+    assert "Defaults to" not in printed
     printed = help_of(WIDE, command, "--help")
     assert max(len(group.splitlines()) for group in printed.split("\n\n")) <= LINES
     (epochs,) = (line for line in printed.splitlines() if name in line)
@@ -279,7 +280,8 @@ def test_counts_and_missing_files(tmp_path, capsys):
         Image.new("RGB", (8, 8), (ord(label), number, 0)).save(tmp_path / label / f"{number}.png")
     code, out, err = run(capsys, "check", "--data", "ImageFolder", "--root", tmp_path, "--test_fraction", 0.25)
     assert (code, err) == (0, "")
-    assert [line.split() for line in out.splitlines()[1:3]] == [["train", "6", "3"], ["test", "2", "1"]]
+    rows = [line.split() for line in out.splitlines()[:3]]
+    assert rows == [["split", "images", "classes"], ["train", "6", "3"], ["test", "2", "1"]]
     assert out.splitlines()[3:] == ["note: all images have 8 x 8 pixels"]
 
     (tmp_path / "table.csv").write_text("image,label,split\na/0.png,a,train\nb/0.png,b,test\ngone.png,b,test\n")

@@ -129,6 +129,7 @@ def test_the_folder_of_a_checkpoint_callback_is_searched_too(tmp_path, capsys, c
     own = tmp_path / "own"
     options = [
         "--trainer.callbacks+=pytorch_lightning.callbacks.ModelCheckpoint",
+        "--trainer.callbacks.monitor=val/mAP@R",
         f"--trainer.callbacks.dirpath={own}",
         "--ckpt_path=last",
     ]
@@ -167,6 +168,8 @@ def test_the_same_command_continues_the_run_in_its_folder(uninterrupted, tmp_pat
     assert len(metrics_of(run)) > 6
     assert metrics_of(run) == metrics_of(uninterrupted)
     assert not (tmp_path / "glyphs").exists()  # the folder of the logger that is replaced
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names == {"best.ckpt", "last.ckpt", left.name, "later.ckpt"}
 
     with pytest.raises(SystemExit, match=r"^2$"):
         fit(tmp_path, *options, "--model.init_args.gradient_clip_val=2.0")

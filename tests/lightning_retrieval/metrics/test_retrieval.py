@@ -103,7 +103,7 @@ def test_progress_bar_of_the_ranking(monkeypatch, capsys):
             assert settings["disable"] is None
             super().__init__(**{**settings, "disable": False, "delay": 0, "mininterval": 0, "miniters": 1})
 
-    monkeypatch.setattr("lightning_retrieval.metrics.retrieval.tqdm", ForATerminal)
+    monkeypatch.setattr("lightning_retrieval.progress.tqdm", ForATerminal)
     metrics = RetrievalMetrics()
     metrics.update(torch.randn(600, 4), torch.arange(600) // 3)
     metrics.compute()

@@ -77,7 +77,7 @@ def test_any_error_of_a_decoder_names_the_path(tmp_path, monkeypatch, error):
     with pytest.raises(ValueError, match=rf"^ImageSet: cannot read the image {tmp_path}/a\.png \(of a"):
         images[0]
     images.on_error = "skip"
-    with pytest.warns(UserWarning, match="skipped so far: 1"):
+    with pytest.warns(UserWarning, match="skipped so far in this set: 1"):
         assert images[0]["roles"] == 0
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):

@@ -267,7 +267,7 @@ class Recording(RetrievalModule):
     def log(self, name, value, *args, **kwargs):
         if name == "train/loss":
             self.__dict__.setdefault("logged", []).append({})
-        if name != "train/images_per_second":
+        if name != "train/images/s":
             self.logged[-1][name] = value.item()
         super().log(name, value, *args, **kwargs)
 

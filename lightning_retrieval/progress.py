@@ -1,0 +1,75 @@
+"""Progress of long work, with its rate and the remaining time: a bar on a terminal, and lines in a log."""
+
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+SECONDS_BEFORE_BAR = 2
+SECONDS_BEFORE_LINES = 30
+
+
+class Progress:
+    """Context that shows the progress of work on standard error.
+
+    On a terminal, a bar appears after two seconds and vanishes at the end. Elsewhere, a line is written after each
+    tenth of the work, but none in the first 30 seconds.
+
+    Args:
+        description: the work, such as `"Embedding"`.
+        total: number of units of the work; if None, the number is unknown, and no lines are written.
+        units: name of the units, such as `"images"`.
+        hidden: whether nothing is shown, as on all processes but one.
+
+    Example:
+        >>> from lightning_retrieval.progress import Progress
+        >>> with Progress("Embedding", total=3, units="images") as progress:
+        ...     progress.update(3)
+    """
+
+    def __init__(self, description: str, *, total: int | None, units: str, hidden: bool = False) -> None:
+        self._bar = tqdm(
+            total=total,
+            desc=description,
+            unit=f" {units}",
+            delay=SECONDS_BEFORE_BAR,
+            leave=False,
+            disable=hidden or None,  # with None, tqdm shows the bar only on a terminal
+        )
+        self._writes_lines = bool(total) and self._bar.disable and not hidden
+        self._description = description
+        self._total = total or 0
+        self._units = units
+        self._done = 0
+        self._start = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.close()
+
+    def update(self, count: int) -> None:
+        """Add a number of units that are done."""
+        self._bar.update(count)
+        if not self._writes_lines:
+            return
+        tenths_before = 10 * self._done // self._total
+        self._done += count
+        is_due = 10 * self._done // self._total > tenths_before
+        seconds = time.monotonic() - self._start
+        if is_due and seconds >= SECONDS_BEFORE_LINES:
+            print(self._line(seconds), file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        rate = self._done / seconds
+        left = timedelta(seconds=round((self._total - self._done) / rate))
+        shown_rate = f"{rate:.3g}"
+        if rate >= 100:
+            shown_rate = f"{rate:,.0f}"
+        return (
+            f"{self._description}: {self._done:,} of {self._total:,} {self._units} "
+            f"({100 * self._done // self._total} %), {shown_rate} {self._units}/s, {left} left"
+        )
