@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.cli.search_images import Hit, QueryResult
-from lightning_retrieval.preparation.pixels import to_rgb
+from lightning_retrieval.preparation.prepare import to_rgb
 
 LONGEST_SIDE = 320  # pixels of a picture in the page
 SHARP_SIDE = 96  # pictures up to this size are enlarged without blurring
