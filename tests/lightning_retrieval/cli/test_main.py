@@ -180,7 +180,7 @@ def test_bash_completes_commands_options_classes_and_files(tmp_path, capsys):
         ("index --images phot", "photos"),
         ("check --data CU", "CUB200"),
     ):
-        bash = ["bash", "--norc", "-c", PRESS_TABULATOR, "", "script", "lightning-retrieval", *typed.split()]
+        bash = ["bash", "--norc", "-c", PRESS_TABULATOR, "", tmp_path / "script", "lightning-retrieval", *typed.split()]
         pressed = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert (pressed.stdout, pressed.stderr) == (f"{completed}\n", "")
 
