@@ -31,12 +31,15 @@ def run_folder(trainer: Any) -> Path:
     """
     folder = Path(trainer.log_dir or trainer.default_root_dir)
     logger = trainer.logger
-    if logger is None or logger.log_dir is not None or logger.version is None:
+    if logger is None or logger.log_dir is not None:
         return folder
-    version = f"version_{logger.version}"
-    if isinstance(logger.version, str):
-        version = logger.version
-    return folder / str(logger.name) / version
+    if logger.version is not None:
+        version = f"version_{logger.version}"
+        if isinstance(logger.version, str):
+            version = logger.version
+        folder = folder / str(logger.name) / version
+    of_first_rank: Path = gather_objects(folder)[0]  # only its logger may know the id of the run
+    return of_first_rank
 
 
 def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:

@@ -66,10 +66,11 @@ class DetectionPicture(pl.Callback):
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw the picture on rank 0."""
+        folder = run_folder(trainer)  # a collective call, so it comes before the check of the rank
         if trainer.is_global_zero and self._shown:
             names: list[str] = getattr(pl_module, "class_names", list)()
-            path = run_folder(trainer) / "detections.png"
-            save_and_log(trainer, path, "detections", self._draw(names, _class_values(trainer)))
+            drawing = self._draw(names, _class_values(trainer))
+            save_and_log(trainer, folder / "detections.png", "detections", drawing)
         self._shown = []
 
     def _draw(self, names: Sequence[str], values: Mapping[str, float]) -> Drawing:

@@ -4,11 +4,13 @@ import math
 import netrc
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightning_fabric.loggers.logger import rank_zero_experiment
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
@@ -56,10 +58,11 @@ class RetrievalWandbLogger(WandbLogger):
 
     Args:
         name: name of the run; if None, Weights & Biases generates one.
-        save_dir: the folder in which `wandb/` with the files of the run is created.
+        save_dir: the folder in which `PROJECT/ID`, the folder of the run, is created. It holds the checkpoints, the
+            figures, the `config.yaml` of the command line, and `wandb/` with the files of Weights & Biases.
         project: the project of the run.
-        id: id of the run. Training with the same id and with `ckpt_path="last"` continues the run, and uses the same
-            folder of checkpoints.
+        id: id of the run; if None, it is the environment variable `WANDB_RUN_ID`, or a new one. Training with the same
+            id and with `ckpt_path="last"` continues the run in the same folder.
         offline: whether to keep the run on this machine; `wandb sync` uploads it later. If None, the run is offline if
             the environment variable `WANDB_MODE` is not set and there is no API key for the server, which is
             `WANDB_BASE_URL`, if set. The key is either in the environment variable `WANDB_API_KEY`, or in `~/.netrc`,
@@ -112,13 +115,26 @@ class RetrievalWandbLogger(WandbLogger):
                 check_string(owner, setting, value)
         if offline is None:
             offline = not os.environ.get("WANDB_MODE") and not has_wandb_key()
-        super().__init__(name=name, save_dir=save_dir, project=project, id=id, offline=offline, prefix=prefix, **kwargs)
+        run_id = id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        super().__init__(
+            name=name, save_dir=save_dir, project=project, id=run_id, offline=offline, prefix=prefix, **kwargs
+        )
+        # Lightning gives `save_dir` to `wandb.init`, but saves checkpoints in the folder below.
+        self._wandb_init["dir"] = os.path.join(save_dir, str(self.name), str(self.version))
         self.offline = offline
         self.artifact = artifact
         self.prefix = prefix
         self._checkpoints: dict[int, ModelCheckpoint] = {}
         self._uploaded: set[tuple[str, float]] = set()  # path and modification time of each uploaded checkpoint
         self._defined: set[str] = set()  # metrics whose summary is defined
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The run of Weights & Biases, which begins when this property is first read."""
+        if self._experiment is None:  # the folder must exist before, or Weights & Biases does not find the Git commit
+            os.makedirs(self._wandb_init["dir"], exist_ok=True)
+        return super().experiment
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -26,7 +26,8 @@ from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.datamodules.loader import check_image_sizes
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
 from lightning_retrieval.preparation.of_run import UNNORMALIZED
-from lightning_retrieval.preparation.pixels import Pixels, Size, check_colour
+from lightning_retrieval.preparation.pixels import Pixels, check_colour
+from lightning_retrieval.preparation.prepare import Size
 
 OnError = Literal["raise", "skip"]
 Decoded = TypeVar("Decoded")

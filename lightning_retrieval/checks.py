@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -231,6 +232,8 @@ def _check_lengths(owner: str, name: str, path: str) -> None:
 
 def check_tensor(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
+    if isinstance(value, np.ndarray):
+        raise TypeError(f"{owner}: `{name}` must be a tensor, got a NumPy array; torch.from_numpy converts it.")
     if not isinstance(value, Tensor):
         raise TypeError(f"{owner}: `{name}` must be a tensor, got {type(value).__name__}.")
     if value.layout is not torch.strided:

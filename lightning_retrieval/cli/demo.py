@@ -15,6 +15,7 @@ from PIL import Image
 
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.options import model_settings, printable
+from lightning_retrieval.cli.page import FONTS
 from lightning_retrieval.cli.search_images import Hit, ImageSearcher, image_folder
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.optional_packages import optional_import
@@ -100,7 +101,7 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
         OSError: if the page cannot be served at this address, for example because the port is in use.
     """
     gradio = _import_gradio()
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # fonts that need no download
+    fonts = {"font": FONTS, "font_mono": ["monospace"]}  # fonts that need no download
     from starlette.middleware import Middleware
 
     page = make_page(searcher, images, k)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +21,13 @@ from lightning_retrieval.export.program import EmbeddingProgram, InputType, expo
 from lightning_retrieval.export.quantization import quantize_onnx
 from lightning_retrieval.files import move_file
 from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.preparation import prepare
 from lightning_retrieval.preparation.preparation import Preparation
 
 OWNER = "export_model"
 FORMAT = "lightning-retrieval model"
-ONNX, TORCH, INT8, PREPARATION = "model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"
+ONNX, TORCH, INT8 = "model.onnx", "model.pt2", "model.int8.onnx"
+PREPARATION, PREPARE = "preparation.json", "prepare.py"
 TOLERANCE = 1e-5  # largest allowed difference from torch in float32
 CHECKED_BATCHES = (1, 3)  # batch sizes with which a program is compared
 CALIBRATION_IMAGES = 256
@@ -82,7 +85,8 @@ def _summary(made: ExportedModel, output: Path) -> list[str]:
         lines.append(f"{file}: {_megabytes(file)}, largest difference to torch {difference:.1e}")
     if made.int8 is not None:
         lines += _int8_lines(made.int8, output / "model.int8.onnx")
-    lines.append(f"{output / 'preparation.json'}: what is done to an image before")
+    lines.append(f"{output / PREPARATION}: how an image is prepared for the programs")
+    lines.append(f"{output / PREPARE}: prepares an image; needs only Pillow and NumPy")
     return lines
 
 
@@ -111,7 +115,8 @@ def export_model(
     """Export the model of a checkpoint to ONNX and to a program of `torch.export`, and compare both with the model.
 
     The programs include the whitening and the scales of the model. `preparation.json` describes the preparation of
-    images for the programs; the metadata of the ONNX file hold the same values.
+    images for the programs; the metadata of the ONNX file hold the same values. `prepare.py` prepares an image as these
+    values say, with Pillow and NumPy alone.
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
@@ -161,6 +166,7 @@ def export_model(
         if listed is not None:
             made.int8 = _write_int8(new, embedder, program, listed)
         (new / PREPARATION).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        shutil.copyfile(prepare.__file__, new / PREPARE)
         for file in new.iterdir():
             move_file(file, output / file.name)
     return made

@@ -7,6 +7,7 @@
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
     lightning-retrieval search --index INDEX IMAGE...
     lightning-retrieval demo --index INDEX
+    lightning-retrieval completion SHELL
 
 The modules of `embed`, `export`, `index`, `search` and `demo` are imported only after the options have been parsed, so
 that their help does not wait for torch.
@@ -15,9 +16,10 @@ that their help does not wait for torch.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.cli.options import CommandParser, command_line_message, did_you_mean, parse
+from lightning_retrieval.cli.options import COMMANDS, CommandParser, command_line_message, did_you_mean, parse
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
@@ -37,7 +39,13 @@ OTHER_COMMANDS = {
     "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
     "demo": "Search an index in the browser: --index INDEX",
+    "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
 }
+SHELLS = ("bash", "zsh", "tcsh")
+COMPLETION_EXAMPLE = """\
+lightning-retrieval completion bash \\
+  > ~/.local/share/bash-completion/completions/lightning-retrieval"""
+FILE_OPTIONS = ("--config", "--ckpt_path", "--run_folder", "--output", "--root")  # take a path, but have another type
 
 
 def main(args: Any = None) -> None:
@@ -98,6 +106,8 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.check import check
 
         return check(args)
+    if command == "completion":
+        return _print_completion(args)
     options = parse(command, args)
     work = _work_of(command)
 
@@ -140,3 +150,56 @@ def _work_of(command: str) -> Callable[[argparse.Namespace], Sequence["Unreadabl
     from lightning_retrieval.cli.search import search
 
     return search
+
+
+def _print_completion(args: Sequence[str]) -> int:
+    """Print a script with which a shell completes commands, options and files, and return the exit code."""
+    parser = CommandParser(
+        "lightning-retrieval completion",
+        description="Print a script with which a shell completes commands, options and files.",
+        epilog=f"example:\n{COMPLETION_EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=SHELLS, help="shell that reads the script")
+    shell = parser.parse_args(args).shell
+
+    import shtab
+
+    print(shtab.complete(_parser_of_all_commands(), shell))
+    return 0
+
+
+def _parser_of_all_commands() -> argparse.ArgumentParser:
+    """A parser with the options of all commands. It is only used to complete them."""
+    import shtab
+    from jsonargparse import capture_parser
+
+    from lightning_retrieval.cli.check import DATA_MODULES
+    from lightning_retrieval.cli.fit import fit
+
+    parser = argparse.ArgumentParser("lightning-retrieval")
+    commands = parser.add_subparsers()
+    (of_lightning,) = (action for action in capture_parser(fit)._actions if action.dest == "subcommand")
+    for name, description in {**LIGHTNING_COMMANDS, **OTHER_COMMANDS}.items():
+        command = commands.add_parser(name, help=description)
+        if name in LIGHTNING_COMMANDS:
+            _copy_options(of_lightning.choices[name], command)
+        elif name == "check":
+            command.add_argument("--data", choices=DATA_MODULES)
+            command.add_argument("--root")
+        elif name == "completion":
+            command.add_argument("shell", choices=SHELLS)
+        else:
+            COMMANDS[name].add_options(command)
+        for action in command._actions:
+            if action.type is Path or not set(FILE_OPTIONS).isdisjoint(action.option_strings):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return parser
+
+
+def _copy_options(source: argparse.ArgumentParser, target: argparse.ArgumentParser) -> None:
+    """Add the names of the options of a parser of jsonargparse, without those that append to a list (`--NAME+`)."""
+    for action in source._actions:
+        names = [name for name in action.option_strings if name.startswith("--") and not name.endswith("+")]
+        if names and names != ["--help"]:
+            target.add_argument(*names)

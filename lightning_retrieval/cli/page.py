@@ -11,10 +11,16 @@ from PIL import Image, ImageOps
 
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.cli.search_images import Hit, QueryResult
-from lightning_retrieval.preparation.pixels import to_rgb
+from lightning_retrieval.preparation.prepare import to_rgb
 
 LONGEST_SIDE = 320  # pixels of a picture in the page
 SHARP_SIDE = 96  # pictures up to this size are enlarged without blurring
+FONTS = (  # a browser uses the first installed font that has a character, so names of classes may be in any script
+    *("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans"),
+    *("Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic"),
+    *("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Nirmala UI", "Noto Sans Thai", "Leelawadee UI"),
+    *("Noto Color Emoji", "Apple Color Emoji", "Segoe UI Emoji", "sans-serif"),
+)
 
 
 def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tuple[str, list[str]]:
@@ -38,7 +44,10 @@ def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tup
     if len(results) > 1:
         queries = f"{len(results)} queries"
         navigation = f'<nav aria-label="Queries">{"".join(links)}</nav>'
-    page = _PAGE.substitute(about=escape(about), queries=queries, links=navigation, sections="".join(sections))
+    names = [f'"{font}"' if " " in font else font for font in FONTS]
+    page = _PAGE.substitute(
+        about=escape(about), queries=queries, links=navigation, sections="".join(sections), fonts=", ".join(names)
+    )
     return page, missing
 
 
@@ -120,7 +129,7 @@ _PAGE = Template("""<!DOCTYPE html>
 html { scroll-behavior: smooth; scroll-padding-top: 1rem; }
 @media (prefers-reduced-motion: reduce) { html { scroll-behavior: auto; } }
 body { margin: 0; padding: 1.5rem clamp(1rem, 3vw, 2.5rem) 4rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+  font: 15px/1.45 $fonts; }
 h1 { margin: 0; font-size: 1.45rem; letter-spacing: -0.01em; }
 header p { margin: 0.25rem 0 0; color: var(--soft); }
 kbd { padding: 0.05em 0.4em; border: 1px solid var(--line); border-bottom-width: 2px; border-radius: 4px;

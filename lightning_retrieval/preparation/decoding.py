@@ -16,17 +16,8 @@ from jaxtyping import Int
 from PIL import EpsImagePlugin, Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
-from lightning_retrieval.preparation.pixels import (
-    ORIENTATION,
-    TRANSPOSED,
-    WHITE,
-    Pixels,
-    PixelsOfNewSize,
-    Size,
-    reduce_scale,
-    to_pixels,
-    to_rgb,
-)
+from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, to_pixels
+from lightning_retrieval.preparation.prepare import ORIENTATION, TRANSPOSED, WHITE, Size, reduce_scale, to_rgb
 
 try:
     from torchvision.io import ImageReadMode, decode_image

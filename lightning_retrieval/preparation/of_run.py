@@ -20,8 +20,9 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_callable
 from lightning_retrieval.preparation.of_model import wanted_preparation
-from lightning_retrieval.preparation.pixels import Size, check_colour
+from lightning_retrieval.preparation.pixels import check_colour
 from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.preparation.prepare import Size
 from lightning_retrieval.preparation.serialised import (
     Transform,
     of_pil_images,

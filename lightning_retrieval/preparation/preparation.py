@@ -39,20 +39,21 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.preparation.pixels import (
     INTERPOLATIONS,
     Interpolation,
-    Size,
     centre_crop,
     check_colour,
     check_pixels,
     check_size,
-    reduce_scale,
     resize_bilinear,
-    resize_image,
-    size_with_short_side,
     to_image,
     to_pixels,
-    to_rgb,
-    upright,
-    upright_size,
+)
+from lightning_retrieval.preparation.prepare import (
+    Size,
+    in_colours,
+    pair,
+    resize_image,
+    resized_size,
+    size_before_crop,
 )
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -160,10 +161,11 @@ class Preparation:
         """
         if self.takes_pixels:
             pixels = self._pixels(image)
-            pixels = resize_bilinear(pixels, *self._resized_size(*pixels.shape[1:]))
+            size = resized_size(pixels.shape[1], pixels.shape[2], self.resized_to)
+            pixels = resize_bilinear(pixels, *size)
         else:
             converted = self._image(image)
-            size = self._resized_size(converted.height, converted.width)
+            size = resized_size(converted.height, converted.width, self.resized_to)
             pixels = to_pixels(resize_image(converted, *size, self.interpolation))
         if self.crop_size is None:
             return pixels
@@ -221,14 +223,9 @@ class Preparation:
         return replace(other, resize=(height, width))
 
     @property
-    def resized_to(self) -> int | tuple[int, int] | None:
+    def resized_to(self) -> int | Sequence[int] | None:
         """The size that images are resized to: the short side, a pair of height and width, or None for no resizing."""
-        target = self.resize
-        if target is None:
-            target = self.image_size
-            if isinstance(target, int):
-                target = round(target * 256 / 224)
-        return target  # type: ignore[return-value]
+        return size_before_crop(self.image_size, self.resize)
 
     @property
     def least_size(self) -> Size | None:
@@ -236,9 +233,7 @@ class Preparation:
         target = self.resized_to
         if not self.reduced_scale or target is None:
             return None
-        if isinstance(target, int):
-            return target, target
-        return target
+        return pair(target)
 
     @property
     def gives_one_size(self) -> bool:
@@ -248,9 +243,9 @@ class Preparation:
     @property
     def crop_size(self) -> Size | None:
         """Height and width of the centre crop; None if images are not cropped."""
-        if isinstance(self.image_size, int):
-            return self.image_size, self.image_size
-        return self.image_size  # type: ignore[return-value]
+        if self.image_size is None:
+            return None
+        return pair(self.image_size)
 
     def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
         """The pixels of the image in RGB."""
@@ -270,22 +265,8 @@ class Preparation:
                 f"Preparation: `image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
                 "PIL.Image.fromarray converts an array (height, width, 3) of uint8."
             )
-        reduce_scale(image, self.least_size, upright_size(image))
-        image = upright(image)
-        if image.mode != "RGB" or "transparency" in image.info:
-            image = to_rgb(image, check_colour("Preparation", "background", self.background))
-        if self.channels == 1:
-            return image.convert("L")
-        return image
-
-    def _resized_size(self, height: int, width: int) -> Size:
-        """Height and width after resizing."""
-        target = self.resized_to
-        if target is None:
-            return height, width
-        if isinstance(target, int):
-            return size_with_short_side(height, width, target)
-        return target
+        background = check_colour("Preparation", "background", self.background)
+        return in_colours(image, self.channels, background, self.least_size)
 
     def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """`mean` and `std` in a shape that broadcasts with the images."""
@@ -303,9 +284,8 @@ class Preparation:
         crop, target = self.crop_size, self.resized_to
         if crop is None or target is None:
             return
-        if isinstance(target, int):
-            target = (target, target)
-        if crop[0] > target[0] or crop[1] > target[1]:
+        height, width = pair(target)
+        if crop[0] > height or crop[1] > width:
             raise ValueError(
                 f"Preparation: `resize` must be at least `image_size`, {self.image_size}, so that the crop lies in the "
                 f"image, got {self.resize}."

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from lightning_retrieval.checks import check_choice, check_instance
-from lightning_retrieval.preparation.pixels import Pixels, Size, to_image, to_pixels
+from lightning_retrieval.preparation.pixels import Pixels, to_image, to_pixels
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE, Preparation
+from lightning_retrieval.preparation.prepare import Size
 
 PaperName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
 

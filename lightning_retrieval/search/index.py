@@ -24,14 +24,14 @@ from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer
 from lightning_retrieval.search.rows import (
     OWNER,
     SMALL_BLOCK,
+    Queries,
     Rows,
-    check_finite_rows,
     check_not_mapped,
     check_results,
-    check_rows,
     join_parameters,
     normalized_rows,
     plain_values,
+    query_rows,
     sample_rows,
 )
 from lightning_retrieval.search.storage import new_version, read_folder
@@ -149,6 +149,7 @@ class RetrievalIndex:
             but plain values.
 
     Example:
+        >>> import numpy as np
         >>> import torch
         >>> from lightning_retrieval import RetrievalIndex
         >>> index = RetrievalIndex(dim=4)
@@ -156,6 +157,9 @@ class RetrievalIndex:
         >>> similarities, ids = index.search(torch.tensor([[0.0, 3.0, 0.0, 4.0]]), k=2)
         >>> similarities, ids, index.paths(ids[0])
         (tensor([[0.8000, 0.6000]]), tensor([[8, 6]]), ['d.jpg', 'b.jpg'])
+        >>> similarities, ids = index.search(np.array([0.0, 3.0, 0.0, 4.0]), k=2)  # one vector is one query
+        >>> ids.shape
+        torch.Size([1, 2])
         >>> index.embeddings(ids[0])
         tensor([[0., 0., 0., 1.],
                 [0., 1., 0., 0.]])
@@ -246,18 +250,18 @@ class RetrievalIndex:
             if is_first and self.factory != "Flat":
                 self.recall = measure_recall(self._search, embeddings, new_ids)
 
-    def search(
-        self, queries: Float[Tensor, "query dim"], k: int
-    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+    def search(self, queries: Queries, k: int) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
         """The k nearest rows of each query, nearest first.
 
         Args:
-            queries: embeddings as floating-point rows, on any device, of any norm.
+            queries: floating-point embeddings of any norm, as a tensor on any device or as a NumPy array: rows, or one
+                vector of shape (D,).
             k: from 1 to the number of rows.
 
         Returns:
-            The cosine similarities, approximate if the index stores approximate vectors, and the ids. If an approximate
-                index finds fewer than k rows, -inf and -1 fill the rest.
+            The cosine similarities, approximate if the index stores approximate vectors, and the ids. Both are tensors
+                with a row of k numbers for each query. One vector is one query, so its results have shape (1, k). If
+                an approximate index finds fewer than k rows, -inf and -1 fill the rest.
 
         Raises:
             ValueError: if shapes do not match, a query is not finite, or `k` is out of range.
@@ -267,7 +271,7 @@ class RetrievalIndex:
             return self._search(queries, k)
 
     def search_with_paths(
-        self, queries: Float[Tensor, "query dim"], k: int
+        self, queries: Queries, k: int
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
         """Like `search`, with the path of each row found. Other threads cannot remove rows before the paths are read.
 
@@ -287,11 +291,10 @@ class RetrievalIndex:
             similarities, ids = self._search(queries, k)
             return similarities, ids, [self._table.paths_of_found(row) for row in ids.numpy()]
 
-    def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        check_rows(OWNER, "queries", queries, self.dim)
-        check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
+    def _search(self, queries: Queries, k: int) -> tuple[Tensor, Tensor]:
+        rows = query_rows(OWNER, queries, self.dim)
         k = check_results(OWNER, k, len(self))
-        return faiss_index.search_shards(self.faiss_indexes, self.dim, queries, k)
+        return faiss_index.search_shards(self.faiss_indexes, self.dim, rows, k)
 
     def build_on_disk(
         self,

@@ -23,6 +23,7 @@ from lightning_retrieval.search.id_table import (
 from lightning_retrieval.search.index import RetrievalIndex, measure_recall
 from lightning_retrieval.search.milvus_connection import EMBEDDING, ID, OWNER, PATH, REBUILD, Metadata, MilvusConnection
 from lightning_retrieval.search.rows import (
+    Queries,
     Rows,
     check_finite_rows,
     check_paths,
@@ -32,6 +33,7 @@ from lightning_retrieval.search.rows import (
     normalized_blocks,
     normalized_rows,
     plain_values,
+    query_rows,
 )
 
 BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # maximum numbers of rows and of bytes in one insertion
@@ -244,18 +246,18 @@ class MilvusStore:
         if stored == 0 and rows > 0 and not is_exact:
             self._measure_recall(embeddings, new_ids)
 
-    def search(
-        self, queries: Float[Tensor, "query dim"], k: int
-    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+    def search(self, queries: Queries, k: int) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
         """The k nearest rows of each query, nearest first.
 
         Args:
-            queries: embeddings as floating-point rows, on any device, of any norm > 0.
+            queries: floating-point embeddings of any norm > 0, as a tensor on any device or as a NumPy array: rows, or
+                one vector of shape (D,).
             k: from 1 to the number of rows, at most 16,384.
 
         Returns:
-            The cosine similarities and the ids. If an approximate index finds fewer than k rows, -inf and -1 fill the
-                rest.
+            The cosine similarities and the ids. Both are tensors with a row of k numbers for each query. One vector is
+                one query, so its results have shape (1, k). If an approximate index finds fewer than k rows, -inf and
+                -1 fill the rest.
 
         Raises:
             ValueError: if shapes do not match, a query is zero or not finite, or `k` is out of range.
@@ -266,7 +268,7 @@ class MilvusStore:
         return similarities, ids
 
     def search_with_paths(
-        self, queries: Float[Tensor, "query dim"], k: int
+        self, queries: Queries, k: int
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
         """Like `search`, with the path of each row found, even if a process removes the row meanwhile.
 
@@ -285,17 +287,16 @@ class MilvusStore:
         """
         return self._search(queries, k, [ID, PATH])
 
-    def _search(self, queries: Tensor, k: int, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
+    def _search(self, queries: Queries, k: int, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """The similarities, ids and paths of the nearest rows; paths are "" unless `fields` contains them."""
-        check_rows(OWNER, "queries", queries, self.dim)
-        check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
-        check_directions("queries", queries)
+        rows = query_rows(OWNER, queries, self.dim)
+        check_directions("queries", rows)
         k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
-        similarities = np.full((len(queries), k), -np.inf, np.float32)
-        ids = np.full((len(queries), k), -1, np.int64)
-        paths = [[""] * k for _ in range(len(queries))]
-        for begin in range(0, len(queries), BATCH_QUERIES):
-            batch = normalized_rows(queries[begin : begin + BATCH_QUERIES])
+        similarities = np.full((len(rows), k), -np.inf, np.float32)
+        ids = np.full((len(rows), k), -1, np.int64)
+        paths = [[""] * k for _ in range(len(rows))]
+        for begin in range(0, len(rows), BATCH_QUERIES):
+            batch = normalized_rows(rows[begin : begin + BATCH_QUERIES])
             for row, hits in enumerate(self._nearest(batch, k, fields), start=begin):
                 similarities[row, : len(hits)] = [hit["distance"] for hit in hits]
                 ids[row, : len(hits)] = [hit[ID] for hit in hits]

@@ -79,6 +79,9 @@ class FolderRows:
 
 
 Rows = Float[Tensor, "rows dim"] | FolderRows
+Queries = (
+    Float[Tensor, "query dim"] | Float[Tensor, " dim"] | Float[np.ndarray, "query dim"] | Float[np.ndarray, " dim"]
+)
 
 
 def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -125,6 +128,30 @@ def check_rows(owner: str, name: str, embeddings: Any, dim: int) -> None:
         raise ValueError(
             f"{owner}: `{name}` must have shape (rows, {dim}), as the index has, got {tuple(embeddings.shape)}."
         )
+
+
+def query_rows(owner: str, queries: Queries, dim: int) -> Float[Tensor, "query dim"]:
+    """Queries as a tensor of rows; one vector becomes one row. Raise unless they are finite and have this dimension."""
+    if isinstance(queries, np.ndarray):
+        queries = _tensor_of(owner, queries)
+    check_float(owner, "queries", queries)
+    if queries.shape == (dim,):
+        queries = queries[None]
+    if queries.ndim != 2 or queries.shape[1] != dim:
+        raise ValueError(
+            f"{owner}: `queries` must have shape (rows, {dim}), or ({dim},) for one vector, as the index has, "
+            f"got {tuple(queries.shape)}."
+        )
+    check_finite_rows(owner, "queries", queries, np.arange(len(queries)))
+    return queries
+
+
+def _tensor_of(owner: str, array: NDArray[Any]) -> Tensor:
+    """A copy of an array as a tensor. Torch takes neither a foreign byte order nor, silently, a read-only array."""
+    native = array.dtype.newbyteorder("=")
+    if native not in (np.float16, np.float32, np.float64):
+        raise TypeError(f"{owner}: `queries` must have the dtype float16, float32 or float64, got {array.dtype}.")
+    return torch.from_numpy(array.astype(native, order="C"))
 
 
 def check_not_mapped(mapped: bool, operation: str) -> None:

@@ -47,4 +47,4 @@ def fit_glyphs(logger, glyphs, folder, epochs=2, callbacks=(), **settings):
 
 
 def offline_runs(folder):
-    return [OfflineRun(path) for path in sorted(folder.glob("wandb/offline-run-*"))]
+    return [OfflineRun(path) for path in sorted(folder.glob("*/*/wandb/offline-run-*"))]

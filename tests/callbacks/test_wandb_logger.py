@@ -3,6 +3,7 @@
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -14,6 +15,7 @@ from lightning_retrieval.callbacks import (
     ScoreHistogram,
     TrainingCurve,
 )
+from lightning_retrieval.callbacks.csv_logger import run_folder
 from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, offline_runs, small_glyphs
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in SMALL_LISTS]
@@ -125,6 +127,32 @@ def test_run_with_the_same_id_continues(runs):
     assert min(after.column("trainer/global_step")) == 2 * BATCHES
     assert len({path.parent for path in folder.rglob("*.ckpt")}) == 1
     assert after.summary["best/val/mAP"] == max(before.column("val/mAP") + after.column("val/mAP"))
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_run_holds_all_its_files(runs):
+    folder, first, second, *_ = runs
+    assert {path.name for path in folder.iterdir()} - {"home", ".cache", ".config"} == {"glyphs"}
+    assert [path.name for path in (folder / "glyphs").iterdir()] == ["first"]
+    assert {path.name for path in (folder / "glyphs/first").iterdir()} == {
+        *("checkpoints", "curve.png", "retrieval", "wandb")
+    }
+    assert {run.folder.parent for run in (first, second)} == {folder / "glyphs/first/wandb"}
+
+
+def folder_of_rank(rank, world_size, folder):
+    """The folder of a run whose id differs between the processes until the first one's is used."""
+    logger = RetrievalWandbLogger(save_dir=folder, offline=True)
+    return logger.version, run_folder(SimpleNamespace(log_dir=str(folder), logger=logger))
+
+
+def test_the_id_of_a_run_is_that_of_the_first_process(tmp_path, run_processes, monkeypatch):
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    (first, folder), (second, folder_of_second) = run_processes(folder_of_rank, 2, tmp_path)
+    assert folder == folder_of_second == tmp_path / "lightning-retrieval" / first
+    assert first != second
+    monkeypatch.setenv("WANDB_RUN_ID", "swept")
+    assert folder_of_rank(0, 1, tmp_path)[0] == "swept"
 
 
 @pytest.mark.slow

@@ -249,6 +249,9 @@ def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
     main([*command[1:], *(f"--{name}={value}" for name, value in drawn.items()), *FEW])
     end_offline_run()
     (found,) = map(OfflineRun, tmp_path.rglob("offline-run-*"))
+    folder = found.folder.parents[1]
+    assert folder == tmp_path / "logs/lightning-retrieval" / found.id
+    assert {"checkpoints", "config.yaml"} < {path.name for path in folder.iterdir()}
     assert sweep["metric"] == {"name": "val/mAP", "goal": "maximize"}
     assert len(found.column("val/mAP")) == 1
     assert found.config["loss"]["init_args"]["tau"] == 0.001

@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 from contextlib import redirect_stdout
 
 import numpy as np
@@ -10,13 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, PCAWhitening, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import export as export_module
+from lightning_retrieval.cli.embedding import ImageEmbedder, list_images
 from lightning_retrieval.cli.export import check_program, export_model
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram
 from lightning_retrieval.models import Preparation
+from tests.datamodules.pictures import write_pictures_of_all_kinds
 from tests.lightning_retrieval.cli.glyph_commands import paths_of, run, save_checkpoint
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -59,8 +63,72 @@ def test_files_give_the_embeddings_of_the_checkpoint(glyphs, exported):
     program = torch.export.load(exported / "model.pt2").module()
     np.testing.assert_allclose(program(pixels).detach(), glyphs[1], atol=1e-5)
     np.testing.assert_allclose(program(pixels[:1]).detach(), glyphs[1][:1], atol=1e-5)
-    files = {"model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"}
+    files = {"model.onnx", "model.pt2", "model.int8.onnx", "preparation.json", "prepare.py"}
     assert {path.name for path in exported.iterdir()} == files | {"printed"}
+
+
+# A service that can import onnxruntime, NumPy, Pillow and the exported `prepare.py`, and nothing else.
+SERVICE = """
+import sys
+
+class NothingElse:
+    def find_spec(self, name, path=None, target=None):
+        known = {"numpy", "onnxruntime", "PIL", "prepare", *sys.stdlib_module_names}
+        if name.partition(".")[0] not in known:
+            raise ModuleNotFoundError(f"{name} must not be imported")
+
+sys.meta_path.insert(0, NothingElse())
+model, pictures = sys.argv[1:]
+sys.path.insert(0, model)
+
+import json
+from pathlib import Path
+import numpy
+import onnxruntime
+from PIL import Image
+from prepare import prepare
+
+session = onnxruntime.InferenceSession(f"{model}/model.onnx")
+about = json.loads(session.get_modelmeta().custom_metadata_map["lightning_retrieval"])
+found = {}
+for path in Path(pictures).iterdir():
+    images = prepare(Image.open(path), about)[None]
+    (embeddings,) = session.run(None, {"images": images})
+    found[path.name] = embeddings[0].tolist()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_service_without_this_library_embeds_as_it_does(tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    write_pictures_of_all_kinds(pictures)
+    torch.manual_seed(0)
+    embedder = Embedder("squeezenet1_1", embedding_dim=16, image_size=64)
+    # An untrained network gives similar embeddings to all pictures; after whitening, they differ.
+    _, similar = embedded(save_checkpoint(tmp_path / "1.ckpt", RetrievalModule(embedder, SmoothAPLoss())), pictures)
+    module = RetrievalModule(embedder, SmoothAPLoss(), whitening=PCAWhitening(dim=8).fit(similar))
+    checkpoint = save_checkpoint(tmp_path / "2.ckpt", module)
+    export_model(checkpoint, tmp_path / "exported")
+    answer = subprocess.run(
+        [sys.executable, "-c", SERVICE, tmp_path / "exported", pictures], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    of_service = json.loads(answer.stdout)
+    names, expected = embedded(checkpoint, pictures)
+    found = torch.tensor([of_service[name] for name in names])
+    assert len(names) == len(of_service) > 60
+    cosines = torch.nn.functional.cosine_similarity(found[:, None], expected, dim=2)
+    assert cosines.diagonal().min() > 1 - 1e-3
+    assert cosines.median() < 0.5
+
+
+def embedded(checkpoint, pictures):
+    """The names and the embeddings of pictures, as `index` embeds them."""
+    embedder = ImageEmbedder.load("test", checkpoint, transform=None, batch_size=8, num_workers=0, device="cpu")
+    listed = list_images("test", pictures, None)
+    return listed.index.paths, embedder.embed_all(listed).embeddings
 
 
 @pytest.mark.refusal

@@ -151,9 +151,44 @@ def test_index_names_all_missing_options(capsys):
     assert "required: --output." in err
 
 
+# Calls what the script has installed for the program, as bash does when the user presses the tabulator key.
+PRESS_TABULATOR = """
+source "$1"
+shift
+COMP_WORDS=("$@")
+COMP_CWORD=$(($# - 1))
+COMP_LINE="$*"
+COMP_POINT=${#COMP_LINE}
+installed=$(complete -p lightning-retrieval)
+function=${installed#* -F }
+"${function% lightning-retrieval}" "$1" "${!#}" "${@: -2:1}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def test_bash_completes_commands_options_classes_and_files(tmp_path, capsys):
+    code, script, _ = run(capsys, "completion", "bash")
+    assert code == 0
+    (tmp_path / "script").write_text(script)
+    (tmp_path / "photos").mkdir()
+    for typed, completed in (
+        ("ind", "index"),
+        ("completion z", "zsh"),
+        ("fit --trainer.max_e", "--trainer.max_epochs"),
+        ("fit --config phot", "photos"),
+        ("search --checkp", "--checkpoint"),
+        ("index --images phot", "photos"),
+        ("check --data CU", "CUB200"),
+    ):
+        bash = ["bash", "--norc", "-c", PRESS_TABULATOR, "", tmp_path / "script", "lightning-retrieval", *typed.split()]
+        pressed = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (pressed.stdout, pressed.stderr) == (f"{completed}\n", "")
+
+
 @pytest.mark.parametrize("command", [*OTHER_COMMANDS, *LIGHTNING_COMMANDS])
 def test_help_has_an_example(command, help_of):
-    assert f"lightning-retrieval {command} --" in help_of(NARROW, command, "--help").partition("example")[2]
+    example = help_of(NARROW, command, "--help").partition("example")[2]
+    assert re.search(rf"lightning-retrieval {command} (--|bash)", example)
 
 
 @pytest.fixture

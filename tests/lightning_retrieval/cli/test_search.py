@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
 from PIL import Image
 
 from lightning_retrieval import RetrievalIndex
@@ -315,6 +317,54 @@ def test_the_page_in_a_browser(page, tmp_path):
         assert picture.size == (1000, 900)
         colours = picture.convert("RGB").getcolors(1 << 24)
     assert len(colours) > 100  # text and pictures, not one empty sheet
+
+
+def write_font(folder, family, characters):
+    """Write a font that draws each of the characters as the same triangle."""
+    pen = TTGlyphPen(None)
+    for number, point in enumerate([(0, 0), (500, 800), (900, 0)]):
+        (pen.lineTo if number else pen.moveTo)(point)
+    pen.closePath()
+    triangle = pen.glyph()
+    font = FontBuilder(1000)
+    font.setupGlyphOrder([".notdef", "triangle"])
+    font.setupCharacterMap(dict.fromkeys(map(ord, characters), "triangle"))
+    font.setupGlyf({".notdef": triangle, "triangle": triangle})
+    font.setupHorizontalMetrics({".notdef": (1000, 0), "triangle": (1000, 0)})
+    font.setupHorizontalHeader(ascent=800, descent=-200)
+    font.setupNameTable({"familyName": family, "styleName": "Regular"})
+    font.setupOS2()
+    font.setupPost()
+    font.save(folder / f"{family}.ttf")
+
+
+NAMES_OF_CLASSES = {"Noto Sans CJK SC": "猫", "Noto Sans Devanagari": "बिल्ली", "Noto Sans Thai": "แมว"}
+
+
+def test_names_of_classes_in_any_script_are_shown_in_a_font_of_the_script(tmp_path, monkeypatch):
+    """The browser could take another font, such as an ornamental one, if the page named none for the script."""
+    (tmp_path / "fonts").mkdir()
+    write_font(tmp_path / "fonts", "A", "".join(NAMES_OF_CLASSES.values()))
+    for family, name in NAMES_OF_CLASSES.items():
+        write_font(tmp_path / "fonts", family, name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    hits = [Hit(rank, rank, f"{name}/1.jpg", 0.5) for rank, name in enumerate(NAMES_OF_CLASSES.values(), 1)]
+    source, _ = result_page([QueryResult("a.jpg", hits)], tmp_path, "")
+    (tmp_path / "page.html").write_text(source, encoding="utf-8")
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open((tmp_path / "page.html").as_uri())
+        browser.wait_for("document.documentElement.dataset.ready === '3'")
+        browser.call("CSS.enable")
+        root = browser.call("DOM.getDocument")["root"]["nodeId"]
+        nodes = browser.call("DOM.querySelectorAll", nodeId=root, selector=".card .path")["nodeIds"]
+        used = [browser.call("CSS.getPlatformFontsForNode", nodeId=node)["fonts"] for node in nodes]
+    finally:
+        browser.close()
+    for fonts, family in zip(used, NAMES_OF_CLASSES, strict=True):
+        families = {font["familyName"] for font in fonts}
+        assert family in families
+        assert "A" not in families
 
 
 def test_transparent_pixels_are_white_on_the_page(tmp_path):

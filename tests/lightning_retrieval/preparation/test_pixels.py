@@ -5,13 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval.preparation.pixels import (
-    check_colour,
-    resize_bilinear,
-    to_image,
-    to_pixels,
-    to_rgb,
-)
+from lightning_retrieval.preparation.pixels import check_colour, resize_bilinear, to_image, to_pixels
+from lightning_retrieval.preparation.prepare import to_rgb
 
 RANDOM = np.random.default_rng(0)
 GREEN = (0, 128, 0)

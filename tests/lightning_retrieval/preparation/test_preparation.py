@@ -13,7 +13,9 @@ from torchvision.transforms import InterpolationMode, v2
 
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.decoding import read_image
-from lightning_retrieval.preparation.pixels import INTERPOLATIONS, reduce_scale
+from lightning_retrieval.preparation.pixels import INTERPOLATIONS
+from lightning_retrieval.preparation.prepare import prepare, reduce_scale
+from tests.datamodules.pictures import write_pictures_of_all_kinds
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BILINEAR = InterpolationMode.BILINEAR
@@ -261,3 +263,35 @@ def test_a_preparation_reduces_a_file_that_is_not_decoded_yet(settings, least_si
     assert torch.equal(full, Preparation(**settings).to_uint8(by_hand(stream, 1)))
     assert torch.equal(full, found) == (divisor == 1)
     assert (full.int() - found.int()).abs().float().mean() < 4
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    write_pictures_of_all_kinds(folder)
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest_difference"),
+    [
+        ({"image_size": 64}, 1),
+        ({"image_size": (40, 30), "resize": (41, 45), "background": "#ff8000", "reduced_scale": True}, 1),
+        ({"image_size": 48, "interpolation": "bicubic", "background": (1, 2, 3)}, 0),
+        ({"image_size": (32, 24), "channels": 1, "mean": (0.2,), "std": (0.3,)}, 0),
+    ],
+)
+def test_the_preparation_without_torch_is_the_same(settings, largest_difference, pictures):
+    """Only bilinear resizing of colour images differs, since that of tensors does not round as Pillow does."""
+    preparation = Preparation(**settings)
+    about = json.loads(json.dumps({"preparation": preparation.as_dict(), "input": "uint8"}))
+    for path in pictures:
+        with Image.open(path) as file:
+            wanted = preparation.to_uint8(file)
+        with Image.open(path) as file:
+            found = prepare(file, about)
+        with Image.open(path) as file:
+            normalised = prepare(file, {**about, "input": "float"})
+        assert (found.dtype, found.shape, normalised.dtype) == (np.uint8, tuple(wanted.shape), np.float32)
+        assert np.abs(found.astype(int) - wanted.numpy()).max() <= largest_difference, path.name
+        torch.testing.assert_close(torch.from_numpy(normalised), preparation.normalize(torch.from_numpy(found)))

@@ -48,6 +48,21 @@ def test_half_precision_and_strided_queries():
     assert [part.shape for part in index.search(queries[:0], 3)] == [(0, 3), (0, 3)]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.dtype(np.float32).newbyteorder()])
+def test_queries_may_be_arrays_and_one_vector_is_one_query(dtype):
+    index, queries = built(), vectors(20, seed=1).half()
+    array = queries.numpy().astype(dtype)
+    array.setflags(write=False)  # as arrays over a file are
+    similarities, ids = index.search(queries, 3)
+    assert torch.equal(index.search(array, 3)[1], ids)
+    assert torch.equal(index.search(array[::-1], 3)[1], ids.flip(0))
+    for vector in (queries[7], array[7]):
+        found = index.search_with_paths(vector, 3)
+        torch.testing.assert_close(found[0], similarities[7:8])
+        assert torch.equal(found[1], ids[7:8])
+        assert found[2] == [index.paths(ids[7])]
+
+
 def test_rows_are_added_in_several_parts():
     rows, index, given = vectors(), RetrievalIndex(DIM, shards=2), torch.arange(10)
     index.add(rows[:10], given)
@@ -195,6 +210,9 @@ def test_invalid_input_raises_and_changes_nothing():
         (index.search, (NAN_ROWS, 1), r"NaN or inf in 2 of 8 rows: id 2, id 5\.$"),
         (index.search, (TWO, 51), "`k` must be at most the number of rows in the index, 50, got"),
         (index.search, (vectors(2, 8), 1), r"`queries` must have shape \(rows, 16\).*got \(2, 8\)"),
+        (index.search, (np.zeros(8), 1), r"`queries` must have .* or \(16,\) for one vector, .* got \(8,\)"),
+        (index.search, (np.zeros(16, int), 1), "`queries` must have the dtype float16, .*, got int64"),
+        (index.add, (np.zeros((2, 16)),), "`embeddings` must be a tensor, got a NumPy array; torch.from_numpy"),
         (index.remove, (torch.tensor([999, 3]),), "`ids` must be in the index, got 3, which is not"),
         (index.paths, (torch.tensor([5000]),), "`ids` must be in the index, got 5000, which is not"),
     ]:

@@ -65,6 +65,8 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
     assert filled.paths(ids[3]) == index.paths(ids[3])
     assert len(filled) == ROWS
     assert filled.recall is None  # exact
+    _, ids_of_one = filled.search(queries[3].numpy(), 20)
+    assert torch.equal(ids_of_one, ids[3:4])
     similarities, ids = filled.search(vectors(0), 2)
     assert similarities.shape == ids.shape == (0, 2)
     filled.add(vectors(0))

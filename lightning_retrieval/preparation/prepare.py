@@ -1,0 +1,245 @@
+"""Prepares images for an exported model; needs only Pillow and NumPy, and `export` copies this file next to the model.
+
+    import json
+
+    import onnxruntime
+    from exported.prepare import prepare
+    from PIL import Image
+
+    session = onnxruntime.InferenceSession("exported/model.onnx")
+    about = json.loads(session.get_modelmeta().custom_metadata_map["lightning_retrieval"])
+    images = prepare(Image.open("query.jpg"), about)[None]
+    (embeddings,) = session.run(None, {"images": images})
+
+`Preparation` uses the same functions, so a service prepares images as the evaluation of the model did. The only
+difference is bilinear resizing of colour images: `Preparation` resizes tensors, whose values differ by at most 1 of
+255.
+
+Colours are converted to 8-bit RGB; transparent pixels show a background. JPEGs may be decoded at a half, a quarter or
+an eighth of their size, which libjpeg does much faster than at full size. libjpeg averages squares of pixels, almost
+like a box filter, so the pixels after resizing differ from those at full size.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageColor, ImageFile, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
+
+Size = tuple[int, int]  # height and width
+
+WHITE = (255, 255, 255)
+ORIENTATION = 0x0112  # number of the EXIF tag
+TRANSPOSED = (5, 6, 7, 8)  # values of the EXIF tag for which height and width are swapped
+DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
+_WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+
+
+def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
+    """The input of an exported model for one image: an array (channels, height, width) of uint8 or float32.
+
+    Args:
+        image: an image of any mode, as `PIL.Image.open` returns it. A converted image keeps no EXIF orientation.
+        about: the values in `preparation.json`, which are also in the metadata of the ONNX file.
+
+    Raises:
+        ValueError: if the range of the pixel values is unknown (see `to_rgb`).
+    """
+    settings = about["preparation"]
+    target = size_before_crop(settings["image_size"], settings["resize"])
+    least_size = None
+    if settings["reduced_scale"] and target is not None:
+        least_size = pair(target)
+    image = in_colours(image, settings["channels"], colour(settings["background"]), least_size)
+    height, width = resized_size(image.height, image.width, target)
+    image = resize_image(image, height, width, settings["interpolation"])
+    pixels: NDArray[np.uint8] = np.array(image).reshape(height, width, settings["channels"]).transpose(2, 0, 1)
+    top, left, bottom, right = centre_box(height, width, pair(settings["image_size"]))
+    pixels = pixels[:, top:bottom, left:right]
+    if about["input"] == "uint8":
+        return np.ascontiguousarray(pixels)
+    mean, std = (np.float32(settings[name])[:, None, None] for name in ("mean", "std"))
+    normalised: NDArray[np.float32] = (pixels * np.float32(1 / 255) - mean) / std
+    return normalised
+
+
+def in_colours(image: Image.Image, channels: int, background: Sequence[int], least_size: Size | None) -> Image.Image:
+    """The upright image in RGB, or in grey for one channel.
+
+    Args:
+        image: an image of any mode.
+        channels: 3 for colour, 1 for grey.
+        background: red, green and blue of the colour behind transparent pixels.
+        least_size: as for `reduce_scale`, for the upright image.
+    """
+    reduce_scale(image, least_size, upright_size(image))
+    image = upright(image)
+    if image.mode != "RGB" or "transparency" in image.info:
+        image = to_rgb(image, background)
+    if channels == 1:
+        return image.convert("L")
+    return image
+
+
+def to_rgb(image: Image.Image, background: Sequence[int] = WHITE) -> Image.Image:
+    """Convert an image to 8-bit RGB: 16-bit values are scaled to 8 bits, and transparent pixels show the background.
+
+    Pillow's own conversion would clip values above 255, and show the hidden colour of transparent pixels, often black.
+
+    Raises:
+        ValueError: if the pixels are floating-point numbers, or 32-bit integers that are not obviously 16-bit values.
+    """
+    if image.mode == "F":
+        raise ValueError("it holds floating-point numbers, whose range is unknown; save it in 8 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _16_bits_to_rgb(image)
+    if image.mode in _WITH_ALPHA or "transparency" in image.info:
+        if image.mode == "La":  # Pillow can convert La only to LA
+            image = image.convert("LA")
+        canvas = Image.new("RGBA", image.size, (*background, 255))
+        canvas.alpha_composite(image.convert("RGBA"))
+        image = canvas
+    return image.convert("RGB")
+
+
+def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.int64)
+    low, high = int(values.min()), int(values.max())
+    if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
+        raise ValueError(f"it holds 32-bit integers from {low} to {high}, whose range is unknown; save it in 8 bits")
+    scaled = (values + 128) // 257
+    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
+
+
+def colour(value: str | Sequence[int]) -> Sequence[int]:
+    """Red, green and blue of a colour, which is a name of Pillow or these three numbers.
+
+    Args:
+        value: the colour.
+    """
+    if isinstance(value, str):
+        return ImageColor.getcolor(value, "RGB")  # type: ignore[return-value]
+    return value
+
+
+def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None = None) -> int:
+    """Make Pillow decode a JPEG at the smallest scale at which the image is at least as large as `least_size`.
+
+    Other formats, and images that are already decoded, do not change.
+
+    Args:
+        image: an image that Pillow has opened but not decoded; its size becomes the reduced size.
+        least_size: minimum height and width; None for the full scale.
+        part: height and width of the part of the image to which `least_size` applies; None for the whole image.
+
+    Returns:
+        The divisor of the image size: 1, 2, 4 or 8. The reduced size is rounded up.
+    """
+    if least_size is None or not isinstance(image, JpegImageFile):
+        return 1
+    if part is None:
+        part = (image.height, image.width)
+    before = image.size
+    for divisor in DIVISORS:
+        if part[0] >= divisor * least_size[0] and part[1] >= divisor * least_size[1]:
+            image.draft(None, (image.width // divisor, image.height // divisor))
+            return divisor if image.size != before else 1  # 1 for an image that is already decoded
+    return 1
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The image rotated according to its EXIF orientation, if it comes directly from `PIL.Image.open`.
+
+    Converted or cropped images still have the orientation tag, but may already have been rotated.
+
+    Args:
+        image: an image of any mode.
+    """
+    if isinstance(image, ImageFile.ImageFile):
+        return ImageOps.exif_transpose(image)
+    return image
+
+
+def upright_size(image: Image.Image) -> Size:
+    """Height and width of the result of `upright`, without decoding the image.
+
+    Args:
+        image: an image of any mode.
+    """
+    if isinstance(image, ImageFile.ImageFile) and image.getexif().get(ORIENTATION, 1) in TRANSPOSED:
+        return image.width, image.height
+    return image.height, image.width
+
+
+def size_before_crop(
+    image_size: int | Sequence[int] | None, resize: int | Sequence[int] | None
+) -> int | Sequence[int] | None:
+    """The size that images are resized to: the short side, a pair of height and width, or None for no resizing.
+
+    Args:
+        image_size: setting of `Preparation`.
+        resize: setting of `Preparation`.
+    """
+    if resize is not None:
+        return resize
+    if isinstance(image_size, int):
+        return round(image_size * 256 / 224)
+    return image_size
+
+
+def resized_size(height: int, width: int, target: int | Sequence[int] | None) -> Size:
+    """Height and width after resizing; if the target is the short side, the long side is rounded down.
+
+    Args:
+        height: original height.
+        width: original width.
+        target: as `size_before_crop` returns it.
+    """
+    if target is None:
+        return height, width
+    if not isinstance(target, int):
+        return pair(target)
+    if width <= height:
+        return int(target * height / width), target
+    return target, int(target * width / height)
+
+
+def resize_image(image: Image.Image, height: int, width: int, interpolation: str) -> Image.Image:
+    """Resize a PIL image by one of Pillow's filters.
+
+    Args:
+        image: the image.
+        height: height of the result.
+        width: width of the result.
+        interpolation: name of the filter.
+    """
+    if image.size == (width, height):
+        return image
+    return image.resize((width, height), Image.Resampling[interpolation.upper()])
+
+
+def pair(size: int | Sequence[int]) -> Size:
+    """Height and width.
+
+    Args:
+        size: height and width, or one number for both.
+    """
+    if isinstance(size, int):
+        return size, size
+    height, width = size
+    return height, width
+
+
+def centre_box(height: int, width: int, crop: Size) -> tuple[int, int, int, int]:
+    """Top, left, bottom and right of the centre crop of an image that is at least as large as the crop.
+
+    Args:
+        height: height of the image.
+        width: width of the image.
+        crop: height and width of the crop.
+    """
+    top = round((height - crop[0]) / 2)
+    left = round((width - crop[1]) / 2)
+    return top, left, top + crop[0], left + crop[1]
