@@ -1,4 +1,4 @@
-"""The main job with three seeds, compared with raw pixels in the same evaluation: the figures of the README.
+"""The main job with three seeds, compared with raw pixels in the same evaluation.
 
     python benchmarks/glyphs.py [--seeds 0 1 2] [--configs examples/glyphs.yaml other.yaml]
 

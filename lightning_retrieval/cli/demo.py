@@ -1,4 +1,4 @@
-"""`lightning-retrieval demo`: a Gradio page that searches an index for an uploaded image or for a clicked result."""
+"""`lightning-retrieval demo`: a Gradio page that searches an index for an uploaded, a random or a clicked image."""
 
 import argparse
 import os
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from PIL import Image
 
 from lightning_retrieval.cli.embedding import UnreadableImage
@@ -20,6 +22,7 @@ from lightning_retrieval.cli.search_images import Hit, ImageSearcher, image_fold
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
+from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,17 +32,22 @@ KEPT, PAUSE = 600.0, 30.0  # seconds: how long a visitor's file is kept; time be
 UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: Gradio's folder for uploads and shown images
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
+EXAMPLES = 3  # queries that the empty page offers
+DRAWS, DRAWN_FROM = 12, 100  # random directions, and the number of images near each of which one is drawn
+INVITATION = "Drop an image, click an example or take a random image: the page shows the {k} nearest."
 NO_IMAGE = "There is no image to search for; choose an image file."
 NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothing from an address; upload it first."
+NONE_READABLE = "None of the drawn images can be read in the folder of the index; give their folder with `--images`."
 SIDE = 320  # approximate number of pixels of the longer side of a shown image
 CSS = """
 .gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
-#results .grid-wrap {max-height: none}
-#results .grid-container {grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) !important;
+.pictures .grid-wrap {min-height: 0; max-height: none}
+.pictures .grid-container {grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) !important;
     grid-auto-rows: auto}
-#results .thumbnail-item {aspect-ratio: auto; height: auto; overflow: visible; display: flex; flex-direction: column}
-#results .thumbnail-item img {aspect-ratio: 1; width: 100%; height: auto; object-fit: contain}
-#results .caption-label {position: static; max-width: none; width: 100%; white-space: normal; overflow: visible;
+#examples .grid-container {grid-template-columns: repeat(3, minmax(0, 9rem)) !important; justify-content: center}
+.pictures .thumbnail-item {aspect-ratio: auto; height: auto; overflow: visible; display: flex; flex-direction: column}
+.pictures .thumbnail-item img {aspect-ratio: 1; width: 100%; height: auto; object-fit: contain}
+.pictures .caption-label {position: static; max-width: none; width: 100%; white-space: normal; overflow: visible;
     overflow-wrap: anywhere; text-overflow: clip; background: none; box-shadow: none; border: none; text-align: left}
 """
 
@@ -238,52 +246,131 @@ def _is_small(lengths: Sequence[str]) -> bool:
 def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     """The page as Gradio's `Blocks`; arguments as for `serve_demo`."""
     gradio = _import_gradio()
-
-    def found(file: str | None, shown: str) -> tuple[Any, ...]:
-        """The outputs of the page for a query: the picture, a line of text, the results and their files."""
-        if file is None:
-            return gradio.skip(), NO_IMAGE, gradio.skip(), gradio.skip()
-        try:
-            query = uploaded_picture(Path(file))
-        except ValueError as error:
-            return gradio.skip(), f"**{shown}** {error}", gradio.skip(), gradio.skip()
-        results, _ = searcher.search([file], k)
-        hits = results[0].hits
-        text = f"**{shown}**: {len(hits)} nearest of {len(searcher.index):,} images. Click one to search for it."
-        # A new gallery, so that the frame around the previously clicked image disappears.
-        gallery = gradio.Gallery(value=captioned(hits, images), selected_index=None)
-        return query, text, gallery, [hit.path for hit in hits]
-
-    def search_by_upload(file: str | None) -> tuple[Any, ...]:
-        return found(file, printable(Path(file or "").name))
+    answers = PageAnswers(searcher, images, k)
+    examples = random_pictures(searcher.index, images, EXAMPLES)
 
     # Gradio passes the event to an argument of this type.
-    def search_by_result(
+    def search_by_picture(
         paths: list[str],
         event: gradio.SelectData,  # type: ignore[name-defined]
     ) -> tuple[Any, ...]:
-        path = paths[event.index]
-        return found(str(images / path), printable(path))
+        return answers.of_path(paths[event.index])
 
     with gradio.Blocks(title="Image search", analytics_enabled=False) as page:
-        gradio.Markdown("# Image search")
-        upload = gradio.UploadButton("Search for an image", variant="primary", elem_id="upload")
-        query = gradio.Image(
-            show_label=False, interactive=False, height=200, buttons=[], elem_id="query", visible=True, type="pil"
-        )
-        text = gradio.Markdown(
-            f"Choose an image file to see the nearest of {len(searcher.index):,} images.", elem_id="about"
-        )
-        gallery = _empty_gallery(gradio)
-        paths = gradio.State([])
-        shown = [query, text, gallery, paths]
+        gradio.Markdown(f"# Image search\n{_indexed(searcher.index, images)}", elem_id="indexed")
+        with gradio.Row():
+            with gradio.Column(scale=2):
+                upload = gradio.File(label="Your image", height=140, elem_id="upload")
+                another = gradio.Button("Random image", elem_id="random")
+            with gradio.Column(scale=3):
+                offered = _pictures(gradio, "examples", examples, columns=EXAMPLES, visible=bool(examples))
+                query = gradio.Image(
+                    show_label=False,
+                    interactive=False,
+                    height=200,
+                    buttons=[],
+                    elem_id="query",
+                    visible=False,
+                    type="pil",
+                )
+        text = gradio.Markdown(INVITATION.format(k=k), elem_id="about")
+        results = _pictures(gradio, "results", [], columns=5, visible=False)
+        paths, example_paths = gradio.State([]), gradio.State([path for _, path in examples])
+        shown = [query, text, results, paths, offered]
         # The line of text shows the position in the queue and the time, so that no progress bar covers the images.
         progress = {"show_progress": "minimal", "show_progress_on": text}
-        upload.upload(search_by_upload, upload, shown, api_name="search", **progress)
-        clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", **progress)
+        uploaded = upload.upload(answers.of_upload, upload, shown, api_name="search", **progress)
+        uploaded.then(None, js="() => null", outputs=upload)  # the area is free for the next image
+        private = {"api_visibility": "private", **progress}
+        another.click(answers.of_random_image, None, shown, **private)
+        offered.select(search_by_picture, example_paths, shown, **private)
+        clicked = results.select(search_by_picture, paths, shown, **private)
         _check_inputs(gradio, page)
         clicked.then(None, js="() => window.scrollTo({top: 0})")  # scroll to the new query, above the results
     return page
+
+
+class PageAnswers:
+    """What the page shows for a query: its picture, a line of text, the results, their paths, and no examples.
+
+    Args:
+        searcher: as for `serve_demo`.
+        images: as for `serve_demo`.
+        k: as for `serve_demo`.
+    """
+
+    def __init__(self, searcher: ImageSearcher, images: Path, k: int) -> None:
+        self.searcher = searcher
+        self.images = images
+        self.k = k
+        self._gradio = _import_gradio()
+
+    def of_upload(self, file: str | None) -> tuple[Any, ...]:
+        """The answer for an uploaded file."""
+        if file is None:
+            return self._only_text(NO_IMAGE)
+        return self._of_file(file, Path(file).name)
+
+    def of_path(self, path: str) -> tuple[Any, ...]:
+        """The answer for an image of the index."""
+        return self._of_file(str(self.images / path), path)
+
+    def of_random_image(self) -> tuple[Any, ...]:
+        """The answer for a random image of the index."""
+        drawn = random_pictures(self.searcher.index, self.images, 1)
+        if not drawn:
+            return self._only_text(NONE_READABLE)
+        return self.of_path(drawn[0][1])
+
+    def _of_file(self, file: str, name: str) -> tuple[Any, ...]:
+        shown = _bold(name)
+        try:
+            picture = uploaded_picture(Path(file))
+        except ValueError as error:
+            return self._only_text(f"{shown} {error}")
+        results, _ = self.searcher.search([file], self.k)
+        hits = results[0].hits
+        text = f"{shown}: {len(hits)} nearest of {len(self.searcher.index):,} images. Click one to search for it."
+        query = self._gradio.Image(value=picture, visible=True)
+        # A new gallery, so that the frame around the previously clicked image disappears.
+        gallery = self._gradio.Gallery(value=captioned(hits, self.images), selected_index=None, visible=True)
+        return query, text, gallery, [hit.path for hit in hits], self._gradio.Gallery(visible=False)
+
+    def _only_text(self, text: str) -> tuple[Any, ...]:
+        skip = self._gradio.skip()
+        return skip, text, skip, skip, skip
+
+
+def random_pictures(index: EmbeddingStore, images: Path, count: int) -> list[tuple[Image.Image, str]]:
+    """Up to `count` different random images of an index that can be read: their thumbnails and paths.
+
+    Each is drawn from the `DRAWN_FROM` nearest to a random direction, because listing all ids of a large index is slow.
+    """
+    generator = np.random.default_rng()
+    directions = generator.standard_normal((DRAWS, index.dim), dtype=np.float32)
+    _, _, nearest = index.search_with_paths(torch.from_numpy(directions), min(DRAWN_FROM, len(index)))
+    pictures: dict[str, Image.Image] = {}
+    for row in nearest:
+        found = [path for path in row if path]  # an approximate index may find fewer
+        if not found or len(pictures) == count:
+            continue
+        path = found[generator.integers(len(found))]
+        try:
+            pictures[path] = uploaded_picture(images / path)
+        except ValueError:
+            continue
+    return [(picture, path) for path, picture in pictures.items()]
+
+
+def _indexed(index: EmbeddingStore, images: Path) -> str:
+    """What is indexed and how many, without the folders above, which are no business of a visitor."""
+    return f"**{len(index):,} images** of the folder {_bold(images.name)} are indexed."
+
+
+def _bold(name: str) -> str:
+    """The name of a file in bold Markdown, with each punctuation mark escaped, such as `<` and `_`."""
+    escaped = re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", printable(name))
+    return f"**{escaped}**"
 
 
 def _check_inputs(gradio: Any, page: Any) -> None:
@@ -304,17 +391,20 @@ def _check_inputs(gradio: Any, page: Any) -> None:
     page.validate_inputs = validate_inputs
 
 
-def _empty_gallery(gradio: Any) -> Any:
-    """An empty gallery for the results, with five results in a row; a visitor can click each result."""
+def _pictures(gradio: Any, name: str, pictures: Sequence[Any], columns: int, visible: bool) -> Any:
+    """A gallery of pictures with their captions; a visitor can click each of them."""
     return gradio.Gallery(
+        value=pictures,
         show_label=False,
         allow_preview=False,
-        columns=5,
+        columns=columns,
         object_fit="contain",
         height="auto",
         buttons=[],
         interactive=False,
-        elem_id="results",
+        visible=visible,
+        elem_id=name,
+        elem_classes="pictures",
         format="jpeg",  # Gradio's WebP encoding takes as long as the search
     )
 

@@ -209,7 +209,7 @@ def links(text):
 
 def quoted(text):
     """(figure, section) of figures that link to the section of benchmarks.md in which they were measured."""
-    return re.findall(r"\[([\d.,]+(?: \w+)?)\]\(benchmarks\.md#([\w-]+)\)", text)
+    return re.findall(r"\[([\d.,]+(?: \w+)?)\]\((?:docs/)?benchmarks\.md#([\w-]+)\)", text)
 
 
 def measured(text, section):

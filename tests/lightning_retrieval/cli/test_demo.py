@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 from PIL import Image
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.cli import demo
 from lightning_retrieval.cli.demo import (
+    INVITATION,
     MEGABYTES,
     NO_IMAGE,
     NOT_UPLOADED,
@@ -23,6 +25,7 @@ from lightning_retrieval.cli.demo import (
     captioned,
     delete_old_files,
     is_allowed_host,
+    random_pictures,
     thumbnail,
 )
 from lightning_retrieval.cli.main import main
@@ -31,16 +34,18 @@ from tests.browser import Browser
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of, run
 from tests.processes import start_processes
 
+EXAMPLES = "document.querySelectorAll('#examples .thumbnail-item')"
+INDEXED = "40 images of the folder images are indexed."
 RESULTS = "document.querySelectorAll('#results .thumbnail-item')"
 ABOUT = "document.querySelector('#about').innerText"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 # Whether all pictures are loaded, and every caption is below its picture and within its frame.
-DRAWN = f"""[...{RESULTS}].every(item => {{
+DRAWN = """[...document.querySelectorAll('.pictures .thumbnail-item')].every(item => {
   const [picture, caption] = [item.querySelector("img"), item.querySelector(".caption-label")];
   const [above, below, frame] = [picture, caption, item].map(part => part.getBoundingClientRect());
   return picture.complete && picture.naturalWidth > 0 && above.bottom <= below.top + 1
     && below.bottom <= frame.bottom + 1 && caption.scrollWidth <= caption.clientWidth;
-}})"""
+})"""
 
 
 @pytest.fixture
@@ -112,6 +117,21 @@ def test_pixels_of_a_small_image_become_squares_and_a_large_image_is_made_smalle
     for size, expected in (((200, 100), (200, 100)), ((1280, 640), (SIDE, SIDE // 2))):
         Image.new("RGB", size).save(tmp_path / "large.png")
         assert thumbnail(tmp_path / "large.png").size == expected
+
+
+def test_random_pictures_are_different_images_that_can_be_read(tmp_path):
+    """Of 40 images one in four is damaged; an index whose images are all gone has none to offer."""
+    for number in range(40):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    index = RetrievalIndex(8)
+    index.add(torch.randn(40, 8), paths=[f"{number}.png" for number in range(40)])
+    for number in range(0, 40, 4):
+        (tmp_path / f"{number}.png").write_text("no image")
+    drawn = [random_pictures(index, tmp_path, 3) for _ in range(40)]
+    assert all(len({path for _, path in pictures}) == 3 for pictures in drawn)
+    for picture, path in [pair for pictures in drawn for pair in pictures]:
+        assert picture.getpixel((0, 0)) == (int(path.removesuffix(".png")), 0, 0)
+    assert random_pictures(index, tmp_path / "moved", 3) == []
 
 
 def test_a_damaged_result_becomes_a_grey_square(tmp_path, monkeypatch):
@@ -239,7 +259,21 @@ def test_a_port_that_is_in_use_and_invalid_requests_are_answered_with_a_sentence
     content = io.BytesIO()
     Image.new("1", (10_000, 10_000)).save(content, "PNG")
     answer = server.search_for("wide.png", content.getvalue())
-    assert answer[1] == "**wide.png** has too many pixels; choose one of at most 64 megapixels."
+    assert answer[1] == r"**wide\.png** has too many pixels; choose one of at most 64 megapixels."
+
+
+def search_from_the_empty_page(browser, name):
+    """Search for an example on one page, and for a random image on the others; the examples then make room."""
+    if name == "dark":
+        query = browser.evaluate(f"{EXAMPLES}[1].innerText")
+        browser.evaluate(f"{EXAMPLES}[1].click()")
+    else:
+        query = ""
+        browser.evaluate("document.querySelector('#random').click()")
+    browser.wait_for(f"{RESULTS}.length === 12 && {EXAMPLES}.length === 0 && {DRAWN}")
+    first = browser.evaluate(f"{RESULTS}[0].innerText").split(maxsplit=1)[1]
+    browser.wait_for(f"{ABOUT} === {first + ': 12 nearest of 40 images. Click one to search for it.'!r}")
+    assert first.startswith(query)
 
 
 @pytest.mark.slow
@@ -251,11 +285,15 @@ def test_the_page_in_a_browser(server, indexed, tmp_path):
         for name, width, dark in (("light", 1100, False), ("dark", 1100, True), ("phone", 390, False)):
             browser.open(server.address, width, dark=dark)
             browser.wait_for("document.querySelector('input[type=file]') !== null", 60)
-            assert browser.evaluate(ABOUT) == "Choose an image file to see the nearest of 40 images."
+            browser.wait_for(f"{EXAMPLES}.length === 3 && {DRAWN}")
+            assert browser.evaluate("document.querySelector('#indexed').innerText").split("\n")[-1] == INDEXED
+            assert browser.evaluate(ABOUT) == INVITATION.format(k=12)
+            assert browser.evaluate(f"{RESULTS}.length") == 0
+            search_from_the_empty_page(browser, name)
             browser.choose_file("input[type=file]", indexed / "images" / paths[5])
-            browser.wait_for(f"{RESULTS}.length === 12 && {DRAWN}")
             about = "12 nearest of 40 images. Click one to search for it."
-            assert browser.evaluate(ABOUT) == f"{paths[5].split('/')[-1]}: {about}"
+            found = paths[5].split("/")[-1] + ": " + about
+            browser.wait_for(f"{ABOUT} === {found!r} && {RESULTS}.length === 12 && {DRAWN}")
             assert browser.evaluate(f"{RESULTS}[0].innerText").split() == ["1.000", paths[5]]
             clicked = browser.evaluate(f"{RESULTS}[3].innerText").split(maxsplit=1)[1]
             browser.evaluate(f"{RESULTS}[3].scrollIntoView()")
@@ -269,9 +307,9 @@ def test_the_page_in_a_browser(server, indexed, tmp_path):
             assert browser.evaluate("document.documentElement.scrollWidth") <= width
             backgrounds[name] = browser.evaluate(BACKGROUND)
             browser.picture(tmp_path / f"{name}.png")
-        (tmp_path / "notes.png").write_text("no image")
-        browser.choose_file("input[type=file]", tmp_path / "notes.png")
-        browser.wait_for(f"{ABOUT} === 'notes.png cannot be read as an image; choose another file.'")
+        (tmp_path / "_notes_.png").write_text("no image")  # a name with Markdown in it
+        browser.choose_file("input[type=file]", tmp_path / "_notes_.png")
+        browser.wait_for(f"{ABOUT} === '_notes_.png cannot be read as an image; choose another file.'")
         assert browser.evaluate(f"{RESULTS}.length") == 12
     finally:
         browser.close()
