@@ -1,7 +1,7 @@
 """Compare settings on your own images: train each setting with each seed, and write one table with intervals.
 
     python examples/compare.py photos
-    python examples/compare.py photos --loss smooth_ap roadmap --lr 1e-4 3e-4 --seeds 0 1 2 3 4 --epochs 10
+    python examples/compare.py photos --loss log_rank smooth_ap --lr 1e-4 3e-4 --seeds 0 1 2 3 4 --epochs 10
 
 Options that take several values form a grid, and each combination is a setting. All runs have the same training and
 test classes. The seed determines the initial weights of the head, the batches and the augmentation, so runs with the
@@ -178,7 +178,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[CommandParser, argparse.Name
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
-    parser.add_argument("--loss", nargs="+", choices=LOSSES, default=["smooth_ap", "roadmap", "fast_ap"])
+    parser.add_argument("--loss", nargs="+", choices=LOSSES, default=["log_rank", "smooth_ap", "fast_ap"])
     parser.add_argument("--backbone", nargs="+", default=["resnet18"], help="of torchvision, timm/NAME or hf/NAME")
     parser.add_argument("--size", nargs="+", type=int, default=[None], help="height and width of the images")
     parser.add_argument("--batch", nargs="+", type=int, default=[128], help=f"images, {SAMPLES_PER_CLASS} of a class")

@@ -24,7 +24,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, LogRankLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import (
     APMonitor,
     CheckpointOnInterrupt,
@@ -44,6 +44,7 @@ EXPECTED_WARNINGS = ("ImageSet: skipped ", "RetrievalModule: BatchNorm sees ")
 SAMPLES_PER_CLASS = 4
 CHANNELS = ("RED", "GREEN", "BLUE")
 LOSSES = {
+    "log_rank": LogRankLoss,
     "smooth_ap": partial(SmoothAPLoss, tau=0.01),
     "roadmap": ROADMAPLoss,
     "sup_ap": SupAPLoss,
@@ -123,7 +124,9 @@ def make_module(*, loss: str, lr: float, backbone: str, weights: str, preparatio
     optimizer = partial(torch.optim.AdamW, lr=lr)
     embedder = make_embedder(backbone, weights, preparation)
     # The gradient is that of the whole batch; the memory needed is that of 32 images.
-    return RetrievalModule(embedder, LOSSES[loss](), chunk_size=32, optimizer=optimizer, head_lr_factor=10)
+    return RetrievalModule(
+        embedder, LOSSES[loss](), chunk_size=32, optimizer=optimizer, head_lr_factor=10, gradient_clip_val=1.0
+    )
 
 
 def with_options(message: str) -> str:
@@ -169,7 +172,7 @@ def parse_options() -> tuple[CommandParser, argparse.Namespace]:
     parser.add_argument("--eval_transform", metavar="NAME", help="the same for evaluation; index needs its name too")
     parser.add_argument("--backbone", default="resnet18", help="a model of torchvision, timm/NAME or hf/NAME")
     parser.add_argument("--weights", default="DEFAULT", help="pretrained weights; DEFAULT downloads them; or none")
-    parser.add_argument("--loss", choices=LOSSES, default="smooth_ap")
+    parser.add_argument("--loss", choices=LOSSES, default="log_rank")
     parser.add_argument("--batch", type=int, default=128, help=f"images, {SAMPLES_PER_CLASS} of each class")
     parser.add_argument(
         "--lr", type=float, default=1e-4, help="learning rate of the backbone; the head has 10 times it"
