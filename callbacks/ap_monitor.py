@@ -15,7 +15,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float, Int
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
@@ -30,7 +29,7 @@ from lightning_retrieval.losses import (
     WeightedSum,
 )
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
-from lightning_retrieval.losses.third_party import ThirdPartyLoss, original_loss
+from lightning_retrieval.losses.third_party import ThirdPartyLoss
 from lightning_retrieval.metrics.definitions import average_precision
 from lightning_retrieval.metrics.gathering import Rows, unit_rows
 from lightning_retrieval.metrics.retrieval import QueryMetric, RetrievalMetrics, query_values
@@ -219,7 +218,8 @@ class APMonitor(pl.Callback):
     Relations:
         If a memory extends the lists of the loss, it also extends the lists of `train/AP`. AP and AP_e are computed as
         if `class_balanced` and `include_self` of the loss were False. For losses that do not approximate AP in [0, 1],
-        AP_e is not logged and a warning is issued. Before the first training batch, no gap is logged.
+        such as `LogRankLoss` and losses of pairs, AP_e is not logged. Before the first training batch, no gap is
+        logged.
     """
 
     def __init__(self) -> None:
@@ -235,11 +235,6 @@ class APMonitor(pl.Callback):
             raise TypeError(
                 "APMonitor: the module must have a `loss` of this library, as RetrievalModule has, got "
                 f"{type(loss).__name__} in {type(pl_module).__name__}."
-            )
-        if stage == "fit" and find_surrogate(loss) is None:
-            rank_zero_warn(
-                f"APMonitor: train/AP_e is not logged, because {type(original_loss(loss)).__name__} does not "
-                "approximate AP in [0, 1]."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
