@@ -98,7 +98,7 @@ TASKS = {
         "fine-tuning of the last two stages",
         LAST_STAGES,
         rates=(0.0001, 0.0002, 0.0005, 0.001),
-        arms=(SMOOTH_AP, LOG_RANK, MULTI_SIMILARITY, SUP_CON),
+        arms=(SMOOTH_AP, LOG_RANK, MULTI_SIMILARITY, SUP_CON, FIRST_PAIRS_LOG_RANK),
     ),
 }
 SWEPT = ("glyphs", "emoji", "head")  # tasks on which temperatures are tried
