@@ -403,17 +403,17 @@ class Command(NamedTuple):
 COMMANDS = {
     "embed": Command(
         "Embed images into a folder of Parquet files. After a kill, the same command continues.",
-        "lightning-retrieval embed --checkpoint logs/own_images --images photos --output out",
+        "lightning-retrieval embed --checkpoint best.ckpt --images photos --output out",
         _add_embed_options,
     ),
     "export": Command(
         "Export a model to ONNX and to a program of torch.export, and compare both with the model.",
-        "lightning-retrieval export --checkpoint logs/own_images --output exported",
+        "lightning-retrieval export --checkpoint best.ckpt --output exported",
         _add_export_options,
     ),
     "index": Command(
         "Embed the images in a folder and write an index of them, or of embeddings that `embed` wrote.",
-        "lightning-retrieval index --checkpoint logs/own_images --images photos --output index",
+        "lightning-retrieval index --checkpoint best.ckpt --images photos --output index",
         _add_index_options,
     ),
     "search": Command(

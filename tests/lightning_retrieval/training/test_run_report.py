@@ -15,7 +15,7 @@ def test_messages_of_other_code_appear(caplog):
     before = list(warnings.filters)
     with quiet_trainer("expected by the script"):
         warnings.warn("expected by the script: it chose this", stacklevel=1)  # pytest would make this an error
-        with pytest.warns(UserWarning, match="LeafSpec"):  # this code is not of Lightning
+        with pytest.raises(UserWarning, match="LeafSpec"):  # this code is not of Lightning, and pytest raises
             warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated", stacklevel=1)
         pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         rank_zero_info("lists of 7 images")
