@@ -179,7 +179,9 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser("lightning-retrieval")
     commands = parser.add_subparsers()
-    (of_lightning,) = (action for action in capture_parser(fit)._actions if action.dest == "subcommand")
+    (of_lightning,) = (
+        action for action in capture_parser(fit)._actions if isinstance(action, argparse._SubParsersAction)
+    )
     for name, description in {**LIGHTNING_COMMANDS, **OTHER_COMMANDS}.items():
         command = commands.add_parser(name, help=description)
         if name in LIGHTNING_COMMANDS:

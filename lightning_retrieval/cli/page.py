@@ -44,9 +44,8 @@ def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tup
     if len(results) > 1:
         queries = f"{len(results)} queries"
         navigation = f'<nav aria-label="Queries">{"".join(links)}</nav>'
-    names = [f'"{font}"' if " " in font else font for font in FONTS]
     page = _PAGE.substitute(
-        about=escape(about), queries=queries, links=navigation, sections="".join(sections), fonts=", ".join(names)
+        about=escape(about), queries=queries, links=navigation, sections="".join(sections), fonts=", ".join(FONTS)
     )
     return page, missing
 

@@ -354,7 +354,7 @@ def test_names_of_classes_in_any_script_are_shown_in_a_font_of_the_script(tmp_pa
     browser = Browser(tmp_path / "profile")
     try:
         browser.open((tmp_path / "page.html").as_uri())
-        browser.wait_for("document.documentElement.dataset.ready === '3'")
+        browser.wait_for("document.readyState === 'complete' && document.documentElement.dataset.ready === '3'")
         browser.call("CSS.enable")
         root = browser.call("DOM.getDocument")["root"]["nodeId"]
         nodes = browser.call("DOM.querySelectorAll", nodeId=root, selector=".card .path")["nodeIds"]
