@@ -1,5 +1,6 @@
 """The tasks that Lightning leaves to a module in manual optimization: optimizers, clipping, schedulers, logging."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -348,6 +349,23 @@ class ManualTraining(OptimizedModule):
         """Step the `ReduceLROnPlateau` schedulers in a run without validation."""
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
+
+
+def steps_of_run(trainer: Any) -> float:
+    """The number of optimizer steps after which a run ends, counted as in `trainer.global_step`.
+
+    Each optimizer is stepped once per batch, and Lightning counts the steps of all optimizers. The result is inf if the
+    run has no limit of steps or epochs, or if the number of batches of an epoch is unknown.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer` in a run.
+    """
+    most = math.inf
+    if trainer.max_epochs != -1:
+        most = trainer.max_epochs * trainer.num_training_batches * max(len(trainer.optimizers), 1)
+    if trainer.max_steps != -1:
+        most = min(most, trainer.max_steps)
+    return most
 
 
 def _count_begun_epoch(trainer: Any) -> None:
