@@ -205,6 +205,7 @@ class ManualTraining(OptimizedModule):
         self.automatic_optimization = False
         self._is_first_step = True  # whether the next step is the first step of the run
         self._throughput = Throughput()
+        self._logged_terms: set[str] = set()  # names of the values that the last step has logged
 
     def _step_optimizers(self) -> bool:
         """Step all optimizers; returns False if half precision skipped the step because a gradient was not finite."""
@@ -265,6 +266,11 @@ class ManualTraining(OptimizedModule):
             terms: values by the names under which they are logged.
             images: images of all processes in this step.
         """
+        for name in (
+            self._logged_terms - terms.keys()
+        ):  # else Lightning would log their last values until the epoch ends
+            self.trainer._results.pop(f"training_step.{name}", None)  # type: ignore[union-attr]
+        self._logged_terms = set(terms)
         for name, value in terms.items():
             self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
