@@ -266,10 +266,9 @@ class ManualTraining(OptimizedModule):
             terms: values by the names under which they are logged.
             images: images of all processes in this step.
         """
-        for name in (
-            self._logged_terms - terms.keys()
-        ):  # else Lightning would log their last values until the epoch ends
-            self.trainer._results.pop(f"training_step.{name}", None)  # type: ignore[union-attr]
+        results: Any = self.trainer._results
+        for name in self._logged_terms - terms.keys():
+            results.pop(f"training_step.{name}", None)  # Lightning would log the last value until the epoch ends
         self._logged_terms = set(terms)
         for name, value in terms.items():
             self.log(name, value, prog_bar=name == "train/loss")
