@@ -276,7 +276,8 @@ def constructors():
     """{loss: the valid call of its constructor} of the losses with such settings."""
     found = {}
     for name, (call, *_) in CALLS.items():
-        if isinstance(call.function, type) and settings_of(call):
+        is_loss = isinstance(call.function, type) and issubclass(call.function, nn.Module)
+        if is_loss and settings_of(call):
             found[name] = call
     return found
 
