@@ -152,7 +152,7 @@ def test_every_loss_of_the_package_can_be_described():
     ("weight", "match"),
     [
         ({"class_path": "lightning_retrieval.losses.After", "init_args": {"start": "0.2"}}, "After: `start` must be a"),
-        ({"class_path": "torch.optim.SGD", "init_args": {}}, "Test: `losses` names torch.optim.SGD, which is not a"),
+        ({"class_path": "torch.optim.SGD", "init_args": {}}, "Test: `ap` names torch.optim.SGD, which is not a"),
         ({"class_path": "torch.nn.Identity", "init_args": {}}, r"WeightedSum: `losses\['ap'\]` must be a number or a"),
     ],
 )
