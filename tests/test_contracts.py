@@ -111,6 +111,9 @@ TABLE = {
     "WeightedSum": Entry(
         {"losses": {"ap": (1.0, SmoothAPLoss()), "recall": (0.5, SupAPLoss())}}, shown=(), not_moved=LAST_TERMS
     ),
+    "After": Entry({"start": 0.2, "value": 2.0}),
+    "Before": Entry({"end": 0.2, "value": 2.0}),
+    "Ramp": Entry({"first": 1.0, "last": 0.5, "start": 0.1, "end": 0.6, "geometric": True}),
     "NestedLoss": Entry({"loss": SmoothAPLoss(tau=0.1), "dims": (2, 4), "weights": (1.0, 0.5)}, not_moved=LAST_TERMS),
     "blackbox_rank": Entry(without=ONLY_CALLED),
     "chunked_backward": Entry(without=ONLY_CALLED),

@@ -15,12 +15,14 @@ import pytorch_lightning as pl
 import torch
 from fsspec.implementations.local import LocalFileOpener
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, TinyFasterRCNN
+from lightning_retrieval.losses import Before, Ramp, WeightedSum
 from lightning_retrieval.models import GlyphNet
 from tests.lightning_retrieval.detection.scenes import SceneData, Scenes
 from tests.processes import start_processes
@@ -86,7 +88,9 @@ def retrieval_run(workers):
     embedder = Embedder(nn.Sequential(GlyphNet(width=4), nn.Dropout(0.2)), 16)
     module = RetrievalModule(
         embedder,
-        SmoothAPLoss(),
+        WeightedSum(
+            {"pairs": (Before(0.5), ContrastiveLoss()), "ap": (Ramp(0.1, 1.0, geometric=True), SmoothAPLoss())}
+        ),
         chunk_size=16,  # of 40 images
         memory=CrossBatchMemory(100, start_step=2),
         **optimizer_settings(),

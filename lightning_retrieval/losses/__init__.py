@@ -4,7 +4,7 @@ from lightning_retrieval.losses.base import RetrievalLoss
 from lightning_retrieval.losses.binned_ap import FastAPLoss, QuantizedAPLoss
 from lightning_retrieval.losses.blackbox import BlackboxAPLoss, BlackboxRecallLoss, blackbox_rank
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
-from lightning_retrieval.losses.combined import NestedLoss, WeightedSum
+from lightning_retrieval.losses.combined import After, Before, NestedLoss, Ramp, WeightedSum
 from lightning_retrieval.losses.hap import HAPLoss
 from lightning_retrieval.losses.log_rank import LogRankLoss
 from lightning_retrieval.losses.recall_at_k import RecallAtKLoss
@@ -12,6 +12,8 @@ from lightning_retrieval.losses.roadmap import CalibrationLoss, PairLoss, ROADMA
 from lightning_retrieval.losses.smooth_ap import SmoothAPLoss
 
 __all__ = [
+    "After",
+    "Before",
     "BlackboxAPLoss",
     "BlackboxMAPLoss",
     "BlackboxRecallLoss",
@@ -23,6 +25,7 @@ __all__ = [
     "PairLoss",
     "QuantizedAPLoss",
     "ROADMAPLoss",
+    "Ramp",
     "RecallAtKLoss",
     "RetrievalLoss",
     "SmoothAPLoss",

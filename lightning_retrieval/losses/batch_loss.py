@@ -67,6 +67,7 @@ class RankedBatch:
         ref_ids: dataset index of each reference.
         queries: the queries that this process computes; None computes all of them.
         shared: cache of numbers that depend only on labels and ids; None if no other batch has the same labels and ids.
+        fraction: fraction of the training steps that are done, from 0 to 1; 1 for a call outside of a training.
     """
 
     embeddings: Float[Tensor, "query dim"]
@@ -77,6 +78,7 @@ class RankedBatch:
     ref_ids: Int[Tensor, " gallery"] | None = None
     queries: QueryRange | None = None
     shared: SharedReads | None = None
+    fraction: float = 1.0
 
 
 class BatchLoss(nn.Module):
@@ -131,10 +133,21 @@ class BatchLoss(nn.Module):
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""
         raise NotImplementedError(f"{type(self).__name__}: a loss must implement `of_batch`.")
 
-    @property
-    def splits_by_query(self) -> bool:
-        """Whether the loss is a sum over queries, so that each process can compute its own range of queries."""
+    def splits_by_query(self, fraction: float = 1.0) -> bool:
+        """Whether the loss is a sum over queries, so that each process can compute its own range of queries.
+
+        Args:
+            fraction: fraction of the training steps that are done. The answer may differ between two steps.
+        """
         return True
+
+    def scheduled_weights(self, fraction: float = 1.0) -> dict[str, float]:
+        """The weights that change during training, by name of their terms; empty for a loss that does not change.
+
+        Args:
+            fraction: fraction of the training steps that are done.
+        """
+        return {}
 
     @property
     def terms_without_references(self) -> list[str]:

@@ -1,5 +1,8 @@
 """Sums of several losses (`WeightedSum`), or of one loss over several prefixes of the embeddings (`NestedLoss`).
 
+The weights of a `WeightedSum` may change during training: `Before`, `After` and `Ramp` give a weight as a function of
+the fraction of the training steps that are done.
+
 Nested embeddings (Kusupati et al., "Matryoshka Representation Learning", NeurIPS 2022):
 
     L = sum over m in M of c_m L(z_1:m)                       (equation 1)
@@ -8,6 +11,7 @@ z_1:m are the first m dimensions of an embedding, normalised again; M is `dims` 
 paper. The first dimensions then work as an embedding by themselves, so one model serves several dimensions.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_finite_number, check_instance, check_sequence, short_repr
+from lightning_retrieval.checks import (
+    check_bool,
+    check_finite_number,
+    check_instance,
+    check_not_negative,
+    check_positive,
+    check_sequence,
+    short_repr,
+)
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch, SharedReads
 from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss
@@ -80,10 +92,13 @@ class NestedLoss(BatchLoss):
         """The loss as it was given."""
         return original_loss(self.part)
 
-    @property
-    def splits_by_query(self) -> bool:
-        """Whether the loss is a sum over queries."""
-        return self.part.splits_by_query
+    def splits_by_query(self, fraction: float = 1.0) -> bool:
+        """Whether the loss is a sum over queries, at a fraction of the training."""
+        return self.part.splits_by_query(fraction)
+
+    def scheduled_weights(self, fraction: float = 1.0) -> dict[str, float]:
+        """The scheduled weights of the loss, by name, at a fraction of the training."""
+        return self.part.scheduled_weights(fraction)
 
     @property
     def terms_without_references(self) -> list[str]:
@@ -129,17 +144,168 @@ def _checked_weights(owner: str, weights: Sequence[float], dims: tuple[int, ...]
     return tuple(check_finite_number(owner, "weights", weight) for weight in weights)
 
 
+class Schedule(ABC):
+    """A weight that depends on the fraction of the training steps that are done: `Before`, `After` or `Ramp`."""
+
+    @abstractmethod
+    def __call__(self, fraction: float) -> float:
+        """The weight at a fraction of the training, from 0 (the first step) to 1."""
+
+    @property
+    @abstractmethod
+    def changes(self) -> tuple[float, ...]:
+        """The fractions, besides 0, from which on the weight may be 0."""
+
+    def init_args(self) -> dict[str, Any]:
+        """The constructor arguments, for checkpoints."""
+        return dict(vars(self))
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.init_args().items())
+        return f"{type(self).__name__}({settings})"
+
+
+class Before(Schedule):
+    """A weight that is 0 from a fraction of the training on.
+
+    Args:
+        end: fraction of the training steps, from 0 to 1.
+        value: the weight before `end`.
+
+    Raises:
+        ValueError: if `end` is not from 0 to 1, or `value` is not from -1e12 to 1e12.
+        TypeError: if an argument is not a number.
+
+    Example:
+        >>> from lightning_retrieval.losses import Before
+        >>> weight = Before(0.2)
+        >>> weight(0.0), weight(0.2), weight(1.0)
+        (1.0, 0.0, 0.0)
+
+    Relations:
+        `After` is the complement. `WeightedSum` has the example of a training.
+    """
+
+    def __init__(self, end: float, value: float = 1.0) -> None:
+        self.end = check_finite_number("Before", "end", end, least=0, most=1)
+        self.value = check_finite_number("Before", "value", value)
+
+    def __call__(self, fraction: float) -> float:
+        """The weight at a fraction of the training."""
+        if fraction < self.end:
+            return self.value
+        return 0.0
+
+    @property
+    def changes(self) -> tuple[float, ...]:
+        """The fractions, besides 0, from which on the weight may be 0."""
+        return (self.end,)
+
+
+class After(Schedule):
+    """A weight that is 0 until a fraction of the training.
+
+    Args:
+        start: fraction of the training steps, from 0 to 1.
+        value: the weight from `start` on.
+
+    Raises:
+        ValueError: if `start` is not from 0 to 1, or `value` is not from -1e12 to 1e12.
+        TypeError: if an argument is not a number.
+
+    Example:
+        >>> from lightning_retrieval.losses import After
+        >>> weight = After(0.2)
+        >>> weight(0.0), weight(0.2), weight(1.0)
+        (0.0, 1.0, 1.0)
+
+    Relations:
+        `Before` is the complement. `WeightedSum` has the example of a training.
+    """
+
+    def __init__(self, start: float, value: float = 1.0) -> None:
+        self.start = check_finite_number("After", "start", start, least=0, most=1)
+        self.value = check_finite_number("After", "value", value)
+
+    def __call__(self, fraction: float) -> float:
+        """The weight at a fraction of the training."""
+        if fraction < self.start:
+            return 0.0
+        return self.value
+
+    @property
+    def changes(self) -> tuple[float, ...]:
+        """The fractions, besides 0, from which on the weight may be 0."""
+        return ()
+
+
+class Ramp(Schedule):
+    """A weight that changes gradually from one value to another.
+
+    Args:
+        first: the weight until `start`, >= 0.
+        last: the weight from `end` on, >= 0.
+        start: fraction of the training steps at which the weight begins to change, from 0 to 1.
+        end: fraction of the training steps at which the weight reaches `last`, above `start`, at most 1.
+        geometric: multiply the weight by the same factor in each step, instead of adding the same number; `first` and
+            `last` must then be > 0.
+
+    Raises:
+        ValueError: if a number is out of its range, or `start` is not below `end`.
+        TypeError: if a number has the wrong type, or `geometric` is not a bool.
+
+    Example:
+        >>> from lightning_retrieval.losses import Ramp
+        >>> linear, geometric = Ramp(1.0, 0.01, end=0.5), Ramp(1.0, 0.01, end=0.5, geometric=True)
+        >>> [round(linear(fraction), 4) for fraction in (0.0, 0.25, 1.0)]
+        [1.0, 0.505, 0.01]
+        >>> [round(geometric(fraction), 4) for fraction in (0.0, 0.25, 1.0)]
+        [1.0, 0.1, 0.01]
+
+    Relations:
+        `Before` and `After` change the weight between two steps.
+    """
+
+    def __init__(
+        self, first: float, last: float, *, start: float = 0.0, end: float = 1.0, geometric: bool = False
+    ) -> None:
+        check_weight = check_not_negative
+        if check_bool("Ramp", "geometric", geometric):
+            check_weight = check_positive
+        self.first = check_weight("Ramp", "first", first)
+        self.last = check_weight("Ramp", "last", last)
+        self.start = check_finite_number("Ramp", "start", start, least=0, most=1)
+        self.end = check_finite_number("Ramp", "end", end, least=0, most=1)
+        self.geometric = geometric
+        if self.start >= self.end:
+            raise ValueError(f"Ramp: `start` must be below `end`, got {self.start} and {self.end}.")
+
+    def __call__(self, fraction: float) -> float:
+        """The weight at a fraction of the training."""
+        progress = (fraction - self.start) / (self.end - self.start)
+        progress = min(max(progress, 0.0), 1.0)
+        if self.geometric:
+            return float(self.first ** (1 - progress) * self.last**progress)
+        return (1 - progress) * self.first + progress * self.last
+
+    @property
+    def changes(self) -> tuple[float, ...]:
+        """The fractions, besides 0, from which on the weight may be 0."""
+        return (self.end,)
+
+
 class WeightedSum(BatchLoss):
-    """A sum of losses, each with a weight and a name.
+    """A sum of losses, each with a name and a weight, which may change during training.
 
     Args:
         losses: name, weight and loss of each term: `{"ap": (1.0, SmoothAPLoss()), "calibration": (0.5, ...)}`. Losses
             of this library get all arguments; third-party losses get embeddings, labels and, if they can rank them, the
-            references.
+            references. A weight is a number, or `Before`, `After` or `Ramp`. A term of weight 0 is not computed.
 
     Raises:
-        ValueError: if there is no term, a weight is not from -1e12 to 1e12, or a name is empty or has a dot.
-        TypeError: if `losses` is not a mapping, a loss is not a module or a weight not a number.
+        ValueError: if there is no term, a weight is not from -1e12 to 1e12, all weights are 0 at a fraction of the
+            training, or a name is empty or has a dot.
+        TypeError: if `losses` is not a mapping, a loss is not a module or a weight neither a number nor a schedule.
 
     Example:
         >>> import torch
@@ -150,11 +316,24 @@ class WeightedSum(BatchLoss):
         >>> {name: round(term.item(), 4) for name, term in loss.terms.items()}
         {'ap': 0.25, 'calibration': 0.19}
 
+        The first 20 % of the training steps with a loss of pairs, the others with Smooth-AP:
+
+        >>> from pytorch_metric_learning.losses import MultiSimilarityLoss
+        >>> from lightning_retrieval.losses import After, Before
+        >>> pairs, ap = MultiSimilarityLoss(), SmoothAPLoss(tau=0.05)
+        >>> loss = WeightedSum({"pairs": (Before(0.2), pairs), "ap": (After(0.2), ap)})
+        >>> loss.weights_at(0.1)
+        {'pairs': 1.0, 'ap': 0.0}
+
     Relations:
-        `terms` holds the unweighted values of the latest call, which `RetrievalModule` logs as `train/loss/<name>`.
+        `terms` holds the unweighted values of the latest call, which `RetrievalModule` logs as `train/loss/<name>`. It
+        logs weights that change as `train/weight/<name>`. `RetrievalModule` computes the fraction of the training from
+        `max_epochs` and `max_steps` of the Trainer. A training loop of your own calls
+        `loss.of_batch(RankedBatch(embeddings, labels, fraction=step / steps))`. All other calls, and `from_scores`, use
+        the weights with which the training ends.
     """
 
-    def __init__(self, losses: Mapping[str, tuple[float, nn.Module]]) -> None:
+    def __init__(self, losses: Mapping[str, tuple[float | Schedule, nn.Module]]) -> None:
         super().__init__()
         owner = type(self).__name__
         if not isinstance(losses, Mapping):
@@ -164,55 +343,101 @@ class WeightedSum(BatchLoss):
             )
         if not losses:
             raise ValueError(f"{owner}: `losses` must hold at least one term, got {short_repr(losses)}.")
-        self.weights: dict[str, float] = {}
+        self.weights: dict[str, float | Schedule] = {}
         self.parts = nn.ModuleDict()
         for name, term in losses.items():
             _check_term(owner, name, term)
             weight, loss = term
-            self.weights[name] = check_finite_number(owner, f"losses[{name!r}]", weight)
+            if not isinstance(weight, Schedule):
+                weight = check_finite_number(owner, f"losses[{name!r}]", weight, rule=" or a schedule")
+            self.weights[name] = weight
             self.parts[name] = as_batch_loss(loss)
+        self._check_weights()
 
     @property
-    def losses(self) -> dict[str, tuple[float, nn.Module]]:
+    def losses(self) -> dict[str, tuple[float | Schedule, nn.Module]]:
         """The terms as they were given."""
         return {name: (self.weights[name], original_loss(part)) for name, part in self.parts.items()}
 
-    @property
-    def splits_by_query(self) -> bool:
-        """Whether every term is a sum over queries."""
-        return all(part.splits_by_query for part in self.parts.values())
+    def weights_at(self, fraction: float) -> dict[str, float]:
+        """The weight of each term at a fraction of the training, from 0 (the first step) to 1."""
+        check_finite_number(type(self).__name__, "fraction", fraction, least=0, most=1)
+        values: dict[str, float] = {}
+        for name, weight in self.weights.items():
+            if isinstance(weight, Schedule):
+                weight = weight(fraction)
+            values[name] = weight
+        return values
+
+    def scheduled_weights(self, fraction: float = 1.0) -> dict[str, float]:
+        """The scheduled weights, by name, at a fraction of the training; those of an inner sum as `outer/inner`."""
+        found: dict[str, float] = {}
+        for name, part in self._parts():
+            weight = self.weights[name]
+            if isinstance(weight, Schedule):
+                found[name] = weight(fraction)
+            for inner, value in part.scheduled_weights(fraction).items():
+                found[f"{name}/{inner}"] = value
+        return found
+
+    def splits_by_query(self, fraction: float = 1.0) -> bool:
+        """Whether every term whose weight is not 0 at a fraction of the training is a sum over queries."""
+        return all(part.splits_by_query(fraction) for _, part in self._computed(self.weights_at(fraction)))
 
     @property
     def terms_without_references(self) -> list[str]:
         """Class names of the terms that cannot rank references."""
         names: list[str] = []
-        for part in self.parts.values():
-            names += part.terms_without_references  # type: ignore[arg-type]
+        for _, part in self._parts():
+            names += part.terms_without_references
         return names
 
     def of_batch(self, batch: RankedBatch) -> Tensor:
         """The weighted sum."""
-        values: dict[str, Tensor] = {}
-        for name, part in self.parts.items():
-            loss: Any = part
-            values[name] = loss.of_batch(batch)
-        return self._sum(values)
+        weights = self.weights_at(batch.fraction)
+        values = {name: part.of_batch(batch) for name, part in self._computed(weights)}
+        return self._sum(values, weights)
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
         """The weighted sum for a score matrix, with the arguments of `RetrievalLoss`; all terms need `from_scores`."""
-        values: dict[str, Tensor] = {}
-        for name, part in self.parts.items():
+        weights, values = self.weights_at(1.0), {}
+        for name, part in self._computed(weights):
             loss: Any = part
             values[name] = loss.from_scores(scores, relevant, candidate)
-        return self._sum(values)
+        return self._sum(values, weights)
 
     def extra_repr(self) -> str:
         return f"weights={self.weights}"
 
-    def _sum(self, values: dict[str, Tensor]) -> Tensor:
+    def _parts(self) -> Iterator[tuple[str, BatchLoss]]:
+        """Name and loss of each term."""
+        parts: Any = self.parts.items()
+        yield from parts
+
+    def _computed(self, weights: Mapping[str, float]) -> Iterator[tuple[str, BatchLoss]]:
+        """Name and loss of each term whose weight is not 0."""
+        for name, part in self._parts():
+            if weights[name] != 0:
+                yield name, part
+
+    def _sum(self, values: dict[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         self.terms = {name: value.detach() for name, value in values.items()}
-        weighted = [self.weights[name] * value for name, value in values.items()]
+        weighted = [weights[name] * value for name, value in values.items()]
         return torch.stack(weighted).sum(0)
+
+    def _check_weights(self) -> None:
+        """Raise if all weights are 0 at some fraction of the training: at the first step, or where a schedule ends."""
+        fractions = {0.0}
+        for weight in self.weights.values():
+            if isinstance(weight, Schedule):
+                fractions.update(weight.changes)
+        for fraction in sorted(fractions):
+            if not any(self.weights_at(fraction).values()):
+                raise ValueError(
+                    f"{type(self).__name__}: `losses` must have a weight other than 0 at each step, got "
+                    f"{short_repr(self.weights)}, which are all 0 at the fraction {fraction:g} of the training; let "
+                    "one weight start where another ends, such as Before(0.2) and After(0.2)."
+                )
 
 
 def _check_term(owner: str, name: str, term: Any) -> None:

@@ -53,6 +53,8 @@ class ThirdPartyLoss(BatchLoss):
             ref_emb, ref_labels)`, the signature of pytorch-metric-learning.
 
     Raises:
+        ValueError: if a weight of a loss within `loss` changes during training, because the calls do not tell the
+            fraction of the training.
         TypeError: if `loss` is not a module; when called, if there are references and the loss cannot exclude the
             query's own copy, or if `queries` is given.
 
@@ -72,10 +74,10 @@ class ThirdPartyLoss(BatchLoss):
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         check_instance(type(self).__name__, "loss", loss, nn.Module)
+        _check_no_schedule(loss)
         self.loss = loss
 
-    @property
-    def splits_by_query(self) -> bool:
+    def splits_by_query(self, fraction: float = 1.0) -> bool:
         """False: the loss is not known to be a sum over queries."""
         return False
 
@@ -146,6 +148,16 @@ def original_loss(loss: nn.Module) -> nn.Module:
     if isinstance(loss, ThirdPartyLoss):
         return loss.loss
     return loss
+
+
+def _check_no_schedule(loss: nn.Module) -> None:
+    for module in loss.modules():
+        if isinstance(module, BatchLoss) and module.scheduled_weights():
+            raise ValueError(
+                f"{type(loss).__name__}: a {type(module).__name__} whose weights change during training must not be "
+                f"called by another module, which does not know the fraction of the training, got the weights of "
+                f"{', '.join(module.scheduled_weights())}; make {type(loss).__name__} a term of the sum instead."
+            )
 
 
 def _accepts_references(loss: nn.Module) -> bool:

@@ -176,7 +176,7 @@ def _can_be_rebuilt(argument: Any, described: Any) -> bool:
         return all(_can_be_rebuilt(item, other) for item, other in zip(argument, described))
     if isinstance(argument, dict):
         return all(_can_be_rebuilt(item, other) for item, other in zip(argument.values(), described.values()))
-    if isinstance(argument, nn.Module):
+    if isinstance(argument, nn.Module) or callable(getattr(argument, "init_args", None)):
         return described["init_args"] is not None
     return not isinstance(described, dict)
 

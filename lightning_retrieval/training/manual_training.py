@@ -1,5 +1,6 @@
 """The tasks that Lightning leaves to a module in manual optimization: optimizers, clipping, schedulers, logging."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -204,6 +205,7 @@ class ManualTraining(OptimizedModule):
         self.automatic_optimization = False
         self._is_first_step = True  # whether the next step is the first step of the run
         self._throughput = Throughput()
+        self._logged_terms: set[str] = set()  # names of the values that the last step has logged
 
     def _step_optimizers(self) -> bool:
         """Step all optimizers; returns False if half precision skipped the step because a gradient was not finite."""
@@ -264,6 +266,10 @@ class ManualTraining(OptimizedModule):
             terms: values by the names under which they are logged.
             images: images of all processes in this step.
         """
+        results: Any = self.trainer._results
+        for name in self._logged_terms - terms.keys():
+            results.pop(f"training_step.{name}", None)  # Lightning would log the last value until the epoch ends
+        self._logged_terms = set(terms)
         for name, value in terms.items():
             self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
@@ -350,6 +356,23 @@ class ManualTraining(OptimizedModule):
         """Step the `ReduceLROnPlateau` schedulers in a run without validation."""
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
+
+
+def steps_of_run(trainer: Any) -> float:
+    """The number of optimizer steps after which a run ends, counted as in `trainer.global_step`.
+
+    Each optimizer is stepped once per batch, and Lightning counts the steps of all optimizers. The result is inf if the
+    run has no limit of steps or epochs, or if the number of batches of an epoch is unknown.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer` in a run.
+    """
+    most = math.inf
+    if trainer.max_epochs != -1:
+        most = trainer.max_epochs * trainer.num_training_batches * max(len(trainer.optimizers), 1)
+    if trainer.max_steps != -1:
+        most = min(most, trainer.max_steps)
+    return most
 
 
 def _count_begun_epoch(trainer: Any) -> None:

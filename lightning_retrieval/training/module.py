@@ -22,13 +22,19 @@ from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining, without_gradient_sync
+from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
-from lightning_retrieval.training.trainer_checks import adapt_loss, check_memory, check_memory_start, check_processes
+from lightning_retrieval.training.trainer_checks import (
+    adapt_loss,
+    check_memory,
+    check_memory_start,
+    check_processes,
+    check_schedule,
+)
 
 
 class RetrievalModule(ManualTraining):
@@ -231,9 +237,13 @@ class RetrievalModule(ManualTraining):
         shard_blocks(self.embedder, mesh)
 
     def on_train_start(self) -> None:
-        """Check that the memory's warm-up can end; freeze the backbone if `freeze_backbone_epochs` are not over."""
+        """Check that the memory's warm-up can end, and that the run has an end if weights of the loss depend on it.
+
+        Freeze the backbone if `freeze_backbone_epochs` are not over.
+        """
         super().on_train_start()
         check_memory_start(self)
+        check_schedule(self, steps_of_run(self.trainer))
         self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
@@ -266,6 +276,7 @@ class RetrievalModule(ManualTraining):
             memory=self.memory,
             memory_mode=self.memory_mode,
             memory_weight=self.memory_weight,
+            fraction=min(self.global_step / steps_of_run(self.trainer), 1.0),
             check_batch=functools.partial(check_first_batch, self) if self._is_first_step else None,
         )
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
@@ -287,7 +298,7 @@ class RetrievalModule(ManualTraining):
         stepped = self._step_optimizers()
         step.remember()
         self._step_due_schedulers(batch_idx, stepped)
-        self._log_step(terms, step.images)
+        self._log_step({**terms, **step.weights}, step.images)
         return terms["train/loss"]
 
     def _finish_first_step(self, step: TrainingStep, chunk_size: int) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
 
@@ -238,7 +239,8 @@ class GradientWatch:
         if self._steps >= FIRST_STEPS:
             return
         self._steps += 1
-        without = {name for name, parameter in _trained(module) if parameter.grad is None}
+        later = _trained_later(module)
+        without = {name for name, value in _trained(module) if value.grad is None and id(value) not in later}
         if self._names is not None:
             without &= self._names
         self._names = without
@@ -272,6 +274,17 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
             of_metrics.update(map(id, part.parameters()))
     named = module.named_parameters()
     return [(name, value) for name, value in named if value.requires_grad and id(value) not in of_metrics]
+
+
+def _trained_later(module: nn.Module) -> set[int]:
+    """Identities of the parameters of terms whose weights change, which may have no gradient at first."""
+    found: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, WeightedSum):
+            for name, weight in part.weights.items():
+                if isinstance(weight, Schedule):
+                    found.update(map(id, part.parts[name].parameters()))
+    return found
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -234,7 +234,7 @@ class _FirstStep:
             sum(parameter.numel() for parameter in trainable_parameters(self.module)),
             world_size(),
             gather=self.step.gather,
-            local_queries=self.step.batch_loss.splits_by_query,
+            local_queries=self.step.splits_by_query,
             bytes_=self.step.batch.embeddings.element_size(),
             weights=self._gathered_weights(),
         )

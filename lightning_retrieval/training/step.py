@@ -304,6 +304,7 @@ class TrainingStep:
         memory: past batches that are ranked with the current batch, or None.
         memory_mode: how the memory is ranked.
         memory_weight: weight of the second term of the mode `"two_terms"`.
+        fraction: fraction of the training steps that are done.
         check_batch: function that is called with the batch before its loss is computed, or None.
     """
 
@@ -317,6 +318,7 @@ class TrainingStep:
     memory: CrossBatchMemory | None = None
     memory_mode: MemoryMode = "one_list"
     memory_weight: float = 1.0
+    fraction: float = 1.0
     check_batch: Callable[[GlobalBatch], None] | None = None
     batch: GlobalBatch = field(init=False)
     terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
@@ -339,11 +341,11 @@ class TrainingStep:
                 _check_scalar(self.owner, of_memory)
                 terms |= {"batch": value.detach(), "memory": of_memory.detach()}
                 value = value + self.memory_weight * of_memory
-        fraction = 1.0  # so weighted, the values of all processes add up to the loss
+        scale = 1.0  # so weighted, the values of all processes add up to the loss
         if not self._divides_queries:
-            fraction = 1 / world_size()
-        self.terms = {f"train/loss/{name}": fraction * term for name, term in terms.items()}
-        part: Tensor = fraction * value
+            scale = 1 / world_size()
+        self.terms = {f"train/loss/{name}": scale * term for name, term in terms.items()}
+        part: Tensor = scale * value
         return part
 
     def finish(self, part: Tensor, gradients: GradientSum) -> dict[str, Tensor]:
@@ -375,6 +377,17 @@ class TrainingStep:
             self.memory.update(self.batch.embeddings, self.batch.labels, self.batch.ids)
 
     @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of terms that change during training, on the CPU, by the names under which they are logged."""
+        weights = self.batch_loss.scheduled_weights(self.fraction)
+        return {f"train/weight/{name}": torch.tensor(weight) for name, weight in weights.items()}
+
+    @property
+    def splits_by_query(self) -> bool:
+        """Whether the loss of this step is a sum over queries."""
+        return self.batch_loss.splits_by_query(self.fraction)
+
+    @property
     def images(self) -> int:
         """Number of images of all processes; without `gather`, all processes must have batches of the same size."""
         if self.gather:
@@ -384,7 +397,7 @@ class TrainingStep:
     @property
     def _divides_queries(self) -> bool:
         """Whether each process computes the loss of its local queries only, instead of the loss of all queries."""
-        return self.gather and world_size() > 1 and self.batch_loss.splits_by_query
+        return self.gather and world_size() > 1 and self.splits_by_query
 
     def _gather(self, embeddings: Tensor) -> GlobalBatch:
         if len(self.labels) != len(embeddings):
@@ -399,7 +412,7 @@ class TrainingStep:
             self.labels,
             self.ids,
             gather=self.gather,
-            local_queries=self.batch_loss.splits_by_query,
+            local_queries=self.splits_by_query,
         )
 
     @contextmanager
@@ -437,12 +450,12 @@ class TrainingStep:
         if self._divides_queries:
             begin = sum(counts[: rank()])
             queries = QueryRange(begin, begin + counts[rank()], sum_over_ranks)
-        ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
+        ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries, fraction=self.fraction)
         if self.memory is None:
             return ranked, None
         # `references` also runs during the warm-up, so that an invalid batch raises before any state has changed.
         references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
-        with_memory = replace(references, queries=queries)
+        with_memory = replace(references, queries=queries, fraction=self.fraction)
         if not self.memory.started:
             return ranked, None
         if self.memory_mode == "two_terms":

@@ -1,5 +1,6 @@
 """Checks for settings of a module and flags of a Trainer that do not work with ranked lists of the global batch."""
 
+import math
 from typing import Any, get_args
 
 from pytorch_lightning.callbacks import (
@@ -148,6 +149,26 @@ def check_memory_start(module: Any) -> None:
             f"{type(module).__name__}: CrossBatchMemory(start_step='auto') begins when MemoryMonitor finds that the "
             "embeddings no longer change fast, but the Trainer has no such callback; give "
             "Trainer(callbacks=[MemoryMonitor()]), or a number as start_step."
+        )
+
+
+def check_schedule(module: Any, steps: float) -> None:
+    """Raise if weights of the loss change during training, but the training has no end.
+
+    Args:
+        module: a `RetrievalModule` in a run.
+        steps: the number of steps of the run; inf if it is unknown.
+
+    Raises:
+        ValueError: if there are such weights and the number of steps is unknown.
+    """
+    weights, trainer = module.loss.scheduled_weights(), module.trainer
+    if weights and math.isinf(steps):
+        raise ValueError(
+            f"{type(module).__name__}: the weights of {', '.join(weights)} in `loss` depend on the fraction of the "
+            "training that is done, which needs a known number of steps, got Trainer("
+            f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}) with {trainer.num_training_batches} "
+            "batches in an epoch; set max_steps."
         )
 
 

@@ -4,6 +4,8 @@ import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
 
 from lightning_retrieval.losses import (
+    After,
+    Before,
     BlackboxAPLoss,
     BlackboxMAPLoss,
     BlackboxRecallLoss,
@@ -14,6 +16,7 @@ from lightning_retrieval.losses import (
     NestedLoss,
     PairLoss,
     QuantizedAPLoss,
+    Ramp,
     RecallAtKLoss,
     RetrievalLoss,
     ROADMAPLoss,
@@ -88,6 +91,10 @@ def value_of_scores(loss):
     return loss(scores(), scores() > 0.5)
 
 
+def weights_of(schedule):
+    return torch.tensor([schedule(fraction) for fraction in (0.0, 0.4, 1.0)])
+
+
 def constructor(cls, **settings):
     return Call(cls.__name__, cls, lambda: settings, use=value_of_batch)
 
@@ -123,6 +130,16 @@ CALLS = {
         constructor(WeightedSum, losses=terms()),
         Call("SmoothAPLoss", WeightedSum(terms()), batch, signature=WeightedSum.forward),
         Call("SmoothAPLoss", WeightedSum(terms()).from_scores, lists),
+    ],
+    "After": [Call("After", After, lambda: {"start": 0.2, "value": 1.0}, use=weights_of)],
+    "Before": [Call("Before", Before, lambda: {"end": 0.2, "value": 1.0}, use=weights_of)],
+    "Ramp": [
+        Call(
+            "Ramp",
+            Ramp,
+            lambda: {"first": 1.0, "last": 0.5, "start": 0.2, "end": 0.6, "geometric": True},
+            use=weights_of,
+        )
     ],
     "NestedLoss": [
         constructor(NestedLoss, loss=SmoothAPLoss(), dims=(1, 2), weights=(1.0, 0.5)),

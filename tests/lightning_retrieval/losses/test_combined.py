@@ -1,4 +1,4 @@
-"""Sums of losses, of one loss for several dimensions, and what raises at construction and at the call."""
+"""Sums of losses, also with weights that change, of one loss for several dimensions, and what raises."""
 
 import math
 
@@ -9,6 +9,8 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from torch.nn.functional import normalize
 
 from lightning_retrieval.losses import (
+    After,
+    Before,
     BlackboxAPLoss,
     BlackboxRecallLoss,
     CalibrationLoss,
@@ -16,13 +18,15 @@ from lightning_retrieval.losses import (
     HAPLoss,
     NestedLoss,
     QuantizedAPLoss,
+    Ramp,
     RecallAtKLoss,
     ROADMAPLoss,
     SmoothAPLoss,
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.third_party import as_batch_loss
+from lightning_retrieval.losses.batch_loss import RankedBatch
+from lightning_retrieval.losses.third_party import ThirdPartyLoss, as_batch_loss
 from tests.lightning_retrieval.losses.oracles import TABLE, batch, labels_for, make
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 0, 1, 1, 1, 2])
@@ -74,6 +78,75 @@ def test_sum_from_scores():
     expected = 2 * SmoothAPLoss(0.3).from_scores(scores, relevant, candidate)
     expected += ROADMAPLoss(0.3).from_scores(scores, relevant, candidate)
     assert loss.from_scores(scores, relevant, candidate).item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "values"),
+    [
+        (Before(0.2, 3.0), {0.0: 3.0, 0.1999: 3.0, 20 / 100: 0.0, 1.0: 0.0}),
+        (After(0.2, -3.0), {0.0: 0.0, 0.1999: 0.0, 20 / 100: -3.0, 1.0: -3.0}),
+        (Ramp(0.3, 0.1, start=0.2, end=0.6), {0.0: 0.3, 0.2: 0.3, 0.4: 0.2, 0.6: 0.1, 1.0: 0.1}),
+        (Ramp(10.0, 0.1, end=0.5, geometric=True), {0.0: 10.0, 0.25: 1.0, 0.5: 0.1, 1.0: 0.1}),
+    ],
+    ids=["before", "after", "linear", "geometric"],
+)
+def test_weights_by_the_fraction_of_the_training(schedule, values):
+    assert {fraction: schedule(fraction) for fraction in values} == pytest.approx(values, rel=1e-12)
+    for fraction in (0.0, 1.0):
+        assert schedule(fraction) == values[fraction]  # exact, so that a weight of 0 is not computed
+
+
+class Counting(SmoothAPLoss):
+    """Counts its calls."""
+
+    calls = 0
+
+    def of_batch(self, batch):
+        self.calls += 1
+        return super().of_batch(batch)
+
+
+def changing():
+    """Pairs of another library at first, then AP; the inner sum changes too. What is left at each fraction."""
+    inner = WeightedSum({"fast": (Ramp(1.0, 0.0, end=0.5), FastAPLoss()), "push": (0.5, CalibrationLoss())})
+    loss = WeightedSum(
+        {"pairs": (Before(0.25, 2.0), ContrastiveLoss()), "ap": (After(0.25), Counting()), "inner": (3.0, inner)}
+    )
+    push = {"push": (0.5, CalibrationLoss())}
+    left = {
+        0.0: {"pairs": (2.0, ContrastiveLoss()), "inner": (3.0, WeightedSum({"fast": (1.0, FastAPLoss()), **push}))},
+        0.25: {"ap": (1.0, SmoothAPLoss()), "inner": (3.0, WeightedSum({"fast": (0.5, FastAPLoss()), **push}))},
+        1.0: {"ap": (1.0, SmoothAPLoss()), "inner": (3.0, WeightedSum(push))},
+    }
+    return loss, left
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+def test_a_sum_that_changes_is_that_of_the_terms_whose_weight_is_not_zero(fraction, nested):
+    loss, left = changing()
+    expected, counting = WeightedSum(left[fraction]), loss.losses["ap"][1]
+    found = loss
+    if nested:
+        found, expected = NestedLoss(loss, (2, 4)), NestedLoss(expected, (2, 4))
+    gradients = []
+    for each in (found, expected):
+        leaf = X.clone().requires_grad_()
+        each.of_batch(RankedBatch(leaf, Y, fraction=fraction)).backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+    assert loss.terms.keys() == left[fraction].keys()
+    assert counting.calls == (1 + nested) * (fraction > 0)
+    assert found.splits_by_query(fraction) == (fraction > 0)
+    wanted = {"pairs": 2.0 * (fraction < 0.25), "ap": float(fraction >= 0.25), "inner/fast": max(1 - 2 * fraction, 0)}
+    assert found.scheduled_weights(fraction) == wanted
+
+
+def test_a_sum_that_changes_is_called_with_the_weights_of_the_end():
+    loss, left = changing()
+    assert loss(X, Y).item() == WeightedSum(left[1.0])(X, Y).item()
+    scores, relevant = torch.randn(4, 7), torch.rand(4, 7) < 0.5
+    assert loss.from_scores(scores, relevant).item() == WeightedSum(left[1.0]).from_scores(scores, relevant).item()
 
 
 DIMS, WEIGHTS = (2, 5, 8), (1.0, 0.5, 2.0)
@@ -187,6 +260,29 @@ def test_losses_that_count_different_positives_do_not_share_their_reads():
         (WeightedSum, TypeError, r"`losses` must map .* got list; pass \{", {"losses": [SmoothAPLoss()]}),
         (WeightedSum, ValueError, r"`losses\['a'\]` .* got nan", {"losses": {"a": (math.nan, SmoothAPLoss())}}),
         (WeightedSum, TypeError, r"`losses` must map .* got .*'f'.* for 'a'", {"losses": {"a": (1.0, "f")}}),
+        (WeightedSum, TypeError, r"`losses\['a'\]` .* a schedule, got '1'", {"losses": {"a": ("1", SmoothAPLoss())}}),
+        (
+            WeightedSum,
+            ValueError,
+            r"`losses` must have a weight .* got \{'a': Before\(.* all 0 at the fraction 0\.2 of",
+            {"losses": {"a": (Before(0.2), SmoothAPLoss()), "b": (After(0.3), SmoothAPLoss())}},
+        ),
+        (
+            WeightedSum,
+            ValueError,
+            r"`losses` must have a weight .* got \{'a': Ramp\(.* all 0 at the fraction 0 of",
+            {"losses": {"a": (Ramp(0.0, 1.0), SmoothAPLoss())}},
+        ),
+        (Before, ValueError, r"`end` must be from 0 to 1, got 20", {"end": 20}),
+        (After, ValueError, r"`start` must be from 0 to 1, got -0\.5", {"start": -0.5}),
+        (Ramp, ValueError, r"`first` must be a finite number >= 0, got -1", {"first": -1, "last": 0}),
+        (Ramp, ValueError, r"`last` must be a finite number > 0, got 0", {"first": 1, "last": 0, "geometric": True}),
+        (
+            Ramp,
+            ValueError,
+            r"`start` must be below `end`, got 0\.5 and",
+            {"first": 1, "last": 0, "start": 0.5, "end": 0.5},
+        ),
         (NestedLoss, ValueError, r"`dims` must be .* ascending order, got \(4, 2\)", {"dims": (4, 2)}),
         (NestedLoss, ValueError, "`weights` must hold one .* 2 dims", {"dims": (2, 4), "weights": (1.0,)}),
         (NestedLoss, TypeError, "`loss` must not learn proxies, .* got ArcFaceLoss", {"loss": pml.ArcFaceLoss(3, 8)}),
@@ -215,6 +311,23 @@ def test_bad_settings(cls, error, match, arguments):
 def test_bad_levels(match, arguments):
     with pytest.raises(ValueError, match=f"^HAPLoss: .*{match}"):
         HAPLoss()(*arguments)
+
+
+class Calling(torch.nn.Module):
+    """Calls a loss with embeddings and labels, as a wrapper with a miner does."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+
+@pytest.mark.refusal
+def test_a_sum_that_changes_must_be_told_the_fraction():
+    loss, _ = changing()
+    with pytest.raises(ValueError, match=r"^Calling: a WeightedSum whose weights .* weights of pairs, ap, inner/fast;"):
+        ThirdPartyLoss(Calling(loss))
+    with pytest.raises(ValueError, match=r"^WeightedSum: `fraction` must be from 0 to 1, got 30\."):
+        loss.of_batch(RankedBatch(X, Y, fraction=30))
 
 
 @pytest.mark.refusal

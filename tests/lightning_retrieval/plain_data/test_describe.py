@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss
+from lightning_retrieval.losses import After, Before, Ramp, RetrievalLoss, SmoothAPLoss
 from lightning_retrieval.plain_data import describe, logged_settings, rebuild, rebuild_factory
 
 PATH = "lightning_retrieval.SmoothAPLoss"
@@ -138,11 +138,29 @@ def test_every_loss_of_the_package_can_be_described():
 
     for name in losses.__all__:
         cls = getattr(losses, name)
-        if isinstance(cls, type) and not inspect.isabstract(cls):
-            settings = {"WeightedSum": {"losses": {"ap": (0.5, SmoothAPLoss(tau=0.2))}}}
+        is_loss = isinstance(cls, type) and issubclass(cls, nn.Module)
+        if is_loss and not inspect.isabstract(cls):
+            terms = {"ap": 0.5, "pairs": Before(0.2), "later": After(0.2, 2.0), "more": Ramp(0.1, 1.0, geometric=True)}
+            settings = {"WeightedSum": {"losses": {name: (w, SmoothAPLoss(tau=0.2)) for name, w in terms.items()}}}
             settings["NestedLoss"] = {"loss": SmoothAPLoss(tau=0.2), "dims": (2, 8), "weights": (1.0, 0.5)}
             loss = cls(**settings.get(name, {}))
             assert repr(rebuild("Test", "loss", describe(loss), nn.Module)) == repr(loss)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("weight", "match"),
+    [
+        ({"class_path": "lightning_retrieval.losses.After", "init_args": {"start": "0.2"}}, "After: `start` must be a"),
+        ({"class_path": "torch.optim.SGD", "init_args": {}}, "Test: `ap` names torch.optim.SGD, which is not a"),
+        ({"class_path": "torch.nn.Identity", "init_args": {}}, r"WeightedSum: `losses\['ap'\]` must be a number or a"),
+    ],
+)
+def test_a_weight_in_a_file_is_a_number_or_a_schedule(weight, match):
+    losses = {"ap": [weight, {"class_path": PATH, "init_args": {}}]}
+    description = {"class_path": "lightning_retrieval.WeightedSum", "init_args": {"losses": losses}}
+    with pytest.raises(TypeError, match=f"^{match}"):
+        rebuild("Test", "loss", description, nn.Module)
 
 
 class Base:

@@ -20,6 +20,7 @@ from lightning_retrieval.losses import (
     SmoothAPLoss,
     WeightedSum,
 )
+from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.models import GlyphNet
 from tests.lightning_retrieval.training.small_training import ROWS, SGD, assert_same, fit, net, warnings_with
 
@@ -378,6 +379,21 @@ def test_a_batch_raises_before_the_memory_begins():
 def test_settings_of_the_memory_that_do_not_fit_each_other(sentence, settings):
     with pytest.raises(ValueError, match=f"^RetrievalModule: {sentence}"):
         RetrievalModule(net(), SmoothAPLoss(), **{"memory": CrossBatchMemory(8), **settings})
+
+
+class Fractions(BatchLoss):
+    """Keeps the fraction of the training that each call is told."""
+
+    def of_batch(self, batch):
+        self.terms[str(batch.fraction)] = batch.embeddings.sum().detach()
+        return batch.embeddings.sum() * 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_with_references_is_told_the_fraction_of_the_training(mode):
+    loss, steps = Fractions(), 2 * len(batches())
+    fit(RetrievalModule(net(), loss, memory=CrossBatchMemory(16), optimizer=SGD, **mode), batches(), max_epochs=2)
+    assert list(loss.terms) == [str(step / steps) for step in range(steps)]
 
 
 @pytest.mark.refusal

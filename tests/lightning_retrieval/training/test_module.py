@@ -4,7 +4,9 @@ import dataclasses
 import functools
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss, TripletMarginLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,8 +22,10 @@ from lightning_retrieval import (
     multi_scale,
 )
 from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.losses import After, Before
 from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.preparation.serialised import serialise_transform
+from tests.csv_logs import logged
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     ROWS,
@@ -124,6 +128,56 @@ def test_each_term_of_a_sum_is_logged():
     logged = {name: float(run.callback_metrics[f"train/loss/{name}"]) for name in terms}
     assert logged == pytest.approx(expected)
     assert float(run.callback_metrics["train/loss"]) == pytest.approx(expected["ap"] + 0.5 * expected["calibration"])
+
+
+class TwoOptimizers(RetrievalModule):
+    """An optimizer for each layer; Lightning counts the steps of both."""
+
+    def configure_optimizers(self):
+        return [SGD(self.embedder[0].parameters()), SGD(self.embedder[3].parameters())]
+
+
+class LoggedWeights(pl.Callback):
+    """Keeps the weights of the terms of the loss that each step logs."""
+
+    def __init__(self):
+        self.weights = []
+
+    def on_train_batch_end(self, trainer, *_):
+        names = ("train/weight/pairs", "train/weight/ap")
+        self.weights.append(tuple(float(trainer.callback_metrics[name]) for name in names))
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        (RetrievalModule, {"max_epochs": 2}),
+        (RetrievalModule, {"max_epochs": 9, "max_steps": 6}),
+        (RetrievalModule, {"max_epochs": -1, "max_steps": 6}),
+        (TwoOptimizers, {"max_epochs": 2}),
+        (TwoOptimizers, {"max_epochs": -1, "max_steps": 12}),
+    ],
+)
+def test_the_loss_changes_at_a_fraction_of_the_steps(kind, limits):
+    """A third of the six steps, of two epochs, with a loss of pairs; in plain PyTorch, and with a module."""
+    plain, data = net(), [*batches(), *batches()]
+    optimizer = SGD(plain.parameters())
+    train_plainly(plain, optimizer, data[:2], TripletMarginLoss())
+    train_plainly(plain, optimizer, data[2:], SmoothAPLoss(tau=0.1))
+    terms = {"pairs": (Before(1 / 3), TripletMarginLoss()), "ap": (After(1 / 3), SmoothAPLoss(tau=0.1))}
+    module, found = kind(net(), WeightedSum(terms), chunk_size=3, optimizer=SGD), LoggedWeights()
+    fit(module, batches(), callbacks=[found], **limits)
+    assert_same(module.embedder, plain)
+    assert found.weights == [(1.0, 0.0)] * 2 + [(0.0, 1.0)] * 4
+
+
+def test_a_term_that_is_not_computed_is_not_logged(tmp_path):
+    """In the middle of an epoch, the first term ends, and Lightning would go on with its last value."""
+    terms = {"pairs": (Before(0.5), ContrastiveLoss()), "ap": (After(0.5), SmoothAPLoss(tau=0.1))}
+    module = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
+    fit(module, batches(4), logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    found = [{name for name in row if name.startswith("train/loss/")} for row in logged(tmp_path).values()]
+    assert found == [{"train/loss/pairs"}] * 2 + [{"train/loss/ap"}] * 2
 
 
 def test_labels_with_levels_train_and_their_finest_is_evaluated():

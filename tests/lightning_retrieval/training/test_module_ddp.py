@@ -12,19 +12,21 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import CrossBatchMemory, Embedder, NestedLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
+from lightning_retrieval.losses import After, Before, WeightedSum
 from lightning_retrieval.training import run_report
 from tests.lightning_retrieval.training.small_training import LearnedTau, Log
 from tests.point_set import Points
 from tests.quiet_trainer import quiet_trainer
 
 STEPS = 3
-TRAINED = ["nested learned tau", "lora and layer decay in chunks", "frozen backbone in chunks"]
+TRAINED = ["nested learned tau", "scheduled learned tau", "lora and layer decay in chunks", "frozen backbone in chunks"]
 # Batch norms see different shards on each rank, so only the agreement of the ranks can be tested.
 ALL = [*TRAINED, "batch norm in chunks"]
 
@@ -62,6 +64,8 @@ def make_module(name: str) -> RetrievalModule:
     loss, lora, settings = SmoothAPLoss(tau=0.1), None, {}
     if name.startswith("nested"):
         loss = NestedLoss(LearnedTau(), (1, 2, 4), weights=(0.5, 1.0, 2.0))
+    if name.startswith("scheduled"):  # of three steps, two rank whole batches, and one divides the queries
+        loss = WeightedSum({"pairs": (Before(0.5), ContrastiveLoss()), "ap": (After(0.5), LearnedTau())})
     if name.startswith("lora"):
         lora, settings = {"r": 2, "target_modules": ["1", "3"]}, {"layer_decay": 0.5}
     if name.startswith("frozen"):

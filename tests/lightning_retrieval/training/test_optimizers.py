@@ -4,14 +4,17 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.losses import After, Before, WeightedSum
 from lightning_retrieval.training.optimizers import layer_depths
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     SGD,
+    LearnedTau,
     Log,
     Unfreeze,
     assert_same,
@@ -147,6 +150,15 @@ def test_parameters_without_a_gradient_in_the_first_steps_are_named_in_one_warni
     expected = "WithUnused: `extra_head.weight`, `extra_head.bias` have had no gradient in the first "
     expected += f"{warns} steps, so they do not learn; use these"
     assert [message[: len(expected)] for message in messages] == [expected] * (warns is not None)
+
+
+def test_a_term_that_begins_later_has_no_gradient_yet_and_nobody_warns():
+    terms = {"pairs": (Before(0.9), ContrastiveLoss()), "ap": (After(0.9), LearnedTau())}
+    module = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
+    before = [value.clone() for value in module.loss.parameters()]
+    assert not warnings_with("no gradient", fit, module, batches(11))
+    assert len(before) == 1
+    assert not torch.equal(before[0], next(module.loss.parameters()))
 
 
 VIT = {"depth": 2, "embed_dim": 24, "num_heads": 2}

@@ -6,12 +6,13 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed import fsdp
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_retrieval import PCAWhitening, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import LearnWhitening
-from lightning_retrieval.losses import BlackboxMAPLoss
+from lightning_retrieval.losses import After, Before, BlackboxMAPLoss, CalibrationLoss, WeightedSum
 from lightning_retrieval.training.trainer_checks import check_processes, check_trainer
-from tests.lightning_retrieval.training.small_training import Unfreeze, net
+from tests.lightning_retrieval.training.small_training import SGD, Unfreeze, assert_same, batches, fit, net
 from tests.quiet_trainer import quiet_trainer
 
 FILE = {"tensor_parallel_size": 1, "save_distributed_checkpoint": False}
@@ -117,3 +118,31 @@ def test_the_seed_is_that_of_seed_everything(monkeypatch):
 def test_a_loss_of_scores_raises():
     with pytest.raises(TypeError, match=r"^RetrievalModule: BlackboxMAPLoss takes scores of images for classes"):
         RetrievalModule(net(), BlackboxMAPLoss())
+
+
+class Endless(IterableDataset):
+    """Batches of a number that is not known."""
+
+    def __iter__(self):
+        while True:
+            yield from batches()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("data", "limits", "got"),
+    [
+        (batches(), {"max_epochs": -1}, r"max_epochs=-1, max_steps=-1\) with 3 batches"),
+        (batches(), {"max_epochs": None, "max_time": "00:00:01:00"}, r"max_epochs=-1, max_steps=-1\) with 3 batches"),
+        (DataLoader(Endless(), batch_size=None), {"max_epochs": 2}, r"max_epochs=2, max_steps=-1\) with inf batches"),
+    ],
+    ids=["no limit", "a time", "no number of batches"],
+)
+def test_weights_that_change_need_a_number_of_steps(data, limits, got):
+    terms = {"pairs": (Before(0.2), CalibrationLoss()), "ap": (After(0.2), SmoothAPLoss())}
+    module = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
+    with pytest.raises(ValueError, match=rf"^RetrievalModule: the weights of pairs, ap in `loss` .* got .*{got}"):
+        fit(module, data, **limits)
+    assert_same(module.embedder, net())
+    fit(module, data, **{**limits, "max_steps": 2})
+    assert module.trainer.global_step == 2
