@@ -316,12 +316,11 @@ class WeightedSum(BatchLoss):
         >>> {name: round(term.item(), 4) for name, term in loss.terms.items()}
         {'ap': 0.25, 'calibration': 0.19}
 
-        The first 20 % of the training steps with a loss of pairs, the others with Smooth-AP:
+        Train the first 20 % of the steps with a loss of pairs, and the others with log rank:
 
         >>> from pytorch_metric_learning.losses import MultiSimilarityLoss
-        >>> from lightning_retrieval.losses import After, Before
-        >>> pairs, ap = MultiSimilarityLoss(), SmoothAPLoss(tau=0.05)
-        >>> loss = WeightedSum({"pairs": (Before(0.2), pairs), "ap": (After(0.2), ap)})
+        >>> from lightning_retrieval.losses import After, Before, LogRankLoss
+        >>> loss = WeightedSum({"pairs": (Before(0.2), MultiSimilarityLoss()), "ap": (After(0.2), LogRankLoss())})
         >>> loss.weights_at(0.1)
         {'pairs': 1.0, 'ap': 0.0}
 

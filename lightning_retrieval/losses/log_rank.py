@@ -85,9 +85,8 @@ class LogRankLoss(RetrievalLoss):
 
     Args:
         tau: temperature of the softplus that counts the negatives above a positive, > 0.
-        lambda_: weight of 1 - similarity of each positive, >= 0. With 0, the loss is the bound alone. With 4
-            images of each class in a batch, and for a head on frozen features, 3 was as good as 1 or better. With 8
-            images of each class, 3 was worse than 1, and 0 was best.
+        lambda_: weight of 1 - similarity of each positive, >= 0. With 0, the loss is the bound alone. In the study
+            (docs/study/pairs.md), 1 had the highest mAP from random weights, and 3 in a head on frozen features.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
         include_self: rank the query in its own list, as its own positive. Use this only for comparison.
