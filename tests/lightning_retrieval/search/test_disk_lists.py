@@ -80,12 +80,15 @@ def test_most_lists_may_be_empty(tmp_path, monkeypatch):
 def test_memory_is_that_of_a_part(run_alone, tmp_path):
     parts, on_disk, in_memory = run_alone(added_memory, tmp_path)  # no memory that another test has freed is used
     assert parts == 30
-    # All rows have 117 MiB, a part 4 MiB. Allocators keep or return up to 40 MiB on a busy machine.
-    assert on_disk < 70 << 20 < in_memory
+    # All rows have 117 MiB, a part 4 MiB. Allocators may keep several parts.
+    assert on_disk < 50 << 20 < in_memory
 
 
 def added_memory(rank, world_size, folder):
-    """The number of parts of a build on disk, and how many bytes it and a build in memory add."""
+    """The number of parts of a build on disk, and how many bytes its parts and a build in memory add.
+
+    Memory is read before each part is moved to disk. After the build, allocators keep any amount of what it has freed.
+    """
     set_block(1000)
     faiss_index.ROWS_PER_CENTROID = 4
     torch.randn(60_000, 512).numpy().tofile(folder / "rows")
@@ -104,7 +107,7 @@ def added_memory(rank, world_size, folder):
     index = RetrievalIndex(512, "IVF4,Flat")
     index.build_on_disk(folder / "i", embeddings, rows_in_memory=2000)
     parts = len(used)
-    on_disk = max(*used, memory("RssAnon")) - before
+    on_disk = max(used) - before
     in_memory = RetrievalIndex(512, "IVF4,Flat")
     before = memory("RssAnon")
     in_memory.add(embeddings)
