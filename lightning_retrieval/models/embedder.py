@@ -200,7 +200,7 @@ class Embedder(PretrainedModule):
             if self.backbone_name is not None:
                 check_image_shape(self.backbone_name, images, self.backbone, self.image_size, error)
             raise
-        check_features(features, tuple(images.shape))
+        check_features(features, images.shape)
         if features.shape[1] != self.feature_dim:
             raise ValueError(
                 f"Embedder: `backbone` must return features with {self.feature_dim} channels (`feature_dim`), got "

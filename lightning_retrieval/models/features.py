@@ -202,18 +202,18 @@ def feature_shape(backbone: nn.Module, cure: str) -> tuple[int, ...]:
     finally:
         for module, mode in modes:
             module.training = mode
-    check_features(features, tuple(images.shape))
+    check_features(features, images.shape)
     return tuple(features.shape)
 
 
-def check_features(features: Any, images: tuple[int, ...]) -> None:
+def check_features(features: Any, images: torch.Size) -> None:
     """Raise unless the features are a tensor of feature maps or vectors; `images` is the shape of the images."""
     if not isinstance(features, Tensor):
         raise TypeError(f"Embedder: `backbone` must return a tensor, got {type(features).__name__}.")
     if features.ndim not in (2, 4):
         raise ValueError(
             f"Embedder: `backbone` must return feature maps (N, C, H, W) or vectors (N, C), got "
-            f"{tuple(features.shape)} for images of shape {images}."
+            f"{tuple(features.shape)} for images of shape {tuple(images)}."
         )
 
 

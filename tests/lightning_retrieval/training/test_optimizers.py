@@ -14,7 +14,6 @@ from lightning_retrieval.training.optimizers import layer_depths
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     SGD,
-    LearnedTau,
     Log,
     Unfreeze,
     assert_same,
@@ -152,8 +151,19 @@ def test_parameters_without_a_gradient_in_the_first_steps_are_named_in_one_warni
     assert [message[: len(expected)] for message in messages] == [expected] * (warns is not None)
 
 
+class LearnedScale(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, embeddings, labels):
+        return (self.scale * embeddings - 1).square().mean()
+
+
 def test_a_term_that_begins_later_has_no_gradient_yet_and_nobody_warns():
-    terms = {"pairs": (Before(0.9), ContrastiveLoss()), "ap": (After(0.9), LearnedTau())}
+    terms = {"pairs": (Before(0.9), ContrastiveLoss()), "ap": (After(0.9), LearnedScale())}
     module = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
     before = [value.clone() for value in module.loss.parameters()]
     assert not warnings_with("no gradient", fit, module, batches(11))
