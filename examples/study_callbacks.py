@@ -5,33 +5,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from study_experiments import Setting
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_retrieval.callbacks import MemoryMonitor
-from lightning_retrieval.losses.third_party import as_batch_loss
-
-
-class FirstLoss(pl.Callback):
-    """Trains with another loss before a step.
-
-    Args:
-        loss: the first loss.
-        until: number of its steps.
-    """
-
-    def __init__(self, loss: nn.Module, until: int) -> None:
-        self.first = as_batch_loss(loss)
-        self.until = until
-        self.last: nn.Module | None = None
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.last = pl_module.loss
-        pl_module.loss = self.first
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step >= self.until:
-            pl_module.loss = self.last
 
 
 class DriftRecord(MemoryMonitor):

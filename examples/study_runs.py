@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from study_callbacks import DriftRecord, FirstLoss, FreshMemory, SlowEncoder
+from study_callbacks import DriftRecord, FreshMemory, SlowEncoder
 from study_experiments import THIRD_PARTY, Setting
 from study_features import Table, stored_inputs, trained_part
 from torch import nn
@@ -164,6 +164,16 @@ def scaled_loss(name: str, setting: Setting, arguments: Mapping[str, Any]) -> nn
     return losses.WeightedSum({"scaled": (setting.loss_scale, loss)})
 
 
+def loss_of_steps(setting: Setting, steps: int) -> nn.Module:
+    """Create the loss of a setting, which may begin with another one for the first fifth of the steps."""
+    loss = scaled_loss(setting.loss, setting, setting.loss_args)
+    if setting.first_loss is None:
+        return loss
+    switch = round(FIRST_STEPS * steps) / steps
+    first = scaled_loss(setting.first_loss, setting, {})
+    return losses.WeightedSum({"first": (losses.Before(switch), first), "then": (losses.After(switch), loss)})
+
+
 def make_embedder(setting: Setting) -> Embedder:
     """Create the network of a setting."""
     arguments: dict[str, Any] = {"freeze_batch_norm": setting.freeze_batch_norm, "pooling": setting.pooling}
@@ -189,7 +199,7 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
         memory = CrossBatchMemory(setting.memory, start)
     return RetrievalModule(
         make_embedder(setting).to(memory_format=torch.channels_last),  # faster
-        scaled_loss(setting.loss, setting, setting.loss_args),
+        loss_of_steps(setting, steps),
         chunk_size=setting.chunk_size,
         optimizer=partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=max(1, steps)),
@@ -225,8 +235,6 @@ def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, t
     if start is not None:
         module.embedder.load_state_dict(start)
     callbacks: list[pl.Callback] = []
-    if setting.first_loss is not None:
-        callbacks.append(FirstLoss(scaled_loss(setting.first_loss, setting, {}), round(FIRST_STEPS * steps)))
     if setting.fresh_memory:
         callbacks.append(FreshMemory())
     if setting.slow_encoder is not None:
