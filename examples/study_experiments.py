@@ -45,6 +45,7 @@ class Setting:
     held_out: bool = False  # whether a part of the training classes is held out, and evaluated instead of the test set
     loss_scale: float = 1.0  # factor of the loss, which changes how much of a gradient is clipped
     first_loss: str | None = None  # with which the first fifth of the steps is trained; None: `loss`
+    first_args: Mapping[str, Any] = field(default_factory=dict)  # its parameters that differ from the defaults
 
     def key(self, seed: int) -> str:
         """Return a hash of the seed and of what differs from the defaults."""

@@ -16,7 +16,11 @@ CHOICE_SEED = 0
 SEEDS = tuple(range(20, 25))
 SWEEP_SEEDS = (0, 1, 2)
 TEMPERATURES = (0.01, 0.02, 0.03, 0.05, 0.1)
+WIDE_TAU = 0.05
+WIDE_START = f"log rank, with tau {WIDE_TAU} for 20 % of the steps"
 PER_CLASS = (2, 4, 8, 16)
+LIST_LENGTHS = (128, 512, 2_048)
+RATE_FACTORS = (1, 2, 4)  # a batch that is longer may need a higher learning rate
 
 Results = Mapping[str, Mapping[str, Any]]  # of the runs, by their keys
 
@@ -183,10 +187,16 @@ def temperatures(title: str, task: str, chosen: Mapping[str, Setting]) -> Experi
         curves[loss] = {tau: on_held_out(start, tau=tau) for tau in TEMPERATURES}
         for tau in TEMPERATURES[1:]:
             claims.append(Finding(f"{loss}: {tau} is above 0.01", f"{loss}, {tau}", f"{loss}, 0.01"))
+    # A tau that changes during training, as two terms whose weights are scheduled.
+    wide = replace(chosen[LOG_RANK], first_loss="LogRankLoss", first_args={"tau": WIDE_TAU})
+    curves[WIDE_START] = {tau: on_held_out(wide, tau=tau) for tau in TEMPERATURES[:2]}
+    for tau in TEMPERATURES[:2]:
+        claim = f"{WIDE_START}: {tau} is above {tau} throughout"
+        claims.append(Finding(claim, f"{WIDE_START}, {tau}", f"log rank, {tau}"))
     return Experiment(
         f"Temperature: {title}",
         "Each tau with the learning rate and the scale that were chosen above, and SupAP with those of Smooth-AP, on "
-        "the classes that are neither in training nor in the test set.",
+        "the classes that are neither in training nor in the test set. The last rows change tau during training.",
         curves,
         claims,
         axis="tau",
@@ -223,6 +233,50 @@ def images_of_each_class(chosen: Mapping[str, Setting]) -> Experiment:
     )
 
 
+def long_lists(chosen: Mapping[str, Setting], results: Results) -> dict[str, Experiment]:
+    """Return the learning rates that are tried for each length of the lists, and the comparison with the best."""
+    tried: dict[str, dict[str, Setting]] = {}
+    curves: dict[str, dict[int, Setting]] = {}
+    for loss in (LOG_RANK, MULTI_SIMILARITY):
+        curves[loss] = {}
+        for length in LIST_LENGTHS:
+            start = replace(chosen[loss], classes=length // BASE.per_class, images=160_000, held_out=True)
+            rates = [start.lr * factor for factor in RATE_FACTORS]
+            settings = {f"learning rate {rate:g}": replace(start, lr=rate) for rate in rates}
+            tried[f"{loss}, batches of {length}"] = settings
+            curves[loss][length] = replace(best(settings, results), held_out=False)
+    claims = []
+    for length in LIST_LENGTHS:
+        for metric in ("mAP", "R@1"):
+            one, other = f"{LOG_RANK}, {length}", f"{MULTI_SIMILARITY}, {length}"
+            claims.append(Finding(f"{one}, is above {MULTI_SIMILARITY}", one, other, metric=metric))
+    for loss in curves:
+        for length in LIST_LENGTHS[1:]:
+            claim = f"{loss}: batches of {length} are above batches of 128"
+            claims.append(Finding(claim, f"{loss}, {length}", f"{loss}, 128"))
+    return {
+        "choice_lists": Experiment(
+            "Learning rates for longer lists: a head on frozen features",
+            "Batches of 128, 512 and 2,048 images, four of each class, and 160,000 images in all. Each loss has the "
+            "scale and the parameter that were chosen above.",
+            tried,
+            [],
+            seeds=(CHOICE_SEED,),
+            chosen_by="choice_head",
+            plotted=False,
+        ),
+        "lists": Experiment(
+            "Longer lists: a head on frozen features",
+            "Each loss and each length of the lists with its best learning rate, on the test set.",
+            curves,
+            claims,
+            axis="images of a batch",
+            seeds=SEEDS,
+            chosen_by="choice_lists",
+        ),
+    }
+
+
 def pair_experiments(results: Results) -> dict[str, Experiment]:
     """Return the experiments: for each task the settings that are tried, and the comparison that follows from them."""
     experiments = {}
@@ -255,4 +309,6 @@ def pair_experiments(results: Results) -> dict[str, Experiment]:
             experiments[f"leaders_{name}"] = leaders(task.title, name, chosen)
         if name == "glyphs":
             experiments["log_rank_per_class"] = images_of_each_class(chosen)
+        if name == "head":
+            experiments |= long_lists(chosen, results)
     return experiments

@@ -170,7 +170,7 @@ def loss_of_steps(setting: Setting, steps: int) -> nn.Module:
     if setting.first_loss is None:
         return loss
     switch = round(FIRST_STEPS * steps) / steps
-    first = scaled_loss(setting.first_loss, setting, {})
+    first = scaled_loss(setting.first_loss, setting, setting.first_args)
     return losses.WeightedSum({"first": (losses.Before(switch), first), "then": (losses.After(switch), loss)})
 
 

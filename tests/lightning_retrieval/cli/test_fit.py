@@ -79,7 +79,7 @@ def test_checkpoint_rebuilds_the_module(fitted):
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
     assert (module.embedder.embedding_dim, module.loss.tau, module.gradient_clip_val) == (128, 0.01, 1.0)
     optimizer = module.optimizer(module.parameters())
-    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.003)
+    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.006)
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
@@ -175,7 +175,7 @@ class Faulty(SmoothAPLoss):
 
 @pytest.mark.refusal
 def test_an_error_of_a_class_of_the_user_keeps_its_traceback(tmp_path):
-    loss = "lightning_retrieval.SmoothAPLoss\n      init_args:\n        tau: 0.01"
+    loss = "lightning_retrieval.LogRankLoss\n      init_args:\n        tau: 0.01"
     config = write_example(tmp_path, **{loss: f"{__name__}.Faulty"})
     with pytest.raises(ValueError, match="my: own mistake"):
         main(["fit", "--config", str(config)])
