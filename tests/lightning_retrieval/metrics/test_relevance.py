@@ -17,10 +17,13 @@ SETTINGS = {"ks": (1, 3), "map_ks": (5,), "extra_metrics": ("mINP", "precision@4
 
 
 class EqualLabels(Relevance):
-    """A user's rule that says what metrics without a rule do."""
+    """A user's rule that says what metrics without a rule do, except that no image is relevant to itself."""
+
+    reads = ("numbers",)
 
     def masks(self, queries, references):
-        return queries[:, None, 0] == references[:, 0], None
+        is_equal = queries[:, None] == references
+        return is_equal[..., 0] & ~is_equal[..., 1], None
 
 
 class FirstTag(SharedTags):
@@ -94,7 +97,8 @@ def test_a_rule_gives_what_labels_and_cameras_give(rule, dims):
     tags = labels[:, None].repeat(1, 2)  # a tag that occurs twice
     if isinstance(rule, FirstTag):
         tags[:, 1] = 3
-    by_rule.update(x, rule.columns(labels, {"cameras": cameras, "tags": tags}), **given)
+    entries = {"cameras": cameras, "tags": tags, "numbers": torch.arange(IMAGES)}
+    by_rule.update(x, rule.columns(labels, entries), **given)
     if isinstance(rule, OtherCamera):
         given["cameras"] = cameras
     by_label.update(x, labels, **given)
