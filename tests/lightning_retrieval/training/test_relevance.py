@@ -260,5 +260,5 @@ def test_losses_that_cannot_follow_the_rule_are_named_at_construction():
 def test_a_batch_without_what_the_rule_reads_stops_the_run():
     points = torch.randn(4, 6).double(), torch.tensor([0, 0, 1, 1])
     module = RetrievalModule(net(), SmoothAPLoss(), relevance=OtherCamera())
-    with pytest.raises(TypeError, match=r"^OtherCamera: a batch must be a dict with the entry 'cameras', got list;"):
+    with pytest.raises(TypeError, match=r"^OtherCamera: `batch` must be a dict with the entry 'cameras', got list;"):
         fit(module, [points])
