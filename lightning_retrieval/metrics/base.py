@@ -284,6 +284,8 @@ class EmbeddingMetric(Metric):
             return
         if self.embeddings:
             self._check_like_earlier_updates(embeddings, labels, optional)
+        elif self.relevance is not None:
+            self.relevance.lists(labels[:1], labels[:1])  # raises now, and not in `compute`, if its masks are invalid
         kept = embeddings.detach()
         if self.embeddings_on_cpu:
             kept = kept.cpu()

@@ -92,9 +92,10 @@ class Extent(NamedTuple):
     """The range of the gallery that holds the positives of a block of queries.
 
     Attributes:
-        begin: index of the first image that shares the coarsest label of any of the queries.
+        begin: index of the first image that is listed for any of the queries: with labels, the first that shares the
+            coarsest label of a query.
         end: index after the last such image.
-        width: the largest number of images that share the coarsest label of one query, at least 1.
+        width: the largest number of images that are listed for one query, at least 1, or a bound of this number.
     """
 
     begin: int

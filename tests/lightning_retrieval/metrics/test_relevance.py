@@ -33,6 +33,13 @@ class FirstTag(SharedTags):
         return queries[:, None, 0] == references[:, 0], None
 
 
+class OneMask(Relevance):
+    """A user's rule whose masks have a wrong form."""
+
+    def masks(self, queries, references):
+        return queries == references.T
+
+
 def ap_by_loops(x, relevant, candidate):
     """{query: AP} of the queries with a positive; coordinates are multiples of 1/2, so all scores are exact."""
     found = {}
@@ -166,6 +173,8 @@ def test_invalid_arguments():
         RetrievalMetrics(relevance="tags")
     with pytest.raises(ValueError, match=r"^RandomGalleryMetrics: `relevance` must .* got SharedTags\(at_least=1\); "):
         RandomGalleryMetrics(relevance=SharedTags())
+    with pytest.raises(TypeError, match=r"^OneMask: `masks` must return two bool tensors"):
+        RetrievalMetrics(relevance=OneMask()).update(torch.randn(4, 3), torch.zeros(4, 1).long())
     metrics = RetrievalMetrics(relevance=NearInTime())
     with pytest.raises(ValueError, match=r"^RetrievalMetrics: `labels` must .*NearInTime reads.* got \(4,\); "):
         metrics.update(torch.randn(4, 3), torch.arange(4))
