@@ -267,15 +267,15 @@ class SharedTags(Relevance):
             )
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, None]:
-        shared = torch.zeros(len(queries), len(references), dtype=torch.int32, device=queries.device)
+        shared = torch.zeros(len(queries), len(references), dtype=torch.int16, device=queries.device)
         rows = max(1, _TABLE_ELEMENTS // max(1, queries.shape[1] * len(references)))
         for begin in range(0, len(queries), rows):
             part = slice(begin, begin + rows)
             tags, position = without_repeated(queries[part]).unique(return_inverse=True)
             has_tag, shared_of_part = _has_tag(tags, references), shared[part]
             for of_queries in position.unbind(1):
-                shared_of_part += has_tag[of_queries]
-        return shared >= self.at_least, None
+                shared_of_part += has_tag.index_select(0, of_queries)
+        return shared >= min(self.at_least, queries.shape[1] + 1), None
 
 
 def without_repeated(rows: Int[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:

@@ -33,6 +33,7 @@ def test_many_tags_against_sets(at_least, monkeypatch):
     expected = torch.tensor([[len(a & b) >= at_least for b in sets] for a in sets])
     assert 0.1 < expected.float().mean() < 0.9
     assert torch.equal(SharedTags(at_least).masks(tags, tags)[0], expected)
+    assert not SharedTags(2**63 - 1).masks(tags, tags)[0].any()
     monkeypatch.setattr(relevance, "_TABLE_ELEMENTS", 3 * 50 * 40)
     assert torch.equal(SharedTags(at_least).masks(tags, tags)[0], expected)
 
