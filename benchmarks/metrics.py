@@ -22,9 +22,8 @@ embeddings are part of it, since they are there only in the metric. "time" is th
 first update to the last number, without the making of the embeddings; "CPU time" that of the process with the most,
 which other work on the machine hardly changes. "mAP" is printed in full, because it is the same for both.
 
-With `--rules` one set is evaluated by labels, by shared tags, and by the same rule without its lists of tagged images,
-as a rule of a user is. A label has 500 images. An image has three tags of 500 images each, the first of which is its
-label. The times are CPU times of one thread, in turn.
+With `--rules` one set is evaluated by labels and by shared tags. A label has 500 images. An image has three tags of 500
+images each, the first of which is its label. The times are CPU times of one thread, in turn.
 """
 
 import os
@@ -276,10 +275,6 @@ def process_rows(cases: dict[str, ProcessCase], runs: int) -> list[dict[str, Any
     return rows
 
 
-class SharedTagsByMasks(SharedTags):
-    """The same rule, evaluated by its masks, because only `SharedTags` itself has lists of tagged images."""
-
-
 def tagged(images: int) -> tuple[Tensor, Tensor]:
     """Embeddings around the centres of their tags, as if trained, and tags: columns of different tags."""
     generator = torch.Generator().manual_seed(0)
@@ -297,11 +292,7 @@ def rule_rows(quick: bool) -> list[dict[str, Any]]:
     """Evaluations by labels and by rules, in turn."""
     torch.set_num_threads(1)
     embeddings, tags = tagged(2 * QUICK if quick else TAGGED["images"])
-    cases = {
-        "labels": (None, tags[:, 0]),
-        "SharedTags": (SharedTags(), tags),
-        "the same by masks": (SharedTagsByMasks(), tags),
-    }
+    cases = {"labels": (None, tags[:, 0]), "SharedTags": (SharedTags(), tags)}
     spent: dict[str, list[float]] = {name: [] for name in cases}
     found = {}
     for _ in range(1 if quick else TAGGED["runs"]):
