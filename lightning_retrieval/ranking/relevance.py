@@ -52,10 +52,11 @@ class Relevance(ABC):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        if isinstance(cls.reads, str) or not (cls.reads or cls.has_classes):
+        reads: Any = cls.reads
+        if isinstance(reads, str) or not (reads or cls.has_classes):
             raise TypeError(
                 f"{cls.__name__}: `reads` must be a tuple of the names of entries, and not empty if `has_classes` is "
-                f"False, got {cls.reads!r}."
+                f"False, got {reads!r}."
             )
 
     def __init__(self) -> None:
