@@ -19,21 +19,25 @@ MODULES = {
     "DatabaseAugmentation": "ranking.expansion",
     "Embedder": "models",
     "FastAPLoss": "losses",
+    "GalleryOnly": "ranking.relevance",
     "HAPLoss": "losses",
     "LogRankLoss": "losses",
     "MilvusStore": "search.milvus_store",
     "NestedLoss": "losses",
+    "OtherCamera": "ranking.relevance",
     "PCAWhitening": "models",
     "PKSampler": "datamodules",
     "QuantizedAPLoss": "losses",
     "QueryExpansion": "ranking.expansion",
     "ROADMAPLoss": "losses",
     "RecallAtKLoss": "losses",
+    "Relevance": "ranking.relevance",
     "RetrievalDataLoader": "datamodules",
     "RetrievalEvaluation": "callbacks",
     "RetrievalIndex": "search.index",
     "RetrievalMetrics": "metrics",
     "RetrievalModule": "training.module",
+    "SharedTags": "ranking.relevance",
     "SmoothAPLoss": "losses",
     "SupAPLoss": "losses",
     "SupervisedWhitening": "models",
@@ -69,6 +73,10 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.models.multi_scale import multi_scale as multi_scale
     from lightning_retrieval.ranking.expansion import DatabaseAugmentation as DatabaseAugmentation
     from lightning_retrieval.ranking.expansion import QueryExpansion as QueryExpansion
+    from lightning_retrieval.ranking.relevance import GalleryOnly as GalleryOnly
+    from lightning_retrieval.ranking.relevance import OtherCamera as OtherCamera
+    from lightning_retrieval.ranking.relevance import Relevance as Relevance
+    from lightning_retrieval.ranking.relevance import SharedTags as SharedTags
     from lightning_retrieval.search.index import RetrievalIndex as RetrievalIndex
     from lightning_retrieval.search.milvus_store import MilvusStore as MilvusStore
     from lightning_retrieval.training.chunk_size import largest_chunk_size as largest_chunk_size

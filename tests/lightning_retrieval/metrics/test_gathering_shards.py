@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_retrieval import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval import DatabaseAugmentation, GalleryOnly, QueryExpansion, SharedTags
 from lightning_retrieval.callbacks.ap_monitor import decomposability_gap
 from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import (
@@ -15,8 +15,9 @@ from lightning_retrieval.metrics import (
     gathering,
 )
 from lightning_retrieval.metrics import revisited as revisited_module
-from lightning_retrieval.ranking import expansion, labels, ranked_lists
+from lightning_retrieval.ranking import expansion, labels, ranked_lists, rule_lists
 from tests.lightning_retrieval.metrics.helpers import LargestTensor
+from tests.lightning_retrieval.relevance_rules import NearInTime
 
 ROWS, DIM = 900, 12
 QUERIES = 30  # of the revisited set
@@ -24,6 +25,7 @@ SIZES = [  # small ones, so that there are several pieces of the gallery, rounds
     (ranked_lists, "_CPU_PRODUCTS", 1),
     (ranked_lists, "_MAX_GROUP_POSITIVES", 1 << 13),
     (labels, "_MAX_BLOCK_POSITIVES", 1 << 12),
+    (rule_lists, "_MAX_PAIRS", 20_000),  # 22 queries, which do not divide a block
     (ranked_lists, "_CPU_COLUMNS", 384),
     (revisited_module, "_BLOCK_COLUMNS", 384),
     (curves, "_BLOCK_GALLERY", 200),
@@ -90,6 +92,7 @@ def cases():
     is_query = torch.arange(ROWS) < QUERIES
     more = {"map_ks": (3,), "extra_metrics": ("mINP", "NDCG@10"), "dims": (4, DIM)}
     both = {"query_expansion": expanded, "database_augmentation": augmented}
+    in_time, in_roles = torch.stack([labels, torch.arange(ROWS) % 7], 1), torch.stack([labels, roles()["roles"]], 1)
     every_row = {"query_expansion": QueryExpansion(k=101)}  # more than there are
     return {
         "plain": (RetrievalMetrics(**more), x, labels, {}),
@@ -114,8 +117,32 @@ def cases():
         ),
         "random galleries": (RandomGalleryMetrics(draws=2), x, labels, {}),
         "revisited, expanded": (revisited(**both), x, labels, {"roles": torch.where(is_query, 1, 2)}),
+        "tags": (RetrievalMetrics(**more, relevance=SharedTags()), x, tags(), {}),
+        "tags, expanded, with roles": (
+            RetrievalMetrics(**both, relevance=SharedTags(at_least=2), embeddings_on_cpu=True),
+            x,
+            tags(),
+            roles(),
+        ),
+        "tags of instances": (
+            RetrievalMetrics(relevance=SharedTags()),
+            x,
+            tags()[instances],
+            {"instances": instances},
+        ),
+        "a user's rule": (RetrievalMetrics(relevance=NearInTime()), x, in_time, roles()),
+        "a rule with few candidates": (RetrievalMetrics(relevance=GalleryOnly()), x, in_roles, {}),
+        "random galleries under a rule": (RandomGalleryMetrics(draws=2, relevance=NearInTime()), x, in_time, {}),
         "no positive": (RetrievalMetrics(), x[:5], torch.arange(5), {}),
     }
+
+
+def tags():
+    """Up to three tags of each image, of which some are frequent, some are repeated, and some images have none."""
+    generator = torch.Generator().manual_seed(5)
+    found = torch.randint(0, 60, (ROWS, 3), generator=generator) ** 2 // 60 + 1_000_000
+    found[torch.rand(ROWS, 3, generator=generator) < 0.3] = -1
+    return found
 
 
 def rows_of_process(this, world, rows):
@@ -131,16 +158,18 @@ def pictures(metrics):
     """What callbacks show of an evaluation set."""
     lists = metrics.query_gallery(metrics.gather()[0])
     nearest = nearest_images(metrics, lists, lists.query_ids.sort().values[:5], 6)
-    return {
+    drawn = {
         "precision": curves.mean_precision(metrics),
         "pairs": curves.pair_counts(metrics, 40),
-        "gap": decomposability_gap(metrics, 8, 4),
         "nearest": torch.tensor([[hit.id for hit in hits] for _, hits in nearest]),
     }
+    if metrics.relevance is None or metrics.relevance.has_classes:
+        drawn["gap"] = decomposability_gap(metrics, 8, 4)
+    return drawn
 
 
 NAMES = tuple(cases())
-WITH_PICTURES = ("plain", "expanded, with roles")
+WITH_PICTURES = ("plain", "expanded, with roles", "tags", "a user's rule")
 
 
 def tables(this, world, group=None, names=NAMES):
