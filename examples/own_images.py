@@ -36,7 +36,7 @@ from lightning_retrieval.callbacks import (
 from lightning_retrieval.cli.options import CommandParser
 from lightning_retrieval.datamodules import ImageFolder, ImageSet
 from lightning_retrieval.losses import BlackboxMAPLoss, FastAPLoss, RecallAtKLoss, ROADMAPLoss, SupAPLoss
-from lightning_retrieval.training.run_report import quiet_trainer
+from lightning_retrieval.training.run_report import RunProgressBar, quiet_trainer
 
 RUNS = Path("logs", "own_images")
 # The check lists the files that cannot be read, and the script itself chooses chunks of 32 images.
@@ -230,6 +230,7 @@ def main() -> None:
             ModelCheckpoint(monitor="val/mAP", mode="max", filename="best", enable_version_counter=False),
             ModelCheckpoint(filename="last", enable_version_counter=False),
             CheckpointOnInterrupt("--resume"),
+            RunProgressBar(),
         ],
     )
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)

@@ -1,6 +1,7 @@
 """What a run reports: the length of lists and the traffic of its first step, and its settings.
 
-`quiet_trainer` hides messages of Lightning and PyTorch that say nothing about a run.
+`quiet_trainer` hides messages of Lightning and PyTorch that say nothing about a run, and `RunProgressBar` shows its
+progress. The commands use both.
 """
 
 import json
@@ -12,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -73,6 +76,27 @@ def quiet_trainer(*expected: str) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(_is_about_the_run)
+
+
+class RunProgressBar(TQDMProgressBar):
+    """Progress bar without the number of the run, which shows a throughput of 100 images/s or more as an integer.
+
+    Without a progress bar among its callbacks, a Trainer would choose one of two, depending on installed packages.
+
+    Example:
+        >>> import pytorch_lightning as pl
+        >>> from lightning_retrieval.training.run_report import RunProgressBar
+        >>> trainer = pl.Trainer(callbacks=[RunProgressBar()], logger=False, enable_checkpointing=False)
+    """
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """The values that are shown beside the bar, by their names."""
+        shown: dict[str, Any] = super().get_metrics(trainer, pl_module)
+        shown.pop("v_num", None)
+        throughput = shown.get("train/images/s", 0.0)
+        if throughput >= 100:
+            shown["train/images/s"] = round(throughput)
+        return shown
 
 
 def _is_about_the_run(record: logging.LogRecord) -> bool:
