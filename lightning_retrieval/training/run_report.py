@@ -20,6 +20,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from tqdm.contrib.logging import logging_redirect_tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
@@ -43,6 +44,7 @@ HIDDEN_WARNINGS = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"pytorch_lightning\."),
     (r"Checkpoint directory .* exists and is not empty", r"pytorch_lightning\."),
 )
+PACKAGES = ("pytorch_lightning", "lightning_fabric")  # names of the loggers that have a handler
 LOGGERS = (
     "pytorch_lightning.utilities.rank_zero",
     "lightning_fabric.utilities.rank_zero",
@@ -53,6 +55,8 @@ LOGGERS = (
 @contextmanager
 def quiet_trainer(*expected: str) -> Iterator[None]:
     """Context in which a Trainer does not report what the user of a command has not chosen and cannot change.
+
+    Log messages are written above a progress bar, not on its line.
 
     Args:
         expected: regular expressions for the beginnings of further warnings to hide, whatever module issues them.
@@ -67,7 +71,7 @@ def quiet_trainer(*expected: str) -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(_is_about_the_run)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), logging_redirect_tqdm(list(map(logging.getLogger, PACKAGES))):
             for message, module in HIDDEN_WARNINGS:
                 warnings.filterwarnings("ignore", message, module=module)
             for message in expected:
@@ -79,8 +83,9 @@ def quiet_trainer(*expected: str) -> Iterator[None]:
 
 
 class RunProgressBar(TQDMProgressBar):
-    """Progress bar without the number of the run, which shows a throughput of 100 images/s or more as an integer.
+    """Progress bar whose values fit a terminal of 80 columns.
 
+    It shows `train/loss` as `loss`, a throughput of 10 images/s or more as an integer, and not the number of the run.
     Without a progress bar among its callbacks, a Trainer would choose one of two, depending on installed packages.
 
     Example:
@@ -89,13 +94,16 @@ class RunProgressBar(TQDMProgressBar):
         >>> trainer = pl.Trainer(callbacks=[RunProgressBar()], logger=False, enable_checkpointing=False)
     """
 
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"  # without batches per second
+
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """The values that are shown beside the bar, by their names."""
-        shown: dict[str, Any] = super().get_metrics(trainer, pl_module)
-        shown.pop("v_num", None)
-        throughput = shown.get("train/images/s", 0.0)
-        if throughput >= 100:
-            shown["train/images/s"] = round(throughput)
+        values = super().get_metrics(trainer, pl_module)
+        values.pop("v_num", None)
+        shown: dict[str, Any] = {name.removeprefix("train/"): value for name, value in values.items()}
+        throughput = shown.get("images/s", 0.0)
+        if throughput >= 10:
+            shown["images/s"] = round(throughput)
         return shown
 
 

@@ -72,7 +72,8 @@ def test_fit_reports_the_run_and_the_warnings_of_the_user_only(fitted):
     assert "RetrievalModule: batches of P = 4 classes with K = 4 images" in printed
     hidden = ("TPU available", "Tip: ", "Seed set", "FLOPs", "Total params", "LeafSpec", "v_num")
     assert [text for text in hidden if text in printed] == []
-    assert re.search(r"train/images/s=(\d{3,}|\d\d?\.\d+)[],]", printed)
+    assert re.search(r", loss=\d\.\d+, AP=\d\.\d+, images/s=(\d{2,}|\d\.\d+)\]", printed)
+    assert re.search(r"^\s*RetrievalModule: batches", printed, flags=re.MULTILINE)  # not on the line of the bar
 
 
 def test_checkpoint_rebuilds_the_module(fitted):
