@@ -7,6 +7,7 @@ progress. The commands use both.
 import json
 import logging
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ HIDDEN_LOGS = (
     "Restoring states from the checkpoint",  # a second message follows when the states have been restored
     "`Trainer.fit` stopped: `max_epochs=",
 )
+RANK = re.compile(r"^\[rank: \d+\] ")  # before a log message, if there are several processes
 # Regular expressions for the beginning of a warning, and for the module that issues it.
 HIDDEN_WARNINGS = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"pytorch_lightning\."),
@@ -108,7 +110,8 @@ class RunProgressBar(TQDMProgressBar):
 
 
 def _is_about_the_run(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(HIDDEN_LOGS)
+    message = RANK.sub("", record.getMessage())
+    return not message.startswith(HIDDEN_LOGS)
 
 
 def step_traffic(
