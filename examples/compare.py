@@ -48,7 +48,7 @@ from results_file import read_results, write_file, write_results
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.cli.options import CommandParser
 from lightning_retrieval.datamodules import ImageFolder
-from lightning_retrieval.training.run_report import RunProgressBar, quiet_trainer
+from lightning_retrieval.training.run_report import quiet_trainer
 
 METRICS = ("mAP", "R@1")  # the differences are those of the first
 FAILURES = (ModuleNotFoundError, RuntimeError, URLError, ValueError)
@@ -111,7 +111,7 @@ def train(setting: Setting, seed: int, options: argparse.Namespace) -> dict[str,
     trainer = pl.Trainer(
         max_epochs=setting.epochs,
         limit_val_batches=0,
-        callbacks=[evaluation, RunProgressBar()],
+        callbacks=[evaluation],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -198,6 +198,9 @@ def main() -> None:
         checkpoint = newest_checkpoint()
         if checkpoint is None:
             parser.error(f"--resume needs a checkpoint, but {RUNS} has none; leave it out to begin.")
+        epoch = torch.load(checkpoint, map_location="meta", weights_only=True)["epoch"]
+        if epoch > options.epochs:
+            parser.error(f"--epochs must be at least {epoch}, that of {checkpoint}, got {options.epochs}.")
         print(f"--resume: continuing from {checkpoint}.")
 
     pl.seed_everything(0, verbose=False)

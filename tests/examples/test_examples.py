@@ -197,6 +197,17 @@ def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
         script["make_data"](tmp_path, categories=False, workers=0, train_transform="no_such.function")
 
 
+def test_own_images_resumes_no_run_that_has_had_more_epochs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "logs/own_images/version_0/checkpoints"
+    folder.mkdir(parents=True)
+    torch.save({"epoch": 19}, folder / "last.ckpt")
+    monkeypatch.setattr(sys, "argv", ["own_images.py", "photos", "--resume", "--epochs", "18"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="__main__")
+    assert "--epochs must be at least 19, that of logs/own_images/version_0/" in capsys.readouterr().err
+
+
 @pytest.mark.filterwarnings("error:Found .* in eval mode")
 def test_own_images_hides_warnings_about_what_its_check_lists_and_what_it_chooses(tmp_path):
     write_noise(tmp_path / "photos", classes=8, images=3)
