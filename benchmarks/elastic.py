@@ -64,7 +64,7 @@ trainer:
   callbacks:
     - elastic.Pace
     - class_path: pytorch_lightning.callbacks.ModelCheckpoint
-      init_args: {{every_n_train_steps: 5, save_last: true}}
+      init_args: {{filename: last, every_n_train_steps: 5, enable_version_counter: false}}
 """
 
 

@@ -315,7 +315,7 @@ def _add_single_images(report: DataReport, name: str, index: ImageIndex) -> None
     effect = "has no positive in evaluation"
     if name == "train":
         effect = "is skipped in training batches of P classes with K images"
-    report.notes.append(f"{len(single):,} classes of {name} have one image, such as {example!r}, which {effect}")
+    report.notes.append(f"classes of {name} with one image: {len(single):,}, such as {example!r}, which {effect}")
 
 
 def _add_sizes(report: DataReport, sizes: Sequence[tuple[int, int]]) -> None:

@@ -84,13 +84,13 @@ class ClassFolders:
         """Issue one warning about all ignored files and folders, and one about all empty folders."""
         if self.ignored:
             warnings.warn(
-                f"ImageFolder: ignored {len(self.ignored)} files or folders in {self.root} that are not images of a "
-                f"class, such as {self.ignored[0]}.",
+                f"ImageFolder: ignored files or folders in {self.root} that are not images of a class: "
+                f"{len(self.ignored):,}, such as {self.ignored[0]}.",
                 stacklevel=3,
             )
         if self.empty:
             warnings.warn(
-                f"ImageFolder: ignored {len(self.empty)} folders in {self.root} that contain no image, such as "
+                f"ImageFolder: ignored folders in {self.root} that contain no image: {len(self.empty):,}, such as "
                 f"{self.empty[0]}.",
                 stacklevel=3,
             )

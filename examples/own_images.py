@@ -36,11 +36,17 @@ from lightning_retrieval.callbacks import (
 from lightning_retrieval.cli.options import CommandParser
 from lightning_retrieval.datamodules import ImageFolder, ImageSet
 from lightning_retrieval.losses import BlackboxMAPLoss, FastAPLoss, RecallAtKLoss, ROADMAPLoss, SupAPLoss
-from lightning_retrieval.training.run_report import quiet_trainer
+from lightning_retrieval.training.run_report import RunProgressBar, quiet_trainer
 
 RUNS = Path("logs", "own_images")
-# The check lists the files that cannot be read, and the script itself chooses chunks of 32 images.
-EXPECTED_WARNINGS = ("ImageSet: skipped ", "RetrievalModule: BatchNorm sees ")
+# The check lists the files that cannot be read and the classes with one image. The script itself chooses chunks of 32
+# images, and freezes the batch norm of pretrained weights.
+EXPECTED_WARNINGS = (
+    "ImageSet: skipped ",
+    "PKSampler: skipped ",
+    "RetrievalModule: BatchNorm sees ",
+    r"Found \d+ module\(s\) in eval mode at the start of training",
+)
 SAMPLES_PER_CLASS = 4
 CHANNELS = ("RED", "GREEN", "BLUE")
 LOSSES = {
@@ -192,6 +198,9 @@ def main() -> None:
         checkpoint = newest_checkpoint()
         if checkpoint is None:
             parser.error(f"--resume needs a checkpoint, but {RUNS} has none; leave it out to begin.")
+        epoch = torch.load(checkpoint, map_location="meta", weights_only=True)["epoch"]
+        if epoch > options.epochs:
+            parser.error(f"--epochs must be at least {epoch}, that of {checkpoint}, got {options.epochs}.")
         print(f"--resume: continuing from {checkpoint}.")
 
     pl.seed_everything(0, verbose=False)
@@ -230,6 +239,7 @@ def main() -> None:
             ModelCheckpoint(monitor="val/mAP", mode="max", filename="best", enable_version_counter=False),
             ModelCheckpoint(filename="last", enable_version_counter=False),
             CheckpointOnInterrupt("--resume"),
+            RunProgressBar(),
         ],
     )
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)

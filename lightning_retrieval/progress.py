@@ -14,8 +14,9 @@ SECONDS_BEFORE_LINES = 30
 class Progress:
     """Context that shows the progress of work on standard error.
 
-    On a terminal, a bar appears after two seconds and vanishes at the end. Elsewhere, a line is written after each
-    tenth of the work, but none in the first 30 seconds.
+    On a terminal, a bar appears after two seconds and vanishes at the end. Elsewhere, and below a live display of rich
+    such as Lightning's `RichProgressBar`, a line is written after each tenth of the work, but none in the first 30
+    seconds.
 
     Args:
         description: the work, such as `"Embedding"`.
@@ -30,13 +31,15 @@ class Progress:
     """
 
     def __init__(self, description: str, *, total: int | None, units: str, hidden: bool = False) -> None:
+        # A live display of rich replaces standard error, and would show each refresh of the bar on a line of its own.
+        is_in_live_display = type(sys.stderr).__module__.startswith("rich.")
         self._bar = tqdm(
             total=total,
             desc=description,
             unit=f" {units}",
             delay=SECONDS_BEFORE_BAR,
             leave=False,
-            disable=hidden or None,  # with None, tqdm shows the bar only on a terminal
+            disable=hidden or is_in_live_display or None,  # with None, tqdm shows the bar only on a terminal
         )
         self._writes_lines = bool(total) and self._bar.disable and not hidden
         self._description = description

@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import DefaultHelpFormatter
+from pytorch_lightning.callbacks import ProgressBar
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities import rank_zero_info
 
@@ -28,6 +29,7 @@ from lightning_retrieval.callbacks.csv_logger import (
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.checks import check_path, first_line
+from lightning_retrieval.cli.embedding import find_checkpoint
 from lightning_retrieval.cli.options import did_you_mean, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
@@ -36,7 +38,7 @@ from lightning_retrieval.plain_data import constructor_parameters, is_variadic, 
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
-from lightning_retrieval.training.run_report import quiet_trainer
+from lightning_retrieval.training.run_report import RunProgressBar, quiet_trainer
 
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
@@ -126,10 +128,20 @@ class RetrievalCLI(LightningCLI):
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Make the run log to the folder `--run_folder`; checkpoints are saved in the folder of the first logger."""
+        """Make the run log to the folder `--run_folder`, and show `RunProgressBar` if the config has no progress bar.
+
+        Checkpoints are saved in the folder of the first logger.
+        """
+        settings = self._get(self.config_init, "trainer")
+        callbacks = settings.callbacks or []
+        if isinstance(callbacks, pl.Callback):
+            callbacks = [callbacks]
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if settings.enable_progress_bar is not False and not has_bar:
+            kwargs["callbacks"] = [*callbacks, RunProgressBar()]
         folder = self._get(self.config_init, "run_folder")
         if folder is not None:
-            configured = self._get(self.config_init, "trainer").get("logger")
+            configured = settings.logger
             try:
                 logger = ResumableCSVLogger(folder)
             except ValueError as error:
@@ -138,20 +150,23 @@ class RetrievalCLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
     def _parse_ckpt_path(self) -> None:
-        """Read the checkpoint of `--ckpt_path`, if it is a file.
+        """Read the checkpoint of `--ckpt_path`, if it is a file, or the best checkpoint in this folder.
 
         The hyperparameters of the checkpoint replace the model of the config. Here, only `plain_data` reads the
         hyperparameters. Lightning would merge them into the config, and a checkpoint could then choose what
         jsonargparse imports and calls.
         """
         self._checkpoint: dict[str, Any] = {}
-        path = self.config[self.config.subcommand].get("ckpt_path")
+        options = self.config[self.config.subcommand]
+        path = options.get("ckpt_path")
         try:
             if path:
                 check_path(self._owner, "--ckpt_path", path)
+            if path and Path(path).is_dir() and self.config.subcommand != "fit":
+                path = options.ckpt_path = str(find_checkpoint(self._owner, Path(path)))
             check_checkpoint(self._owner, path)
-        except ValueError as error:
-            self.parser.error(str(error))
+        except (FileNotFoundError, ValueError) as error:
+            self.parser.error(str(error).replace("`checkpoint`", "`--ckpt_path`"))
         if path and Path(path).is_file():
             self._checkpoint = self._read_checkpoint(path)
 

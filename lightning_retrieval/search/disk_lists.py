@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.files import READ_BYTES, DigestStream, write_verified
+from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_shard, shard_name, without_transform
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks
 from lightning_retrieval.search.storage import NewVersion
@@ -137,6 +138,8 @@ class DiskLists:
         """
         stream.write(self._header())
         with ExitStack() as stack:
+            rows_in_parts = int(self._sizes.sum())
+            progress = stack.enter_context(Progress("Merging", total=rows_in_parts, units="rows"))
             files = [stack.enter_context(part.open("rb", buffering=BUFFER)) for part in self._parts]
             for size in self._sizes.tolist():
                 in_parts = [int.from_bytes(file.read(SIZE_BYTES), "little") for file in files]
@@ -145,6 +148,7 @@ class DiskLists:
                 for row_bytes in (self._code_bytes, ID_BYTES):
                     for file, rows in zip(files, in_parts):
                         _copy(file, stream, rows * row_bytes)
+                progress.update(size)
 
     def delete(self) -> None:
         """Delete the parts."""
@@ -177,7 +181,8 @@ def add_on_disk(
 ) -> list[Any]:
     """Add rows to trained, empty shards, moving them to the disk in parts, and write each shard to a file.
 
-    Each shard gets the rows that `add_to_shards` would add to it.
+    Each shard gets the rows that `add_to_shards` would add to it. Adding the rows and merging the parts of each shard
+    show the progress.
 
     Args:
         shards: the shards; `check_disk_build` must have accepted one of them.
@@ -195,12 +200,14 @@ def add_on_disk(
     """
     lists = [DiskLists(shard, version.inner / f"part-{number}") for number, shard in enumerate(shards)]
     in_memory = 0
-    for begin, block in normalized_blocks(embeddings):
-        if in_memory + len(block) > rows_in_memory:
-            _move_to_disk(lists)
-            in_memory = 0
-        add_block(shards, block, ids[begin : begin + len(block)])
-        in_memory += len(block)
+    with Progress("Indexing", total=len(ids), units="rows") as progress:
+        for begin, block in normalized_blocks(embeddings):
+            if in_memory + len(block) > rows_in_memory:
+                _move_to_disk(lists)
+                in_memory = 0
+            add_block(shards, block, ids[begin : begin + len(block)])
+            in_memory += len(block)
+            progress.update(len(block))
     _move_to_disk(lists)
     mapped = []
     for number, of_shard in enumerate(lists):

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
 
 ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
@@ -147,7 +148,7 @@ def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
 
 
 def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArray[np.int64]) -> None:
-    """Distribute the rows of each block evenly over the shards.
+    """Distribute the rows of each block evenly over the shards, and show the progress.
 
     Raises:
         ValueError: if faiss cannot add rows; some of them may already have been added.
@@ -155,9 +156,11 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
     rows = sum(shard.ntotal for shard in shards)
     _reserve(shards, len(ids))
     try:
-        for begin, block in normalized_blocks(embeddings):
-            add_block(shards, block, ids[begin : begin + len(block)])
-            del block  # freed before the next block is made
+        with Progress("Indexing", total=len(ids), units="rows") as progress:
+            for begin, block in normalized_blocks(embeddings):
+                add_block(shards, block, ids[begin : begin + len(block)])
+                progress.update(len(block))
+                del block  # freed before the next block is made
     except RuntimeError as error:
         raise ValueError(
             f"{OWNER}: {len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
+from lightning_retrieval.progress import Progress
 from lightning_retrieval.search import milvus_connection as milvus
 from lightning_retrieval.search.id_table import (
     LARGEST_ID,
@@ -236,10 +237,11 @@ class MilvusStore:
 
         added = 0
         try:
-            with self._changed_rows():
+            with self._changed_rows(), Progress("Indexing", total=rows, units="rows") as progress:
                 for rows_of_a_request in insertions(embeddings, new_ids, paths):
                     self._call("insert", data=rows_of_a_request)
                     added += len(rows_of_a_request)
+                    progress.update(len(rows_of_a_request))
         except OSError as error:
             raise OSError(f"{error} {added} of {rows} rows were added before.") from None
         is_exact = milvus.index_kind(self.factory)[0] == milvus.EXACT

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.rows import normalize
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 
@@ -43,11 +44,13 @@ class FolderRows:
     def __init__(self, folder: EmbeddingFolder) -> None:
         self.folder = folder
         ends, ids, paths = [0], [np.zeros(0, np.int64)], [PackedStrings([])]
-        for shard in range(len(folder)):
-            rows = folder.read(shard)
-            ends.append(ends[-1] + len(rows.ids))
-            ids.append(rows.ids)
-            paths.append(PackedStrings(rows.paths))
+        with Progress("Reading embeddings", total=len(folder), units="files") as progress:
+            for shard in range(len(folder)):
+                rows = folder.read(shard)
+                ends.append(ends[-1] + len(rows.ids))
+                ids.append(rows.ids)
+                paths.append(PackedStrings(rows.paths))
+                progress.update(1)
         self.ids: Int[Tensor, " rows"] = torch.from_numpy(np.concatenate(ids))
         self.paths = PackedStrings.join(paths)
         self.shape = (ends[-1], folder.manifest.dim)

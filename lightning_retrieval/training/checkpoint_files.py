@@ -7,10 +7,9 @@
 - `BaseFinetuning` freezes its layers at the start of every run, and unfreezes them at the start of one epoch. A run
   that is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
 - A checkpoint of a network that is sharded over the processes looks like a checkpoint of a single process: one file
-with full
-  tensors, which the first process writes. Any number of processes, with or without `ModelParallelStrategy`, can
-  continue from it. Lightning's own code would lose state that is neither a parameter nor a buffer, such as the rows of
-  a memory; and if some parameters are frozen, it would assign the optimizer's state to the wrong parameters.
+  with full tensors, which the first process writes. Any number of processes, with or without `ModelParallelStrategy`,
+  can continue from it. Lightning's own code would lose state that is neither a parameter nor a buffer, such as the rows
+  of a memory; and if some parameters are frozen, it would assign the optimizer's state to the wrong parameters.
 """
 
 import copy

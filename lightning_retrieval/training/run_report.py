@@ -1,22 +1,27 @@
 """What a run reports: the length of lists and the traffic of its first step, and its settings.
 
-`quiet_trainer` hides messages of Lightning and PyTorch that say nothing about a run.
+`quiet_trainer` hides messages of Lightning and PyTorch that say nothing about a run, and `RunProgressBar` shows its
+progress. The commands use both.
 """
 
 import json
 import logging
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from tqdm.contrib.logging import logging_redirect_tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
@@ -35,6 +40,7 @@ HIDDEN_LOGS = (
     "Restoring states from the checkpoint",  # a second message follows when the states have been restored
     "`Trainer.fit` stopped: `max_epochs=",
 )
+RANK = re.compile(r"^\[rank: \d+\] ")  # before a log message, if there are several processes
 # Regular expressions for the beginning of a warning, and for the module that issues it.
 HIDDEN_WARNINGS = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"pytorch_lightning\."),
@@ -42,6 +48,7 @@ HIDDEN_WARNINGS = (
 )
 # The entries of a batch that a rule of relevance of this library reads, each with the rule.
 RULES = {"cameras": "OtherCamera()", "roles": "GalleryOnly()", "tags": "SharedTags()"}
+PACKAGES = ("pytorch_lightning", "lightning_fabric")  # names of the loggers that have a handler
 LOGGERS = (
     "pytorch_lightning.utilities.rank_zero",
     "lightning_fabric.utilities.rank_zero",
@@ -52,6 +59,8 @@ LOGGERS = (
 @contextmanager
 def quiet_trainer(*expected: str) -> Iterator[None]:
     """Context in which a Trainer does not report what the user of a command has not chosen and cannot change.
+
+    Log messages are written above a progress bar, not on its line.
 
     Args:
         expected: regular expressions for the beginnings of further warnings to hide, whatever module issues them.
@@ -66,7 +75,7 @@ def quiet_trainer(*expected: str) -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(_is_about_the_run)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), logging_redirect_tqdm(list(map(logging.getLogger, PACKAGES))):
             for message, module in HIDDEN_WARNINGS:
                 warnings.filterwarnings("ignore", message, module=module)
             for message in expected:
@@ -77,8 +86,34 @@ def quiet_trainer(*expected: str) -> Iterator[None]:
             logger.removeFilter(_is_about_the_run)
 
 
+class RunProgressBar(TQDMProgressBar):
+    """Progress bar whose values fit a terminal of 80 columns.
+
+    It shows `train/loss` as `loss`, a throughput of 10 images/s or more as an integer, and not the number of the run.
+    Without a progress bar among its callbacks, a Trainer would choose one of two, depending on installed packages.
+
+    Example:
+        >>> import pytorch_lightning as pl
+        >>> from lightning_retrieval.training.run_report import RunProgressBar
+        >>> trainer = pl.Trainer(callbacks=[RunProgressBar()], logger=False, enable_checkpointing=False)
+    """
+
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"  # without batches per second
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """The values that are shown beside the bar, by their names."""
+        values = super().get_metrics(trainer, pl_module)
+        values.pop("v_num", None)
+        shown: dict[str, Any] = {name.removeprefix("train/"): value for name, value in values.items()}
+        throughput = shown.get("images/s", 0.0)
+        if throughput >= 10:
+            shown["images/s"] = round(throughput)
+        return shown
+
+
 def _is_about_the_run(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(HIDDEN_LOGS)
+    message = RANK.sub("", record.getMessage())
+    return not message.startswith(HIDDEN_LOGS)
 
 
 def step_traffic(

@@ -109,9 +109,9 @@ def test_classes_with_one_image(folder):
     report = ImageFolder(folder).check()
     assert report.ok
     assert report.notes[:2] == [
-        "1 classes of train have one image, such as 'lonely', which is skipped in training batches of P classes with "
+        "classes of train with one image: 1, such as 'lonely', which is skipped in training batches of P classes with "
         "K images",
-        "1 classes of test have one image, such as 'alone', which has no positive in evaluation",
+        "classes of test with one image: 1, such as 'alone', which has no positive in evaluation",
     ]
 
 

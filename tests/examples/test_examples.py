@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+import torchvision
 import yaml
 from PIL import Image
 
@@ -26,6 +28,7 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
+from tests.quiet_trainer import quiet_trainer
 from tests.wandb_files import OfflineRun
 
 pytestmark = pytest.mark.slow
@@ -192,6 +195,34 @@ def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
         ValueError, match=r"^no_such.function cannot be imported as package.function .*PYTHONPATH=\. finds modules"
     ):
         script["make_data"](tmp_path, categories=False, workers=0, train_transform="no_such.function")
+
+
+def test_own_images_resumes_no_run_that_has_had_more_epochs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "logs/own_images/version_0/checkpoints"
+    folder.mkdir(parents=True)
+    torch.save({"epoch": 19}, folder / "last.ckpt")
+    monkeypatch.setattr(sys, "argv", ["own_images.py", "photos", "--resume", "--epochs", "18"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="__main__")
+    assert "--epochs must be at least 19, that of logs/own_images/version_0/" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error:Found .* in eval mode")
+def test_own_images_hides_warnings_about_what_its_check_lists_and_what_it_chooses(tmp_path):
+    write_noise(tmp_path / "photos", classes=8, images=3)
+    for label in range(8, 16):  # these classes have one image
+        (tmp_path / f"photos/{label}").mkdir()
+        shutil.copy(tmp_path / "photos/0/0.png", tmp_path / f"photos/{label}/0.png")
+    weights = tmp_path / "pretrained.pt"
+    torch.save(torchvision.models.mobilenet_v3_small().state_dict(), weights)
+    script = script_of_own_images()
+    data = script["make_data"](tmp_path / "photos", categories=False, workers=0)
+    script["set_batch_size"](data, 8)
+    settings = {"loss": "log_rank", "lr": 1e-4, "backbone": "mobilenet_v3_small", "weights": str(weights)}
+    module = script["make_module"](**settings, preparation=script["image_settings"](32))
+    with script["quiet_trainer"](*script["EXPECTED_WARNINGS"]):
+        quiet_trainer(fast_dev_run=True).fit(module, data)
 
 
 def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):

@@ -55,6 +55,18 @@ def test_short_work_work_of_unknown_length_and_other_processes_write_no_line(clo
     assert capsys.readouterr().err == ""
 
 
+def test_a_live_display_of_rich_gets_lines_and_no_bar(clock, monkeypatch):
+    live = pytest.importorskip("rich.live")
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_BAR", 0)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    console = live.Console(file=Terminal(), width=100, force_terminal=True)
+    with live.Live("Epoch 1", console=console, auto_refresh=False):
+        embed(clock, [32] * 10, seconds=9.0, total=320)
+    shown = console.file.getvalue()
+    assert "Embedding: 128 of 320 images (40 %)" in shown
+    assert shown.count("Embedding:") == 7  # none in the first 30 seconds
+
+
 def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BEFORE_BAR", 0)
     monkeypatch.setattr("sys.stderr", Terminal())

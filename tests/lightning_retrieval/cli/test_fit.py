@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import warnings
 
@@ -36,7 +37,8 @@ def fit_in_a_folder(rank, world_size, folder):
     os.chdir(folder)
     warnings.simplefilter("default")  # as without pytest
     callback = "--trainer.callbacks+=tests.lightning_retrieval.cli.test_fit.WarningOfUser"
-    main(["fit", "--config", str(write_example(folder)), *SMALL, *SHORT, callback])
+    options = [*SMALL, *SHORT, "--trainer.enable_progress_bar=true", callback]
+    main(["fit", "--config", str(write_example(folder)), *options])
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +70,10 @@ def test_fit_reports_the_run_and_the_warnings_of_the_user_only(fitted):
     printed = fitted[2]
     assert "from the code of the user" in printed
     assert "RetrievalModule: batches of P = 4 classes with K = 4 images" in printed
-    hidden = ("TPU available", "Tip: ", "Seed set", "FLOPs", "Total params", "LeafSpec")
+    hidden = ("TPU available", "Tip: ", "Seed set", "FLOPs", "Total params", "LeafSpec", "v_num")
     assert [text for text in hidden if text in printed] == []
+    assert re.search(r", loss=\d\.\d+, AP=\d\.\d+, images/s=(\d{2,}|\d\.\d+)\]", printed)
+    assert re.search(r"^\s*RetrievalModule: batches", printed, flags=re.MULTILINE)  # not on the line of the bar
 
 
 def test_checkpoint_rebuilds_the_module(fitted):
@@ -84,7 +88,8 @@ def test_checkpoint_rebuilds_the_module(fitted):
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys, monkeypatch, command):
-    _, checkpoint, printed = fitted
+    folder, checkpoint, printed = fitted
+    given = {"validate": folder / "glyphs", "test": folder / "glyphs/version_0", "predict": checkpoint}[command]
     pytest.importorskip("pyarrow")
     predicted, real = [], RetrievalModule.predict_step
 
@@ -94,7 +99,7 @@ def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys,
         return output
 
     monkeypatch.setattr(RetrievalModule, "predict_step", predict_step)
-    main([command, "--config", str(write_example(tmp_path)), *SMALL, f"--ckpt_path={checkpoint}"])
+    main([command, "--config", str(write_example(tmp_path)), *SMALL, f"--ckpt_path={given}"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     if command == "predict":
         (run,) = tmp_path.glob("*/version_*/embeddings")
@@ -151,6 +156,8 @@ def test_a_command_without_a_config_that_exists(tmp_path, capsys):
     assert "nowhere.yaml" in printed_error(capsys, tmp_path / "nowhere.yaml")
     printed = printed_error(capsys, write_example(tmp_path), f"--ckpt_path={'n' * 500}", command="test")
     assert "lightning-retrieval test: `--ckpt_path` must have names of at most 255 bytes" in printed
+    printed = printed_error(capsys, write_example(tmp_path), f"--ckpt_path={tmp_path}", command="test")
+    assert "lightning-retrieval test: `--ckpt_path` must be a file that training wrote, or the folder of" in printed
 
 
 @pytest.mark.refusal

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_retrieval import RetrievalIndex, files
+from lightning_retrieval import RetrievalIndex, files, progress
 from lightning_retrieval.search import disk_lists, faiss_index, rows
-from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, memory, vectors
+from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, memory, newly_built, vectors
 from tests.processes import start_processes
 
 IDS, PATHS = 1000 - torch.arange(ROWS), [f"é/{i}.jpg" for i in range(ROWS)]
@@ -62,6 +62,17 @@ def test_files_and_results_are_those_of_an_index_in_memory(factory, shards, rows
         "lock",
         "manifest.json",
     ]
+
+
+def test_a_build_shows_the_progress(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_LINES", 0)
+    newly_built("IVF4,Flat")
+    begun = [f"Indexing: {rows} of 600 rows" for rows in (100, 150, 200, 250, 300, 400, 450, 500, 550, 600)]
+    assert [line.split(" (")[0] for line in capsys.readouterr().err.splitlines()] == begun
+    on_disk(tmp_path)
+    printed = [line.split(" (")[0] for line in capsys.readouterr().err.splitlines()]
+    assert printed[:10] == begun
+    assert printed[-1] == "Merging: 600 of 600 rows"
 
 
 def test_most_lists_may_be_empty(tmp_path, monkeypatch):

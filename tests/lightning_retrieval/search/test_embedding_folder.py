@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_retrieval import RetrievalIndex
+from lightning_retrieval import RetrievalIndex, progress
 from lightning_retrieval.search import rows as rows_of_index
 from lightning_retrieval.search.embedding_folder import (
     FORMAT,
@@ -232,9 +232,11 @@ def new_folder(path, dtype="float32"):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_rows_are_those_of_one_tensor(tmp_path, dtype):
+def test_rows_are_those_of_one_tensor(tmp_path, dtype, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_LINES", 0)
     folder, expected = new_folder(tmp_path, dtype)
     found = FolderRows(folder)
+    assert f"Reading embeddings: {len(folder)} of {len(folder)} files (100 %)" in capsys.readouterr().err
     assert (len(found), found.shape) == (17, (17, 5))
     assert found.ids.tolist() == [*range(7), *range(14, 24)]
     assert list(found.paths) == [f"{id_}.jpg" for id_ in found.ids.tolist()]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_retrieval import MilvusStore, RetrievalIndex
+from lightning_retrieval import MilvusStore, RetrievalIndex, progress
 from lightning_retrieval.search import milvus_connection, milvus_store
 from lightning_retrieval.search.milvus_connection import (
     PROPERTY,
@@ -85,16 +85,20 @@ def test_a_search_sees_one_state_while_another_thread_edits(tmp_path, opened):
     assert search_while_edited(store, 10) == []
 
 
-def test_rows_are_added_and_removed_in_several_requests(filled, monkeypatch):
+def test_rows_are_added_and_removed_in_several_requests(filled, monkeypatch, capsys):
     monkeypatch.setattr(milvus_store, "BATCH_ROWS", 100)
     monkeypatch.setattr(milvus_store, "BATCH_IDS", 64)
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_LINES", 0)
     index = built()
     more = vectors(250, seed=2)
-    for store in (filled, index):
+    for store in (index, filled):
         store.remove(1000 - torch.arange(0, ROWS, 2))
+        capsys.readouterr()
         store.add(more)  # with ids after the largest
+        printed = capsys.readouterr().err.splitlines()
         store.add(vectors(1, seed=3), torch.tensor([2**62]), ["far.jpg"])
         store.add(vectors(1, seed=4))
+    assert [line.split(" (")[0] for line in printed] == [f"Indexing: {rows} of 250 rows" for rows in (100, 200, 250)]
     assert len(filled) == len(index) == ROWS // 2 + 252
     ids = filled.search(more, 5)[1]
     assert torch.equal(ids, index.search(more, 5)[1])
