@@ -173,6 +173,73 @@ def test_parquet_and_csv_give_the_same_index(tmp_path):
     assert of_csv["test"].labels.tolist() == [0, DISTRACTOR, 0]
 
 
+def test_tags_are_separated_by_semicolons_and_numbered_for_all_splits_together(tmp_path):
+    rows = [
+        ("image", "label", "tags", "split", "role"),
+        ("a.jpg", "1", "red; long dress", "train", ""),
+        ("b.jpg", "1", "", "train", ""),
+        ("c.jpg", "1", ";red ;; red", "train", ""),
+        ("d.jpg", "2", "blue,green;long dress;sale", "test", ""),
+        ("e.jpg", "", "red", "test", "distractor"),
+    ]
+    splits = read(write_csv(tmp_path, *rows))
+    train, test = splits["train"], splits["test"]
+    assert list(train.tag_names) == list(test.tag_names) == ["blue,green", "long dress", "red", "sale"]
+    assert train.tags.tolist() == [[2, 1, -1], [-1, -1, -1], [2, -1, -1]]
+    assert test.tags.tolist() == [[0, 1, 3], [-1, -1, -1]]  # a distractor is relevant to no query
+
+
+def test_without_a_column_label_the_files_are_split_and_boxes_of_one_file_stay_together(tmp_path):
+    rows = [(f"{i // 2}.jpg", "0 0 5 5" if i % 2 else "5 5 9 9", "red") for i in range(12)]
+    root = write_csv(tmp_path, ("image", "box", "tags"), *rows)
+    splits = read(root, test_fraction=0.5, split_seed=4)
+    assert [len(index) for index in splits.values()] == [6, 6]
+    assert not set(splits["train"].paths) & set(splits["test"].paths)
+    assert splits["train"].labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert splits["train"].names is None
+    drawn = {f"{i}.jpg" for i in np.random.default_rng(4).permutation(6)[:3]}
+    assert set(splits["test"].paths) == drawn
+    with pytest.raises(ValueError, match=r"^PKSampler: .* or use TagSampler if the images have tags\."):
+        ImageTable(write_csv(tmp_path, ("image", "tags"), *[(f"{i}.jpg", "red") for i in range(4)]), "images.csv",
+                   classes_per_batch=1, samples_per_class=2).train_sampler()  # fmt: skip
+
+
+@refusal
+def test_tags_without_labels_are_the_cure_for_classes_in_training_and_evaluation(tmp_path):
+    rows = [("image", "label", "tags", "split"), ("a.jpg", "1", "x", "train"), ("b.jpg", "1", "x", "test")]
+    with pytest.raises(ValueError, match=r"such as '1' .*; leave out the labels if only the tags count\."):
+        read(write_csv(tmp_path, *rows))
+    assert list(read(write_csv(tmp_path, *[(row[0], *row[2:]) for row in rows]))) == ["train", "test"]
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["query", "gallery", ""], [ROLES["query"], ROLES["gallery"], ROLES["both"]]),
+        (["both", "gallery", ""], [ROLES["both"], ROLES["gallery"], ROLES["both"]]),
+        (["gallery", "gallery", "gallery"], None),  # no image would have a list
+        (["query", "query", "query"], None),
+        (["", "both", ""], None),
+    ],
+)
+def test_training_images_have_roles_if_some_are_queries_and_some_are_gallery(tmp_path, names, wanted):
+    training = [(f"{i}.jpg", "a", "train", name) for i, name in enumerate(names)]
+    roles = read(write_csv(tmp_path, ROLE, *training, ("t.jpg", "b", "test", "")))["train"].roles
+    assert (None if roles is None else roles.tolist()) == wanted
+
+
+def test_the_tags_of_a_parquet_file_may_be_lists(tmp_path):
+    tags = [["red", "long dress"], [], None, ["red", None]]
+    columns = {"image": [f"{i}.jpg" for i in range(4)], "tags": tags, "split": ["train", "train", "test", "test"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
+    splits = read(tmp_path, "images.parquet")
+    assert splits["train"].tags.tolist() == [[1, 0], [-1, -1]]
+    assert splits["test"].tags.tolist() == [[-1, -1], [1, -1]]
+    columns["tags"] = [[3, 20], [20], [3], []]
+    parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
+    assert sorted(read(tmp_path, "images.parquet")["train"].tag_names) == ["20", "3"]
+
+
 @refusal
 def test_missing_pyarrow_raises_with_the_command_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
