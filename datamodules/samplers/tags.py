@@ -102,7 +102,9 @@ class TagSampler(GlobalBatchSampler):
         super().__init__(tag, seed=seed)
         self.dataset_size = len(table)
         self.images = image[self.images].astype(self.images.dtype)
-        self.num_images = len(np.unique(self.images))
+        has_tag = np.zeros(len(table), dtype=bool)
+        has_tag[self.images] = True
+        self.num_images = int(has_tag.sum())
         self._check_sizes()
 
     def _check_sizes(self) -> None:
