@@ -3,6 +3,7 @@
     python benchmarks/metrics.py
     python benchmarks/metrics.py --memory
     python benchmarks/metrics.py --processes
+    python benchmarks/metrics.py --rules
 
 The product is what any evaluation has to do: all queries against all images, block by block into one buffer that is
 there before. The evaluation is `RetrievalMetrics`, from the first update to the last number, with all its metrics. The
@@ -20,6 +21,10 @@ in turn. "added MiB" is the peak of `update` and `compute` beyond the memory bef
 embeddings are part of it, since they are there only in the metric. "time" is that of the slowest process, from the
 first update to the last number, without the making of the embeddings; "CPU time" that of the process with the most,
 which other work on the machine hardly changes. "mAP" is printed in full, because it is the same for both.
+
+With `--rules` one set is evaluated by labels, by shared tags, and by the same rule without its lists of tagged images,
+as a rule of a user is. A label has 500 images. An image has three tags of 500 images each, the first of which is its
+label. The times are CPU times of one thread, in turn.
 """
 
 import os
@@ -44,7 +49,7 @@ from timing import Timing, arguments, environment, interleaved, memory_status, p
 from torch import Tensor
 from torchmetrics.retrieval import RetrievalMAP
 
-from lightning_retrieval import DatabaseAugmentation, Embedder, QueryExpansion, RetrievalMetrics
+from lightning_retrieval import DatabaseAugmentation, Embedder, QueryExpansion, RetrievalMetrics, SharedTags
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.ranking.rows import normalize
 
@@ -58,6 +63,7 @@ SETS = {  # images, images of each class, dimension, noise of what is as if trai
 QUICK = 500  # images of each set
 MEMORY = {"images": 1_000_000, "queries": 1_000}  # of the evaluation whose memory is measured
 OF_CLASS, BATCH = 5, 512
+TAGGED = {"images": 12_000, "dim": 128, "tags": 3, "of a tag": 500, "runs": 5}
 
 
 @dataclass(frozen=True)
@@ -270,12 +276,57 @@ def process_rows(cases: dict[str, ProcessCase], runs: int) -> list[dict[str, Any
     return rows
 
 
+class SharedTagsByMasks(SharedTags):
+    """The same rule, evaluated by its masks, because only `SharedTags` itself has lists of tagged images."""
+
+
+def tagged(images: int) -> tuple[Tensor, Tensor]:
+    """Embeddings around the centres of their tags, as if trained, and tags: columns of different tags."""
+    generator = torch.Generator().manual_seed(0)
+    number = -(-images // TAGGED["of a tag"])  # of tags in a column
+    columns = []
+    for column in range(TAGGED["tags"]):
+        order = torch.randperm(images, generator=generator)
+        columns.append(order % number + column * number)
+    tags = torch.stack(columns, 1)
+    centres = torch.randn(TAGGED["tags"] * number, TAGGED["dim"], generator=generator)
+    return centres[tags].sum(1) + 1.6 * torch.randn(images, TAGGED["dim"], generator=generator), tags
+
+
+def rule_rows(quick: bool) -> list[dict[str, Any]]:
+    """Evaluations by labels and by rules, in turn."""
+    torch.set_num_threads(1)
+    embeddings, tags = tagged(2 * QUICK if quick else TAGGED["images"])
+    cases = {
+        "labels": (None, tags[:, 0]),
+        "SharedTags": (SharedTags(), tags),
+        "the same by masks": (SharedTagsByMasks(), tags),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in cases}
+    found = {}
+    for _ in range(1 if quick else TAGGED["runs"]):
+        for name, (relevance, labels) in cases.items():
+            metrics = RetrievalMetrics(relevance=relevance)
+            before = time.process_time()
+            for ids in torch.arange(len(tags)).split(BATCH):
+                metrics.update(embeddings[ids], labels[ids], ids)
+            found[name] = metrics.compute()["mAP"].item()
+            spent[name].append(time.process_time() - before)
+    rows = []
+    for name, seconds in spent.items():
+        timing = Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+        ratio = timing.median / statistics.median(spent["labels"])
+        rows.append({"relevance": name, "images": len(tags), "CPU time": timing, "ratio": ratio, "mAP": found[name]})
+    return rows
+
+
 def main() -> None:
     description = "RetrievalMetrics against peers and against the score matrix product alone."
     options = arguments(
         description,
         memory="only the memory of an evaluation of one million images",
         processes="only the evaluations by 1 and 2 processes",
+        rules="only the evaluations by labels and by rules of relevance",
     )
     device, quick = options.device, options.quick
     if options.memory:
@@ -290,6 +341,9 @@ def main() -> None:
             cases, runs = {name: replace(case, images=1_500, dim=8, queries=1_500) for name, case in cases.items()}, 1
         rows = process_rows(cases, runs)
         report("RetrievalMetrics in processes of one thread each", environment(device), rows, options.json)
+        return
+    if options.rules:
+        report("RetrievalMetrics by rules of relevance", environment("cpu"), rule_rows(quick), options.json)
         return
     rows = []
     for name in (*SETS, GLYPHS):

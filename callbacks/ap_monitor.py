@@ -15,6 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float, Int
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
@@ -34,6 +35,7 @@ from lightning_retrieval.metrics.definitions import average_precision
 from lightning_retrieval.metrics.gathering import Rows, unit_rows
 from lightning_retrieval.metrics.retrieval import QueryMetric, RetrievalMetrics, query_values
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import float64_device, to_float64
 
 _AP = QueryMetric(average_precision, "AP", "mAP")
@@ -46,7 +48,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     of processes.
 
     Args:
-        metrics: the metric that holds the embeddings of the set.
+        metrics: the metric that holds the embeddings of the set. Its rule of relevance, if there is one, has classes.
         classes: number of classes of a batch.
         samples: number of images of each class in a batch.
     """
@@ -70,7 +72,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
 def _local_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Shard) -> Rows:
     """Send the rows of each batch to the process of the batch, and return the rows of this process's batch.
 
-    The returned labels are those of the finest level. With several processes, this is a collective operation.
+    The returned rows have only their finest labels. With several processes, this is a collective operation.
 
     Args:
         rows: all rows of the set.
@@ -83,7 +85,7 @@ def _local_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Sh
     every = torch.cat(of_process).to(rows.ids.device)
     embeddings = rows.embeddings.select(every).distribute([len(batch) for batch in of_process])
     local = rows.select(of_process[shard.index].to(rows.ids.device))
-    return local._replace(embeddings=unit_rows([embeddings.to(rows.ids.device)]), labels=local.labels[:, :1])
+    return local.at_finest_level()._replace(embeddings=unit_rows([embeddings.to(rows.ids.device)]))
 
 
 def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " _"]]:
@@ -202,6 +204,7 @@ class APMonitor(pl.Callback):
     evaluation set. The images of the set are split at random, the same way each time, into batches with as many classes
     and images per class as the first training batch. The gap is the mean AP within these batches minus the AP of the
     full set. The gap is rarely below 0, because the lists within batches are shorter than the lists over the full set.
+    Under a rule of relevance without classes, such as `SharedTags`, sets cannot be split so, and no gap is logged.
 
     Raises:
         ValueError: if the Trainer has no `RetrievalEvaluation`.
@@ -303,5 +306,17 @@ class APMonitor(pl.Callback):
             return
         for evaluation_set in sets_ranked_by_label("APMonitor", trainer, self._warned):
             metrics: Any = evaluation_set.metrics
+            if metrics.relevance is not None and not metrics.relevance.has_classes:
+                self._warn_of_no_classes(f"{evaluation_set.prefix}decomposability_gap", metrics.relevance)
+                continue
             gap = decomposability_gap(metrics, self._classes, self._samples)
             log_without_sync(pl_module, {f"{evaluation_set.prefix}decomposability_gap": gap})
+
+    def _warn_of_no_classes(self, name: str, relevance: Relevance) -> None:
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        rank_zero_warn(
+            f"APMonitor: {name} is not logged, because a set can be split into batches of classes only if the rule of "
+            f"relevance has classes, and {relevance} has none."
+        )

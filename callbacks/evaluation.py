@@ -32,6 +32,8 @@ from lightning_retrieval.models import Embedder
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.ranking.labels import check_dims
+from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 
 
 @contextmanager
@@ -181,6 +183,14 @@ def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]
     pl_module.log_dict(values, rank_zero_only=False, sync_dist=False)
 
 
+def rule_of_module(pl_module: pl.LightningModule) -> Relevance | None:
+    """Return the rule of relevance that the metrics of a module need, or None."""
+    relevance = getattr(pl_module, "relevance", None)
+    if isinstance(relevance, Relevance):
+        return rule_of_evaluation(relevance)
+    return None
+
+
 class RetrievalEvaluation(pl.Callback):
     """Computes `RetrievalMetrics` over each validation and test set, and logs `val/mAP`, `test/R@1` and so on.
 
@@ -195,6 +205,10 @@ class RetrievalEvaluation(pl.Callback):
 
     A data set with another evaluation protocol has a method `metrics(ks, **settings)` that returns another
     `EmbeddingMetric`, as `lightning_retrieval.callbacks.evaluation_sets.MetricProvider` declares.
+
+    Relevance follows the `relevance` of the module. `OtherCamera` and `GalleryOnly` are the rules by which cameras and
+    roles are evaluated in any case. For any other rule, the metrics get the rule, and the steps return the columns that
+    it reads as `labels`.
 
     Args:
         ks: the k of R@k, each >= 1.
@@ -302,7 +316,7 @@ class RetrievalEvaluation(pl.Callback):
         results: dict[str, float] = {}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
             # Without a sharded sampler, each process evaluates the full set.
-            metrics = self._create_metrics(loader, sync_on_compute=is_sharded(loader), dims=dims)
+            metrics = self._create_metrics(loader, is_sharded(loader), dims, rule_of_module(pl_module))
             evaluation_set = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
             collect_test_set(trainer, pl_module, evaluation_set)
             for name, value in evaluation_set.compute().items():
@@ -323,10 +337,10 @@ class RetrievalEvaluation(pl.Callback):
         self.best = dict(state_dict.get("best", {}))
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._create_sets("val", trainer.val_dataloaders, pl_module.device)
+        self._create_sets("val", trainer.val_dataloaders, pl_module)
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._create_sets("test", trainer.test_dataloaders, pl_module.device)
+        self._create_sets("test", trainer.test_dataloaders, pl_module)
 
     def on_validation_batch_end(
         self,
@@ -360,13 +374,15 @@ class RetrievalEvaluation(pl.Callback):
         self.sets = []
         self._print(trainer, "test")
 
-    def _create_sets(self, stage: str, loaders: Any, device: torch.device) -> None:
+    def _create_sets(self, stage: str, loaders: Any, pl_module: pl.LightningModule) -> None:
         self.sets = []
         for prefix, loader in zip(set_prefixes(stage, loaders), loader_list(loaders)):
-            metrics = self._create_metrics(loader, sync_on_compute=True, dims=self.dims).to(device)
-            self.sets.append(EvaluationSet(prefix, loader, metrics))
+            metrics = self._create_metrics(loader, True, self.dims, rule_of_module(pl_module))
+            self.sets.append(EvaluationSet(prefix, loader, metrics.to(pl_module.device)))
 
-    def _create_metrics(self, loader: Any, sync_on_compute: bool, dims: Sequence[int]) -> EmbeddingMetric:
+    def _create_metrics(
+        self, loader: Any, sync_on_compute: bool, dims: Sequence[int], relevance: Relevance | None
+    ) -> EmbeddingMetric:
         """Create the metric that the data set provides if it is a `MetricProvider`, else `RetrievalMetrics`."""
         settings: dict[str, Any] = {
             "query_expansion": self.query_expansion,
@@ -374,6 +390,8 @@ class RetrievalEvaluation(pl.Callback):
             "embeddings_on_cpu": self.embeddings_on_cpu,
             "sync_on_compute": sync_on_compute,
         }
+        if relevance is not None:
+            settings["relevance"] = relevance
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, MetricProvider):
             return dataset.metrics(self.ks, **settings)
@@ -445,12 +463,12 @@ def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
 
 
 def is_ranked_by_label(metrics: EmbeddingMetric) -> bool:
-    """Return whether each query is ranked against the full gallery, with images of the same label as relevant."""
+    """Return whether each query is ranked against the full gallery, by label or by the rule of the module."""
     return isinstance(metrics, RetrievalMetrics) and not isinstance(metrics, RandomGalleryMetrics)
 
 
 def sets_ranked_by_label(owner: str, trainer: pl.Trainer, warned: set[str]) -> Iterator[EvaluationSet]:
-    """Yield the evaluation sets that are ranked by label; for each other set, warn once.
+    """Yield the evaluation sets that are ranked by label or by the module's rule; for each other set, warn once.
 
     Args:
         owner: name of the callback, for the messages.

@@ -26,7 +26,9 @@ class MetricProvider(Protocol):
 
         Args:
             ks: the k of R@k or of a similar metric.
-            settings: keyword arguments of `EmbeddingMetric`.
+            settings: keyword arguments of `EmbeddingMetric`. They hold `relevance` only if the module has a rule that
+                evaluates neither cameras nor roles; the metric then gets the columns that the rule reads as labels, and
+                decides itself which images are relevant.
         """
 
 

@@ -14,6 +14,7 @@ from lightning_retrieval.callbacks.evaluation import evaluation_mode, log_withou
 from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.random_state import step_random_state
 
@@ -29,9 +30,10 @@ class MemoryMonitor(pl.Callback):
 
     `train/memory_drift` is 1 minus the mean cosine between the embedding of each probe image now and one interval ago.
     This drift is the error of the oldest rows: if it is near 0, the oldest rows are ranked like new rows.
-    `train/negative_cosine` is the mean cosine of the pairs of probe images of different classes. If this mean rises
-    with a memory, the references without a gradient pull all images together. Both values are logged from the first
-    interval on, even before the memory begins.
+    `train/negative_cosine` is the mean cosine of the pairs of probe images of different classes or, if the module has
+    `relevance`, of the pairs that are negatives by this rule. If this mean rises with a memory, the references without
+    a gradient pull all images together. Both values are logged from the first interval on, even before the memory
+    begins.
 
     A memory with `start_step="auto"` begins as soon as the drift is below `start_drift`, but not before the end of the
     first interval.
@@ -98,8 +100,7 @@ class MemoryMonitor(pl.Callback):
         """Embed the probe if an interval is over. Before a step, the model is in the state after a complete step."""
         memory: Any = pl_module.memory
         if self._images is None:
-            images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
-            self._take_probe(images, labels, memory)
+            self._take_probe(pl_module, batch)
         self._waits = memory.start_step == "auto" and not memory.started
         # A run that is resumed from a checkpoint written during a step repeats this step, but does not measure again.
         if memory.steps % self._interval == 0 and memory.steps != self._measured:
@@ -149,15 +150,21 @@ class MemoryMonitor(pl.Callback):
         self._measured = -1
         self._waits = False
 
-    def _take_probe(self, images: Tensor, labels: Tensor, memory: CrossBatchMemory) -> None:
+    def _take_probe(self, module: Any, batch: Any) -> None:
         """Store the first images of the global batch, in rank order, on each process."""
+        images, labels, _ = module.unpack_batch(batch)
+        relevance = _relevance_of(module)
+        if relevance is None:
+            labels = finest(labels)
+        else:
+            labels = relevance.columns(labels, batch)
         shapes = gather_objects(tuple(images.shape[1:]))
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"MemoryMonitor: the images of all processes must have the same shape, got {shapes} in rank order."
             )
-        labels = gather_rows(finest(labels))
-        self._interval = math.ceil(memory.size / len(labels))
+        labels = gather_rows(labels)
+        self._interval = math.ceil(module.memory.size / len(labels))
         self._labels = labels[: self.probe].clone()
         self._images = gather_rows(images[: self.probe])[: self.probe].clone()
 
@@ -167,7 +174,7 @@ class MemoryMonitor(pl.Callback):
         before, self._embeddings = self._embeddings, self._embed(trainer, module, self._images, step)
         if before is None:
             return
-        sums = sum_over_ranks(sums_of_cosines(before, self._embeddings, self._labels))
+        sums = sum_over_ranks(sums_of_cosines(before, self._embeddings, self._labels, _relevance_of(module)))
         same, images, negatives, pairs = sums.unbind()
         self._values = {DRIFT: 1 - same / images}
         if pairs > 0:
@@ -191,20 +198,35 @@ class MemoryMonitor(pl.Callback):
         return F.normalize(embeddings.float(), dim=1)
 
 
+def _relevance_of(module: Any) -> Relevance | None:
+    """The rule of relevance of a module; None for equal labels."""
+    relevance: Relevance | None = getattr(module, "relevance", None)
+    return relevance
+
+
 def sums_of_cosines(
-    before: Float[Tensor, "image dim"], now: Float[Tensor, "image dim"], labels: Int[Tensor, " image"]
+    before: Float[Tensor, "image dim"],
+    now: Float[Tensor, "image dim"],
+    labels: Int[Tensor, "image ..."],
+    relevance: Relevance | None = None,
 ) -> Float[Tensor, "4"]:
     """Return two sums of cosines, each followed by its number of terms.
 
     The first sum has one term for each image: the cosine between its embeddings in `before` and `now`. The second sum
-    has one term for each negative pair: the cosine between the embeddings in `now` of two images of different classes.
+    has one term for each negative pair: the cosine between the embeddings in `now` of two images of different classes
+    or, with `relevance`, of an image and a candidate that is not relevant to it.
 
     Args:
         before: unit embeddings of the images one interval ago.
         now: unit embeddings of the same images now.
-        labels: labels of the images.
+        labels: labels of the images or, with `relevance`, the columns that the rule reads.
+        relevance: a rule of relevance; None for equal labels.
     """
     same = (before * now).sum()
-    is_negative = labels[:, None] != labels
+    if relevance is None:
+        is_negative = labels[:, None] != labels
+    else:
+        relevant, candidate = relevance.lists(labels, labels)
+        is_negative = (candidate & ~relevant).fill_diagonal_(False)
     negatives = (now @ now.T)[is_negative].sum()
     return torch.stack([same, same.new_tensor(len(now)), negatives, is_negative.sum().to(same)])

@@ -17,11 +17,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_choice
+from lightning_retrieval.checks import check_bool, check_choice, check_instance
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
 from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
 from lightning_retrieval.losses.positives import ScoreBlock, true_indices
+from lightning_retrieval.ranking.relevance import Relevance
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -81,6 +82,8 @@ class RetrievalLoss(BatchLoss, ABC):
 
     def of_batch(self, batch: RankedBatch) -> Float[Tensor, "..."]:
         """The loss of a batch. For the contents of a batch and the errors, see `forward`."""
+        if batch.relevance is not None:
+            self.check_relevance(batch.relevance)
         lists = EmbeddingLists(
             self.name,
             batch,
@@ -91,6 +94,24 @@ class RetrievalLoss(BatchLoss, ABC):
         with torch.autocast(lists.device.type, enabled=False):
             plan = self._plan(lists, batch.queries)
             return self._reduced(self._function.apply(plan, *plan.inputs), plan)
+
+    def check_relevance(self, relevance: Relevance) -> None:
+        """Raise if the loss cannot follow this rule: it has levels of relevance, or weights classes that do not exist.
+
+        Args:
+            relevance: a rule of relevance.
+        """
+        check_instance(self.name, "relevance", relevance, Relevance)
+        if self.graded:
+            raise TypeError(
+                f"{self.name}: `relevance` must be None, because the relevance of this loss is the number of label "
+                f"levels that two images share, got {relevance}; use a loss of AP, such as SupAPLoss."
+            )
+        if self.class_balanced and not relevance.has_classes:
+            raise ValueError(
+                f"{self.name}: `class_balanced` weights the queries of each class, and {relevance} has no classes; set "
+                "class_balanced=False."
+            )
 
     def from_scores(
         self,

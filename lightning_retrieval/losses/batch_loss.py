@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lightning_retrieval.ranking.relevance import Relevance
+
 T = TypeVar("T")
 
 
@@ -60,7 +62,8 @@ class RankedBatch:
 
     Args:
         embeddings: one row for each query.
-        labels: label of each query, or its labels of several levels, finest first.
+        labels: label of each query, or its labels of several levels, finest first. With `relevance`, the columns that
+            the rule reads.
         ref_emb: the references; None ranks the batch itself.
         ref_labels: labels of the references.
         ids: dataset index of each query; a reference with the query's id is not in the query's list.
@@ -68,6 +71,8 @@ class RankedBatch:
         queries: the queries that this process computes; None computes all of them.
         shared: cache of numbers that depend only on labels and ids; None if no other batch has the same labels and ids.
         fraction: fraction of the training steps that are done, from 0 to 1; 1 for a call outside of a training.
+        relevance: which references are relevant to a query, and which are in its list; None: those with the same label
+            are relevant, and all are in its list.
     """
 
     embeddings: Float[Tensor, "query dim"]
@@ -79,6 +84,7 @@ class RankedBatch:
     queries: QueryRange | None = None
     shared: SharedReads | None = None
     fraction: float = 1.0
+    relevance: Relevance | None = None
 
 
 class BatchLoss(nn.Module):
@@ -110,28 +116,36 @@ class BatchLoss(nn.Module):
         ids: Tensor | None = None,
         ref_ids: Tensor | None = None,
         queries: QueryRange | None = None,
+        relevance: Relevance | None = None,
     ) -> Any:
         """The loss of a batch in which each row is the query of a list.
 
         Args:
             embeddings: one row for each query; the loss normalises the rows.
-            labels: any integers; the same label means relevant.
+            labels: any integers; the same label means relevant. With `relevance`, the columns that the rule reads:
+                `relevance.columns(labels, batch)`.
             ref_emb: the references to rank for each query; None ranks the batch itself.
             ref_labels: labels of `ref_emb`.
             ids: dataset index of each row; a reference with the query's own id is not in the query's list.
             ref_ids: dataset index of each reference, required with `ids` and `ref_emb`.
             queries: range of the queries that this process computes; None computes all. The values of all processes add
                 up to the loss, and so do their gradients.
+            relevance: which references are relevant to a query, and which are in its list, such as `SharedTags()`; None
+                for those with the same label, and all references.
 
         Raises:
             ValueError: if shapes do not match, or an embedding is not finite.
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
-        return self.of_batch(RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries))
+        batch = RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries, relevance=relevance)
+        return self.of_batch(batch)
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""
         raise NotImplementedError(f"{type(self).__name__}: a loss must implement `of_batch`.")
+
+    def check_relevance(self, relevance: Relevance) -> None:
+        """Raise if the loss cannot follow this rule of relevance. The terms of a sum check for themselves."""
 
     def splits_by_query(self, fraction: float = 1.0) -> bool:
         """Whether the loss is a sum over queries, so that each process can compute its own range of queries.

@@ -1,7 +1,7 @@
 """The ranked lists of one call, one for each query: scores, relevance and candidates, block by block.
 
-Lists are made from embeddings with labels (`EmbeddingLists`: cosine scores, relevance by label, the query itself
-excluded) or from a score matrix with masks (`ScoreLists`).
+Lists are made from embeddings with labels (`EmbeddingLists`: cosine scores, relevance by label or by a rule, the query
+itself excluded) or from a score matrix with masks (`ScoreLists`).
 """
 
 from abc import ABC, abstractmethod
@@ -24,6 +24,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import size_for, to_host
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch, SharedReads
 from lightning_retrieval.ranking.labels import check_nesting, finest
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import normalize
 
 # Positives are counted in blocks of a mask. These are the largest numbers of elements of a block: on the CPU, and on
@@ -208,14 +209,18 @@ class EmbeddingLists(RankedLists):
         ref_labels = batch.labels
         if batch.ref_labels is not None:
             ref_labels = batch.ref_labels
-        self.labels, self.ref_labels = finest(batch.labels), finest(ref_labels)
+        self.labels = finest(batch.labels)
         self.levels = (1,)
-        self._label_levels: tuple[Tensor, Tensor] | None = None
+        self._relevance, self._graded = batch.relevance, graded
+        self._columns, self._ref_columns = self.labels, finest(ref_labels)
         if graded:
-            label_levels = _as_levels(batch.labels), _as_levels(ref_labels)
-            self._shared.get("levels", lambda: _check_levels(owner, *label_levels))
-            self.levels = tuple(range(1, label_levels[0].shape[1] + 1))
-            self._label_levels = label_levels
+            self._columns, self._ref_columns = _as_levels(batch.labels), _as_levels(ref_labels)
+            self._shared.get("levels", lambda: _check_levels(owner, self._columns, self._ref_columns))
+            self.levels = tuple(range(1, self._columns.shape[1] + 1))
+        if batch.relevance is not None:
+            self._columns, self._ref_columns = batch.labels.long(), ref_labels.long()
+            relevance = batch.relevance
+            self._shared.get("columns", lambda: _check_columns(owner, batch, relevance))
 
         self.ids, self.ref_ids = batch.ids, batch.ref_ids
         if self.in_batch:
@@ -240,8 +245,7 @@ class EmbeddingLists(RankedLists):
         return queries @ self._references.T
 
     def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        relevant = self._relevance(rows)
-        candidate = torch.ones_like(relevant, dtype=torch.bool)
+        relevant, candidate = self._related(rows)
         if not self.include_self:
             self._exclude_self(rows, candidate)
             return relevant * candidate, candidate
@@ -281,13 +285,20 @@ class EmbeddingLists(RankedLists):
         weights = valid / sizes.clamp(min=1).to(self.dtype)
         return weights * (valid.sum() / weights.sum().clamp(min=torch.finfo(self.dtype).tiny))
 
-    def _relevance(self, rows: Tensor) -> Tensor:
-        """Whether each reference has the query's label or, with levels, how many labels it shares with the query."""
-        if self._label_levels is None:
-            return self.labels[rows, None] == self.ref_labels
-        labels, ref_labels = self._label_levels
-        shared = torch.zeros(len(rows), len(ref_labels), dtype=torch.uint8, device=rows.device)
-        for of_queries, of_references in zip(labels.unbind(1), ref_labels.unbind(1)):
+    def _related(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The masks of these queries before the query itself is excluded; levels instead of the first, if graded."""
+        if self._relevance is not None:
+            return self._relevance.lists(self._columns[rows], self._ref_columns)
+        if self._graded:
+            relevant = self._shared_levels(rows)
+        else:
+            relevant = self._columns[rows, None] == self._ref_columns
+        return relevant, torch.ones_like(relevant, dtype=torch.bool)
+
+    def _shared_levels(self, rows: Tensor) -> Tensor:
+        """The number of label levels that each reference shares with the query."""
+        shared = torch.zeros(len(rows), self.gallery, dtype=torch.uint8, device=rows.device)
+        for of_queries, of_references in zip(self._columns.unbind(1), self._ref_columns.unbind(1)):
             shared += of_queries[rows, None] == of_references
         return shared
 
@@ -310,6 +321,18 @@ def add_transposed(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
         diagonal = matrix[i : i + size, i : i + size]
         diagonal.copy_(diagonal + diagonal.T)
     return matrix
+
+
+def _check_columns(owner: str, batch: RankedBatch, relevance: Relevance) -> None:
+    relevance.check_columns(owner, "labels", batch.labels)
+    if batch.ref_labels is None:
+        return
+    relevance.check_columns(owner, "ref_labels", batch.ref_labels)
+    if batch.labels.shape[1] != batch.ref_labels.shape[1]:
+        raise ValueError(
+            f"{owner}: `ref_labels` must have as many columns as `labels`, got {tuple(batch.ref_labels.shape)} against "
+            f"{tuple(batch.labels.shape)}; make both with {relevance.name}.columns(labels, batch)."
+        )
 
 
 def _as_levels(labels: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from lightning_retrieval.checks import check_finite, check_instance
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.relevance import Relevance
 
 # The losses of pytorch-metric-learning that rank references in any order and use only the pairs in `indices_tuple`.
 # Not in the list: NCALoss, which accepts references but always counts the query's own copy among them;
@@ -56,7 +57,7 @@ class ThirdPartyLoss(BatchLoss):
         ValueError: if a weight of a loss within `loss` changes during training, because the calls do not tell the
             fraction of the training.
         TypeError: if `loss` is not a module; when called, if there are references and the loss cannot exclude the
-            query's own copy, or if `queries` is given.
+            query's own copy, or if `queries` or `relevance` is given.
 
     Example:
         >>> import torch
@@ -88,8 +89,17 @@ class ThirdPartyLoss(BatchLoss):
             return []
         return [type(self.loss).__name__]
 
+    def check_relevance(self, relevance: Relevance) -> None:
+        """Raise a TypeError: a loss of another library compares labels itself."""
+        raise TypeError(
+            f"{type(self.loss).__name__}: a third-party loss gets labels only, and cannot follow a rule of relevance, "
+            f"got {relevance}; use a loss of this library, or relevance=None."
+        )
+
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss."""
+        if batch.relevance is not None:
+            self.check_relevance(batch.relevance)
         if batch.queries is not None:
             raise TypeError(
                 f"{type(self.loss).__name__}: a third-party loss is not a sum over queries, so it cannot be computed "

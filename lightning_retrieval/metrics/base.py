@@ -14,6 +14,7 @@ from lightning_retrieval.checks import (
     check_bool,
     check_callable,
     check_finite,
+    check_instance,
     check_integers,
     check_matrix,
 )
@@ -30,6 +31,7 @@ from lightning_retrieval.metrics.gathering import (
 from lightning_retrieval.metrics.plot import Results, plot_results
 from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processed, post_processing, query_gallery
 from lightning_retrieval.ranking.labels import Role, check_roles, finest
+from lightning_retrieval.ranking.relevance import Relevance
 
 _STATES = ("embeddings", "labels", "ids", "roles", "instances", "cameras")
 Indices = Int[Tensor, " chosen"] | slice
@@ -51,13 +53,17 @@ class EmbeddingMetric(Metric):
             these two classes to its shard of the rows. For any other function or class, each process gathers all
             embeddings and computes the same result.
         embeddings_on_cpu: keep embeddings in main memory, and copy them to the device in blocks.
+        relevance: the rule that says which images are relevant to a query and which are in its list, such as
+            `lightning_retrieval.SharedTags()`; None if images with the same label are relevant.
         kwargs: arguments of `torchmetrics.Metric`, such as `sync_on_compute` and `process_group`.
 
     Raises:
-        ValueError: if shapes do not match, an embedding is not finite, an id has two labels or two cameras, or there
-            are several processes and no ids. With several processes, the error is raised on all of them in `compute`.
+        ValueError: if shapes do not match, an embedding is not finite, an id has two labels or two cameras, there are
+            cameras beside a rule, or there are several processes and no ids. With several processes, the error is
+            raised on all of them in `compute`.
         TypeError: if embeddings are not floating point, labels, ids, instances or cameras are not integers,
-            `embeddings_on_cpu` is not a bool, or `query_expansion` or `database_augmentation` is not callable.
+            `embeddings_on_cpu` is not a bool, `query_expansion` or `database_augmentation` is not callable, or
+            `relevance` is not a `Relevance`.
     """
 
     is_differentiable = False
@@ -77,6 +83,7 @@ class EmbeddingMetric(Metric):
         query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
         database_augmentation: Callable[[Tensor], Tensor] | None = None,
         embeddings_on_cpu: bool = False,
+        relevance: Relevance | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -86,6 +93,9 @@ class EmbeddingMetric(Metric):
             owner, "database_augmentation", database_augmentation, may_be_none=True
         )
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
+        if relevance is not None:
+            check_instance(owner, "relevance", relevance, Relevance)
+        self.relevance = relevance
         self._error: str | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
         self._cached_values: dict[str, Tensor] | None = None  # result of the last `compute`, until the next `update`
@@ -106,7 +116,8 @@ class EmbeddingMetric(Metric):
         Args:
             embeddings: one row for each image. The rows are normalised later; float64 stays float64.
             labels: any integers; images with the same label are relevant for each other. Labels of several levels have
-                shape (batch, L), finest level first, and must nest.
+                shape (batch, L), finest level first, and must nest. With `relevance`, the columns that the rule reads,
+                as its method `columns` returns them.
             ids: dataset index of each image. Rows with the same id are the same image and are counted once. Required
                 with several processes.
             roles: role of each image: 1 query, 2 gallery, 3 both, 0 neither; 3 if None.
@@ -114,7 +125,8 @@ class EmbeddingMetric(Metric):
                 video, are averaged and count as one image with the smallest of their ids. If None, each image is an
                 instance.
             cameras: the camera or the sequence of each image, any integers. Images with the query's (finest) label and
-                camera are excluded from its list, as in Market-1501. If None, only the query itself is excluded.
+                camera are excluded from its list, as in Market-1501. If None, only the query itself is excluded. None
+                with `relevance`, which alone decides which images are in a list.
         """
         self._cached_values = None
         try:
@@ -187,7 +199,8 @@ class EmbeddingMetric(Metric):
             shard = Shard(dist.get_rank(group), dist.get_world_size(group), group, self.device)
             kept_on = torch.device("cpu") if self.embeddings_on_cpu else self.device
             report = Report(self._error, self._settings())
-            collected = gather_over_processes(owner, collected, report, shard=shard, embeddings_device=kept_on)
+            gathered = gather_over_processes(owner, collected, report, shard=shard, embeddings_device=kept_on)
+            collected = gathered._replace(relevance=self.relevance)
         elif self._error is not None:
             raise ValueError(self._error)
         if collected is None:
@@ -195,7 +208,7 @@ class EmbeddingMetric(Metric):
         return collected, shard
 
     def query_gallery(self, rows: Rows, *, unit: int | None = None) -> QueryGallery:
-        """Queries and gallery of these rows, ready to be ranked: sorted by label and post-processed.
+        """Queries and gallery of these rows, ready to be ranked: in the order of their lists, and post-processed.
 
         Args:
             rows: the images of an evaluation set.
@@ -212,7 +225,9 @@ class EmbeddingMetric(Metric):
         ids: Int[Tensor, " row"],
         labels: Int[Tensor, "row ..."],
     ) -> Bool[Tensor, "query row"]:
-        """Whether each row is relevant for each query. By default, relevant rows share the query's finest label."""
+        """Whether each row is relevant for each query: by `relevance`, or if it shares the query's finest label."""
+        if self.relevance is not None:
+            return self.relevance.lists(query_labels, labels)[0]
         return finest(query_labels)[:, None] == finest(labels)
 
     def is_candidate(
@@ -220,7 +235,8 @@ class EmbeddingMetric(Metric):
     ) -> Bool[Tensor, "query row"]:
         """Whether each of these gallery images is in the list of each of these queries, relevant or not.
 
-        The query itself is excluded and, if there are cameras, images with the query's (finest) label and camera.
+        The query itself is excluded, and images that are no candidates by `relevance` or, if there are cameras, images
+        with the query's (finest) label and camera.
 
         Args:
             lists: queries and gallery.
@@ -228,6 +244,8 @@ class EmbeddingMetric(Metric):
             gallery: indices of gallery images; by default all.
         """
         is_other = lists.query_ids[queries, None] != lists.gallery_ids[gallery]
+        if self.relevance is not None:
+            return is_other & self.relevance.lists(lists.query_labels[queries], lists.gallery_labels[gallery])[1]
         if lists.query_cameras is None or lists.gallery_cameras is None:
             return is_other
         other_label = lists.query_labels[queries, :1] != lists.gallery_labels[gallery, 0]
@@ -255,6 +273,9 @@ class EmbeddingMetric(Metric):
         for name, values in {**optional, "roles": roles}.items():
             if values is not None:
                 check_integers(owner, name, values, rows, "embeddings", device=device)
+        if self.relevance is not None:
+            self.relevance.check_columns(owner, "labels", labels)
+            _check_no_cameras(owner, self.relevance, optional["cameras"])
         check_finite(owner, "embeddings", embeddings, optional["ids"])
         if roles is None:
             roles = torch.full((rows,), int(Role.BOTH), device=device)
@@ -313,11 +334,21 @@ class EmbeddingMetric(Metric):
             roles=dim_zero_cat(self.roles),
             instances=_concatenated(self.instances),
             cameras=_concatenated(self.cameras),
+            relevance=self.relevance,
         )
 
     def _settings(self) -> str:
         """The settings that must be equal on all processes, as text. If they differed, processes could wait forever."""
-        return f"{self.extra_repr()}, {post_processing(self.query_expansion, self.database_augmentation)}"
+        processing = post_processing(self.query_expansion, self.database_augmentation)
+        return f"{self.extra_repr()}, {processing}, relevance: {self.relevance}"
+
+
+def _check_no_cameras(owner: str, relevance: Relevance, cameras: Tensor | None) -> None:
+    if cameras is not None:
+        raise ValueError(
+            f"{owner}: `cameras` must be None with a rule of relevance, got {tuple(cameras.shape)} of them; "
+            f"{relevance.name} alone decides which images are in a list, and may read them."
+        )
 
 
 def _concatenated(batches: list[Tensor]) -> Tensor | None:

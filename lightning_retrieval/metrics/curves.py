@@ -20,14 +20,14 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
     """The mean interpolated precision at recall 0, 1 / steps, ..., 1 over the queries with a positive.
 
     The interpolated precision at a recall r is the highest precision at any recall of at least r, as in TREC and
-    PASCAL VOC. Positives share the finest label.
+    PASCAL VOC. Positives share the finest label, or are relevant by the metric's rule.
 
     Args:
         metrics: the metric that holds the embeddings of the set.
         steps: number of steps from recall 0 to 1.
     """
     rows, shard = metrics.gather()
-    lists = metrics.query_gallery(rows._replace(labels=rows.labels[:, :1]))
+    lists = metrics.query_gallery(rows.at_finest_level())
     shape = (len(lists.query_ids), steps + 1)
     values = torch.full(shape, torch.nan, dtype=torch.float64, device=float64_device(rows.ids.device))
     if not lists.is_empty:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gather_rows
 from lightning_retrieval.ranking.labels import Role, check_nesting
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Layout, ShardedRows, normalize, unsharded
 
 _BLOCK_NUMBERS = 1 << 18  # numbers in a block of rows; each process normalises and sends one block at a time
@@ -184,20 +185,36 @@ def _normalized(block: Float[Tensor, "row dim"]) -> Float[Tensor, "padded dim"]:
 
 
 class Rows(NamedTuple):
-    """The images of an evaluation set, each once, in the order of their ids."""
+    """The images of an evaluation set, each once, in the order of their ids.
+
+    If there is a rule of relevance, the labels are the columns that the rule reads.
+    """
 
     embeddings: UnitRows
     labels: Int[Tensor, "row level"]
     ids: Int[Tensor, " row"]
     roles: Int[Tensor, " row"]
     cameras: Int[Tensor, " row"] | None = None
+    relevance: Relevance | None = None
 
     def select(self, chosen: Shaped[Tensor, " row"]) -> "Rows":
         """The rows that a mask or a tensor of indices selects."""
         cameras = self.cameras
         if cameras is not None:
             cameras = cameras[chosen]
-        return Rows(self.embeddings.select(chosen), self.labels[chosen], self.ids[chosen], self.roles[chosen], cameras)
+        return self._replace(
+            embeddings=self.embeddings.select(chosen),
+            labels=self.labels[chosen],
+            ids=self.ids[chosen],
+            roles=self.roles[chosen],
+            cameras=cameras,
+        )
+
+    def at_finest_level(self) -> "Rows":
+        """The rows with only their finest labels; the same rows if there is a rule, which reads all columns."""
+        if self.relevance is not None:
+            return self
+        return self._replace(labels=self.labels[:, :1])
 
 
 class CollectedRows(NamedTuple):
@@ -209,6 +226,7 @@ class CollectedRows(NamedTuple):
             `gather_over_processes`, and all processes in rank order afterwards.
         counts: number of rows of each process; None before rows are gathered.
         shard: the shard of this process.
+        relevance: the rule of relevance, which reads the labels, or None.
     """
 
     owner: str
@@ -220,6 +238,7 @@ class CollectedRows(NamedTuple):
     cameras: Int[Tensor, " row"] | None
     counts: Sequence[int] | None = None
     shard: Shard = UNSHARDED
+    relevance: Relevance | None = None
 
     def unit_rows(self) -> UnitRows:
         """The embeddings of all rows, which are normalised later, when they are needed."""
@@ -320,9 +339,11 @@ def merge_duplicates(collected: CollectedRows) -> Rows:
     ids = collected.ids
     if ids is None:
         ids = torch.arange(len(labels), device=labels.device)
-    check_nesting(collected.owner, labels)
+    if collected.relevance is None:
+        check_nesting(collected.owner, labels)
     first, roles = _first_of_each(collected.owner, "id", ids, labels, collected.roles, collected.cameras)
-    rows = Rows(collected.unit_rows().select(first), labels[first], ids[first], roles)
+    embeddings = collected.unit_rows().select(first)
+    rows = Rows(embeddings, labels[first], ids[first], roles, relevance=collected.relevance)
     if collected.cameras is not None:
         rows = rows._replace(cameras=collected.cameras[first])
     if collected.instances is None:

@@ -16,15 +16,19 @@ from lightning_retrieval.ranking.expansion import (
     augmented_gallery,
     expanded_queries,
 )
-from lightning_retrieval.ranking.labels import LabelledLists, Role, has_role
+from lightning_retrieval.ranking.labels import LabelledLists, PositiveLists, Role, has_role
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
 from lightning_retrieval.ranking.ranks import PositiveRanks
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import ShardedRows
+from lightning_retrieval.ranking.rule_lists import RuleLists
 
 
 @dataclass(frozen=True)
 class QueryGallery:
-    """Queries and gallery after post-processing, both sorted by their labels, the coarsest level first.
+    """Queries and gallery after post-processing.
+
+    Both are sorted by their labels, the coarsest level first, or by their ids if there is a rule of relevance.
 
     Attributes:
         query_rows: unit rows of the queries, distributed over the processes.
@@ -36,6 +40,7 @@ class QueryGallery:
         self_index: for each query, the index of the query itself in the gallery, or -1 if it is not there.
         query_cameras: the camera of each query, or None.
         gallery_cameras: the camera of each image of the gallery, or None.
+        relevance: the rule of relevance, which reads the labels, or None.
     """
 
     query_rows: ShardedRows
@@ -47,6 +52,7 @@ class QueryGallery:
     self_index: Int[Tensor, " query"]
     query_cameras: Int[Tensor, " query"] | None = None
     gallery_cameras: Int[Tensor, " gallery"] | None = None
+    relevance: Relevance | None = None
 
     @property
     def queries(self) -> Float[Tensor, "query dim"]:
@@ -70,29 +76,30 @@ class QueryGallery:
         return len(self.query_rows) == 0 or len(self.gallery_rows) == 0
 
     @property
-    def labelled(self) -> LabelledLists:
-        """The labels and cameras, which determine the positives of each query."""
-        return LabelledLists(
-            self.query_labels, self.gallery_labels, self.self_index, self.query_cameras, self.gallery_cameras
-        )
+    def lists(self) -> PositiveLists:
+        """The list of each query: its positives, and the images that are excluded."""
+        cameras = (self.query_cameras, self.gallery_cameras)
+        return _positive_lists(self.relevance, self.query_labels, self.gallery_labels, self.self_index, *cameras)
 
     def positive_ranks(self) -> Iterator[PositiveRanks]:
         """The ranks of the positives of this process's queries, one block of queries at a time.
 
         With several processes, this is a collective operation.
         """
-        return positive_ranks(self.query_rows, self.gallery_rows, self.labelled)
+        return positive_ranks(self.query_rows, self.gallery_rows, self.lists)
 
 
 def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
-    """Split rows into queries and gallery, and sort both by label.
+    """Split rows into queries and gallery, and sort both by label, unless there is a rule of relevance.
 
     Args:
         rows: the images of an evaluation set.
         unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
             that `positive_ranks` needs.
     """
-    order = _order_by_label(rows.labels)
+    order = torch.arange(len(rows.labels), device=rows.labels.device)
+    if rows.relevance is None:
+        order = _order_by_label(rows.labels)
     query_rows = order[has_role(rows.roles[order], Role.QUERY)]
     gallery_rows = order[has_role(rows.roles[order], Role.GALLERY)]
     if torch.equal(query_rows, gallery_rows):
@@ -102,7 +109,7 @@ def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
     self_index = column_of_row[query_rows]
     labels = (rows.labels[query_rows], rows.labels[gallery_rows])
     if unit is None:
-        unit = LabelledLists(*labels, self_index).block_rows
+        unit = _positive_lists(rows.relevance, *labels, self_index).block_rows
     queries = gallery = rows.embeddings.select(gallery_rows).sharded(unit)
     if query_rows is not gallery_rows:
         queries = rows.embeddings.select(query_rows).sharded(unit)
@@ -119,7 +126,22 @@ def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
         self_index=self_index,
         query_cameras=cameras[0],
         gallery_cameras=cameras[1],
+        relevance=rows.relevance,
     )
+
+
+def _positive_lists(
+    relevance: Relevance | None,
+    query_labels: Int[Tensor, "query level"],
+    gallery_labels: Int[Tensor, "gallery level"],
+    self_index: Int[Tensor, " query"],
+    query_cameras: Int[Tensor, " query"] | None = None,
+    gallery_cameras: Int[Tensor, " gallery"] | None = None,
+) -> PositiveLists:
+    """The lists of all queries, by the rule of relevance if there is one, else by labels and cameras."""
+    if relevance is None:
+        return LabelledLists(query_labels, gallery_labels, self_index, query_cameras, gallery_cameras)
+    return RuleLists(relevance, query_labels, gallery_labels, self_index)
 
 
 def post_processing(query_expansion: Any, database_augmentation: Any) -> str:

@@ -146,14 +146,17 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
         metrics: the metrics to compute.
 
     Returns:
-        Tensors of shape (query,) by name: `"ids"` and `"labels"`, int64, and the values of each metric, float64.
-            All are on the CPU if the device of the ids does not support float64.
+        Tensors of shape (query,) by name: `"ids"` and `"labels"`, int64, and the values of each metric, float64. There
+            are no labels if a rule of relevance has no classes. All are on the CPU if the device of the ids does not
+            support float64.
     """
     shape = (len(metrics), len(lists.query_ids))
     device = float64_device(lists.query_ids.device)
     table = torch.zeros(shape, dtype=torch.float64, device=device)
     by_id = lists.query_ids.argsort()
-    columns = {"ids": lists.query_ids[by_id].to(device), "labels": lists.query_labels[by_id, 0].to(device)}
+    columns = {"ids": lists.query_ids[by_id].to(device)}
+    if lists.relevance is None or lists.relevance.has_classes:
+        columns["labels"] = lists.query_labels[by_id, 0].to(device)
     for metric, row in zip(metrics, table):
         columns[metric.per_query] = row
     if lists.is_empty:
@@ -188,8 +191,8 @@ class RetrievalMetrics(EmbeddingMetric):
             more weight.
         dims: numbers of dimensions, in ascending order. All metrics are also computed from only these first dimensions
             of each embedding; for models trained with `NestedLoss`.
-        settings: settings of `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
-            `torchmetrics.Metric`.
+        settings: settings of `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`,
+            `relevance`) and of `torchmetrics.Metric`. With `relevance`, relevance has one level, so there is no H-AP.
 
     Raises:
         ValueError: if `ks` is empty or holds a number below 1, `map_divisor` or a name of `extra_metrics` is unknown,
@@ -268,7 +271,8 @@ class RetrievalMetrics(EmbeddingMetric):
                 shortened = merge_duplicates(collected.shortened(dim))
                 means = self._means(shortened, self._query_values(shortened))
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
-        self.has_one_label = bool((rows.labels[:, 0] == rows.labels[0, 0]).all())
+        is_first_label = rows.labels[:, 0] == rows.labels[0, 0]
+        self.has_one_label = self.relevance is None and bool(is_first_label.all())
         is_skipped = self._cached_values["AP"].isnan()
         if bool(is_skipped.all()):
             self._warn_of_no_positive(len(is_skipped))
@@ -279,7 +283,8 @@ class RetrievalMetrics(EmbeddingMetric):
         """The values of each query, in the order of the queries' ids, for the analysis of failures.
 
         Returns:
-            Tensors of shape (query,) by name. `"ids"` and `"labels"` are int64. The metrics are float64:
+            Tensors of shape (query,) by name. `"ids"` and `"labels"` are int64; there are no labels if `relevance` is
+                a rule without classes. The metrics are float64:
                 `"AP"`, `"AP@R"`, `"R-Precision"`, `"RR"`, `"NDCG"`, `"AP@k"` for each k of `map_ks`, `"first_hit"` (the
                 rank of the first positive), `"R@k"` for each k of `ks`, `extra_metrics` (`"INP"` for mINP, `"RR@k"` for
                 MRR@k) and, with labels of several levels, `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... Values
@@ -292,7 +297,10 @@ class RetrievalMetrics(EmbeddingMetric):
 
     def extra_repr(self) -> str:
         at_k = f"ks={self.ks}, map_ks={self.map_ks}, map_divisor={self.map_divisor!r}"
-        return f"{at_k}, extra_metrics={self.extra_metrics}, alpha={self.alpha}, dims={self.dims}"
+        settings = f"{at_k}, extra_metrics={self.extra_metrics}, alpha={self.alpha}, dims={self.dims}"
+        if self.relevance is None:
+            return settings
+        return f"{settings}, relevance={self.relevance}"
 
     def _append(self, embeddings: Tensor, *arguments: Any) -> None:
         check_matrix(type(self).__name__, "embeddings", embeddings)
@@ -310,6 +318,8 @@ class RetrievalMetrics(EmbeddingMetric):
 
     def _table(self, rows: Rows) -> list[QueryMetric]:
         levels = rows.labels.shape[1]
+        if self.relevance is not None:
+            levels = 1
         return metrics_table(self.ks, self.map_ks, self.map_divisor, self._extra, alpha=self.alpha, levels=levels)
 
     def _query_values(self, rows: Rows) -> dict[str, Tensor]:
@@ -322,8 +332,10 @@ class RetrievalMetrics(EmbeddingMetric):
 
     def _warn_of_no_positive(self, queries: int) -> None:
         cure = "the gallery is empty"
-        if self.ranked_images > 0:
+        if self.ranked_images > 0 and self.relevance is None:
             cure = "give at least two images of a label"
+        elif self.ranked_images > 0:
+            cure = f"{self.relevance} finds no image that is relevant to a query"
         warnings.warn(
             f"{type(self).__name__}: none of the {queries} queries has a relevant candidate, so the metrics are NaN; "
             f"{cure}.",
@@ -343,18 +355,20 @@ class RandomGalleryMetrics(RetrievalMetrics):
     """`RetrievalMetrics` whose gallery is one random image of each label and whose queries are all other images.
 
     The gallery is drawn several times, and the values are means over the draws. The draws depend only on `seed` and on
-    the ids and labels. Images without a role, such as unreadable images, are skipped; otherwise roles are ignored.
+    the ids and labels. Images without a role, such as unreadable images, are skipped; otherwise roles are ignored. A
+    rule of relevance must have classes, of each of which one image is drawn.
 
     Args:
         ks: the k of R@k, each >= 1.
         draws: number of galleries, from 1 to 1,000,000.
         seed: seed of the draws, >= 0.
         settings: settings of `RetrievalMetrics` (`map_ks`, `map_divisor`, `extra_metrics`, `alpha`), of
-            `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
+            `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`, `relevance`) and of
             `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if `draws` is below 1 or `seed` below 0; otherwise as for `RetrievalMetrics`.
+        ValueError: if `draws` is below 1 or `seed` below 0, or `relevance` has no classes; otherwise as for
+            `RetrievalMetrics`.
         TypeError: if `draws` or `seed` is not an integer; otherwise as for `RetrievalMetrics`.
 
     Example:
@@ -376,6 +390,11 @@ class RandomGalleryMetrics(RetrievalMetrics):
         super().__init__(ks, **settings)
         self.draws = check_integer(type(self).__name__, "draws", draws, least=1, most=1_000_000)
         self.seed = check_integer(type(self).__name__, "seed", seed, least=0)
+        if self.relevance is not None and not self.relevance.has_classes:
+            raise ValueError(
+                f"{type(self).__name__}: `relevance` must be a rule with classes, of each of which one image is drawn, "
+                f"got {self.relevance}; use RetrievalMetrics."
+            )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"

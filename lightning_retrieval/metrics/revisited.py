@@ -181,8 +181,8 @@ def setup_values(
 class RevisitedMetrics(EmbeddingMetric):
     """mAP and mP@k in the setups easy, medium and hard of Revisited Oxford and Paris.
 
-    The lists alone define which images are relevant or junk; labels and cameras are ignored. `update` needs `roles`
-    to tell queries from gallery images.
+    The lists alone define which images are relevant or junk; labels, cameras and `relevance` are ignored. `update`
+    needs `roles` to tell queries from gallery images.
 
     Args:
         easy: maps the id of each query to the ids of its easy positives.

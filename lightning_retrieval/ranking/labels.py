@@ -4,6 +4,7 @@ Labels with several levels have shape (rows, levels), finest level first; each l
 level. Every process has the labels of all queries and of the full gallery, so all processes derive the same blocks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -102,21 +103,74 @@ class Extent(NamedTuple):
 
 
 class BlockPositives(NamedTuple):
-    """The images that share the coarsest label of each query of a block, padded to the longest list.
+    """The images of `ListedBlock.columns`: which are positives of each query, and which are not in its list.
 
     Attributes:
-        column: indices of the images in the gallery; arbitrary at padding.
         level: number of label levels that each image shares with the query; 0 at padding and for excluded images.
-        is_excluded: whether an image shares the label but is excluded from the query's list.
+        is_excluded: whether an image is excluded from the query's list.
     """
 
-    column: Int[Tensor, "query pos"]
     level: Int[Tensor, "query pos"]
     is_excluded: Bool[Tensor, "query pos"]
 
 
+class ListedBlock(ABC):
+    """The positives of a block of queries, and images excluded from their lists, padded to the longest row.
+
+    Attributes:
+        width: number of columns, at least 1.
+    """
+
+    width: int
+
+    @abstractmethod
+    def columns(self) -> Int[Tensor, "query pos"]:
+        """The indices of these images in the gallery; arbitrary at padding."""
+
+    @abstractmethod
+    def positives(self) -> BlockPositives:
+        """What each of these images is in the list of its query."""
+
+
+class PositiveLists(ABC):
+    """The lists of all queries: what `positive_ranks` ranks. Images are relevant by label or by another rule."""
+
+    query_labels: Int[Tensor, "query level"]
+
+    @property
+    @abstractmethod
+    def levels(self) -> int:
+        """The number of levels of relevance."""
+
+    @property
+    @abstractmethod
+    def most_positives(self) -> int:
+        """The largest number of images that a block lists for one query, or a bound of this number."""
+
+    @abstractmethod
+    def extents(self) -> list[Extent]:
+        """The extent of the positives of each block."""
+
+    @abstractmethod
+    def of_block(self, queries: Int[Tensor, " query"], width: int) -> ListedBlock:
+        """The positives of these queries, and the images excluded from their lists.
+
+        Args:
+            queries: indices of the queries of a block.
+            width: the width of the block's extent.
+        """
+
+    @cached_property
+    def block_rows(self) -> int:
+        """Number of queries in a block. Blocks are smaller if a query has many positives."""
+        for rows in _BLOCK_ROWS:
+            if rows * self.most_positives <= _MAX_BLOCK_POSITIVES:
+                return rows
+        return _BLOCK_ROWS[-1]
+
+
 @dataclass(frozen=True)
-class LabelledLists:
+class LabelledLists(PositiveLists):
     """The labels and the cameras of all queries and of the gallery.
 
     Args:
@@ -134,68 +188,73 @@ class LabelledLists:
     query_cameras: Int[Tensor, " query"] | None = None
     gallery_cameras: Int[Tensor, " gallery"] | None = None
 
-    @cached_property
-    def block_rows(self) -> int:
-        """Number of queries in a block. Blocks are smaller if a query has many positives."""
-        for rows in _BLOCK_ROWS:
-            if rows * self.most_positives <= _MAX_BLOCK_POSITIVES:
-                return rows
-        return _BLOCK_ROWS[-1]
+    @property
+    def levels(self) -> int:
+        return self.query_labels.shape[1]
 
     @cached_property
     def most_positives(self) -> int:
         """The largest number of images that share the label of one query."""
         if len(self.query_labels) == 0:
             return 0
-        return int((self._last - self._first).max())
+        return int((self.last - self.first).max())
 
     def extents(self) -> list[Extent]:
-        """The extent of the positives of each block."""
         rows = self.block_rows
-        missing = -len(self._first) % rows
-        first = pad(self._first, (0, missing), value=len(self.gallery_labels)).view(-1, rows)
-        last = pad(self._last, (0, missing)).view(-1, rows)
+        missing = -len(self.first) % rows
+        first = pad(self.first, (0, missing), value=len(self.gallery_labels)).view(-1, rows)
+        last = pad(self.last, (0, missing)).view(-1, rows)
         extents = torch.stack([first.amin(1), last.amax(1), (last - first).amax(1).clamp(min=1)], 1)
         return [Extent(*extent) for extent in extents.tolist()]
 
-    def positives(self, queries: Int[Tensor, " query"], width: int) -> BlockPositives:
-        """The positives of these queries, padded to `width` columns. No query may have more positives."""
-        column = self.columns(queries, width)
-        is_padding = column >= self._last[queries, None]
-        is_excluded = column == self.self_index[queries, None]
-        level = self._shared_levels(queries, column)
-        if self.query_cameras is not None and self.gallery_cameras is not None:
-            cameras = self.gallery_cameras[column.clamp(max=len(self.gallery_cameras) - 1)]
-            same_camera = cameras == self.query_cameras[queries, None]
-            is_excluded |= same_camera & (level == self.query_labels.shape[1]) & ~is_padding
-        return BlockPositives(column, level.masked_fill(is_excluded | is_padding, 0), is_excluded)
-
-    def columns(self, queries: Int[Tensor, " query"], width: int) -> Int[Tensor, "query pos"]:
-        """For each query, `width` consecutive indices from the first image on that shares its coarsest label."""
-        return self._first[queries, None] + torch.arange(width, device=queries.device)
-
-    def _shared_levels(
-        self, queries: Int[Tensor, " query"], column: Int[Tensor, "query pos"]
-    ) -> Int[Tensor, "query pos"]:
-        """The number of label levels that each query shares with the images of its columns; meaningless at padding."""
-        if self.query_labels.shape[1] == 1:
-            return torch.ones_like(column)
-        labels = self.gallery_labels[column.clamp(max=len(self.gallery_labels) - 1)]  # (query, pos, level)
-        return (labels == self.query_labels[queries, None]).sum(2)
+    def of_block(self, queries: Int[Tensor, " query"], width: int) -> ListedBlock:
+        return _LabelledBlock(self, queries, width)
 
     @cached_property
-    def _first(self) -> Int[Tensor, " query"]:
+    def first(self) -> Int[Tensor, " query"]:
         """The index of the first image that shares the coarsest label of each query."""
         return torch.searchsorted(*self._coarsest)
 
     @cached_property
-    def _last(self) -> Int[Tensor, " query"]:
+    def last(self) -> Int[Tensor, " query"]:
         """The index after the last image that shares the coarsest label of each query."""
         return torch.searchsorted(*self._coarsest, right=True)
 
     @property
     def _coarsest(self) -> tuple[Int[Tensor, " gallery"], Int[Tensor, " query"]]:
         return self.gallery_labels[:, -1].contiguous(), self.query_labels[:, -1].contiguous()
+
+
+@dataclass(frozen=True)
+class _LabelledBlock(ListedBlock):
+    """The images that share the coarsest label of each query of a block: consecutive images of the gallery."""
+
+    lists: LabelledLists
+    queries: Int[Tensor, " query"]
+    width: int
+
+    def columns(self) -> Int[Tensor, "query pos"]:
+        """For each query, `width` consecutive indices from the first image on that shares its coarsest label."""
+        return self.lists.first[self.queries, None] + torch.arange(self.width, device=self.queries.device)
+
+    def positives(self) -> BlockPositives:
+        lists, queries, column = self.lists, self.queries, self.columns()
+        is_padding = column >= lists.last[queries, None]
+        is_excluded = column == lists.self_index[queries, None]
+        level = self._shared_levels(column)
+        if lists.query_cameras is not None and lists.gallery_cameras is not None:
+            cameras = lists.gallery_cameras[column.clamp(max=len(lists.gallery_cameras) - 1)]
+            same_camera = cameras == lists.query_cameras[queries, None]
+            is_excluded |= same_camera & (level == lists.levels) & ~is_padding
+        return BlockPositives(level.masked_fill(is_excluded | is_padding, 0), is_excluded)
+
+    def _shared_levels(self, column: Int[Tensor, "query pos"]) -> Int[Tensor, "query pos"]:
+        """The number of label levels that each query shares with the images of its columns; meaningless at padding."""
+        lists = self.lists
+        if lists.levels == 1:
+            return torch.ones_like(column)
+        labels = lists.gallery_labels[column.clamp(max=len(lists.gallery_labels) - 1)]  # (query, pos, level)
+        return (labels == lists.query_labels[self.queries, None]).sum(2)
 
 
 def finest(labels: Int[Tensor, "row ..."]) -> Int[Tensor, " row"]:

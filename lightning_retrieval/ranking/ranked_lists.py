@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.distributed import size_for
-from lightning_retrieval.ranking.labels import Extent, LabelledLists
+from lightning_retrieval.ranking.labels import Extent, PositiveLists
 from lightning_retrieval.ranking.ranks import PositiveRanks, count_at_least, ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
@@ -38,7 +38,8 @@ _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
 _COLUMNS_OF_A_POSITIVE = 32
 _KEPT_TILES = 4  # maximum number of tiles with positives to keep instead of computing them twice
 _CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # minimum number of products into which a gallery block is divided
-_MAX_GROUP_POSITIVES = 1 << 24  # maximum number of positives of a group on one process; each takes 9 bytes
+# Maximum number of positives of a group on one process. Each takes 9 bytes, or 14 if a rule defines the lists.
+_MAX_GROUP_POSITIVES = 1 << 24
 
 
 class ScoreTiles:
@@ -176,15 +177,15 @@ def columns_of_a_gallery_block(gallery: ShardedRows, positives: int, device: tor
     return math.ceil(wanted / unit) * unit
 
 
-def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLists) -> Iterator[PositiveRanks]:
+def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: PositiveLists) -> Iterator[PositiveRanks]:
     """Count the ranks of all positives of the queries of this process, one block of queries at a time.
 
     If the gallery is sharded, this is a collective operation: every process must consume all blocks.
 
     Args:
         queries: unit rows, in blocks of `lists.block_rows`.
-        gallery: unit rows, sorted by the last level of their labels; sharded over the same processes, or not at all.
-        lists: labels and cameras of all queries and of the whole gallery.
+        gallery: unit rows, in the order of `lists`; sharded over the same processes, or not at all.
+        lists: the lists of all queries.
 
     Yields:
         The ranks of a block, on the labels' device, or on the CPU if that device does not support float64.
@@ -232,14 +233,15 @@ class RankedBlock:
         queries: unit rows.
         index: index of each query among all queries.
         extent: range of the gallery that holds the positives.
-        lists: labels and cameras of all queries and of the whole gallery.
+        lists: the lists of all queries.
     """
 
     def __init__(
-        self, queries: Float[Tensor, "query dim"], index: Int[Tensor, " query"], *, extent: Extent, lists: LabelledLists
+        self, queries: Float[Tensor, "query dim"], index: Int[Tensor, " query"], *, extent: Extent, lists: PositiveLists
     ) -> None:
-        self._queries, self._index, self._extent, self._lists = queries, index, extent, lists
-        self._scores = queries.new_zeros(len(queries), extent.width, device=index.device)
+        self._queries, self._index, self._extent, self._levels = queries, index, extent, lists.levels
+        self._listed = lists.of_block(index, extent.width)
+        self._scores = queries.new_zeros(len(queries), self._listed.width, device=index.device)
         self._counted: frozenset[int] = frozenset()  # positions of counted tiles
         self._is_sorted = False  # whether the next three attributes are set
         self._positives = self._scores  # scores in ascending order, inf at padding
@@ -247,11 +249,11 @@ class RankedBlock:
 
     def find_positives(self, tiles: ScoreTiles) -> None:
         """Collect the scores of positives in a gallery block; if all are known, count the candidates in kept tiles."""
-        begin, end, width = self._extent
+        begin, end, _ = self._extent
         if end <= tiles.begin or tiles.end <= begin:
             return
         tiles.start_queries(self._queries)
-        self._scores += tiles.gather(self._lists.columns(self._index, width), begin, end)
+        self._scores += tiles.gather(self._listed.columns(), begin, end)
         kept = tiles.kept()
         if kept:
             self._sort_positives()
@@ -270,15 +272,13 @@ class RankedBlock:
     def ranks(self) -> PositiveRanks:
         """The ranks, after all gallery blocks have been counted."""
         first_tied = torch.searchsorted(self._positives, self._positives)
-        levels = self._lists.query_labels.shape[1]
-        ranks = PositiveRanks(self._index, self._rank.long(), first_tied, self._level.long(), levels)
+        ranks = PositiveRanks(self._index, self._rank.long(), first_tied, self._level.long(), self._levels)
         return ranks.to(float64_device(self._index.device))
 
     def _sort_positives(self) -> None:
-        found = self._lists.positives(self._index, self._extent.width)
+        found = self._listed.positives()
         scores = self._scores.masked_fill(found.level == 0, torch.inf)
-        levels = self._lists.query_labels.shape[1]
-        self._positives, level = _worst_first(scores, found.level, levels)
+        self._positives, level = _worst_first(scores, found.level, self._levels)
         self._level = level.to(torch.int8)
         excluded = self._scores.masked_fill(~found.is_excluded, -torch.inf)
         self._rank = -count_at_least(excluded, self._positives).int()
@@ -304,7 +304,7 @@ def _groups(
 
 
 def _blocks_of_group(
-    queries: ShardedRows, lists: LabelledLists, extents: Sequence[Extent], numbers: range
+    queries: ShardedRows, lists: PositiveLists, extents: Sequence[Extent], numbers: range
 ) -> list[RankedBlock]:
     """The query blocks of this process with these numbers. This process may lack a block with the last number."""
     blocks = []

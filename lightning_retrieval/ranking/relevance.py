@@ -7,26 +7,27 @@ are relevant, and all other images are candidates.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Int, Integer
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_integers
-from lightning_retrieval.ranking.labels import Role, check_roles, has_role
+from lightning_retrieval.checks import check_integer, check_integers, short_repr
+from lightning_retrieval.ranking.labels import Role, check_roles, finest, has_role
 
 NO_TAG = -1  # fills the rows of images that have fewer tags than others
-_TAGS_OF_A_PRODUCT = 1024
+_TABLE_ELEMENTS = 1 << 25  # largest number of elements of the table of `SharedTags`, unless one query needs more
 
 
 class Relevance(ABC):
     """Base class of the rules of relevance.
 
     A subclass implements `masks`. If it reads more than the labels, it names the entries of a batch that it reads in
-    `reads`. A rule may take plain arguments, such as numbers, and keeps each in an attribute of the same name.
+    `reads`. A rule may take plain arguments, such as numbers, and keeps each in an attribute of the same name. It
+    depends on nothing but the columns, so that it gives the same lists on each process.
 
-    A rule never excludes the query from its own list, because losses and metrics do this by the ids of the images.
+    A rule need not exclude the query from its own list, because losses and metrics do this by the ids of the images.
 
     Example:
         >>> import torch
@@ -49,30 +50,83 @@ class Relevance(ABC):
     # Whether the first column is the class of an image, and relevant images are of the same class.
     has_classes: ClassVar[bool] = True
 
-    def columns(self, labels: Int[Tensor, "row ..."], entries: Mapping[str, Tensor]) -> Int[Tensor, "row column"]:
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if isinstance(cls.reads, str) or not (cls.reads or cls.has_classes):
+            raise TypeError(
+                f"{cls.__name__}: `reads` must be a tuple of the names of entries, and not empty if `has_classes` is "
+                f"False, got {cls.reads!r}."
+            )
+
+    def __init__(self) -> None:
+        """A rule without arguments; the constructor of `object` would accept any."""
+        super().__init__()
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{self.name}({settings})"
+
+    def columns(self, labels: Int[Tensor, "row ..."], batch: Any) -> Int[Tensor, "row column"]:
         """What the rule reads of each image: its finest label, if the rule has classes, and the entries `reads`.
 
         Args:
             labels: the labels of a batch.
-            entries: all entries of a batch by name; each has one row for each image.
+            batch: the batch, a dict whose entries have one row for each image. It may have any form if the rule reads
+                no entry.
 
         Raises:
-            ValueError: if the batch lacks an entry.
-            TypeError: if an entry does not hold integers.
+            ValueError: if the batch lacks an entry, or an entry has another number of rows than `labels`.
+            TypeError: if labels or an entry are not integers, or the batch is not a dict.
         """
+        check_integers(self.name, "labels", labels, len(labels), "labels", levels=True)
         parts = []
         if self.has_classes:
-            parts.append(labels.reshape(len(labels), -1)[:, :1].long())
+            parts.append(finest(labels)[:, None].long())
         for name in self.reads:
-            values = entries.get(name)
-            if values is None:
-                raise ValueError(
-                    f"{self.name}: a batch must have the entry {name!r}, got {', '.join(map(repr, entries)) or 'none'};"
-                    " let the data set return it for each image, or choose another rule of relevance."
-                )
+            values = self._entry(batch, name)
             check_integers(self.name, name, values, len(labels), "labels", device=labels.device, levels=True)
             parts.append(values.reshape(len(labels), -1).long())
         return torch.cat(parts, 1)
+
+    def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
+        """Raise unless `columns` has the form that the method `columns` returns.
+
+        A subclass may also check the values. Losses and metrics call this once, not for each block.
+
+        Args:
+            owner: prefix of error messages.
+            name: the argument that the columns were given for.
+            columns: integers, one row for each image.
+        """
+        names = list(self.reads)
+        if self.has_classes:
+            names.insert(0, "labels")
+        if columns.ndim != 2 or columns.shape[1] < len(names):
+            raise ValueError(
+                f"{owner}: `{name}` must be the columns that {self.name} reads, of shape (rows, {len(names)} or more) "
+                f"for {', '.join(names) or 'any entries'}, got {tuple(columns.shape)}; pass "
+                f"{self.name}.columns(labels, batch)."
+            )
+
+    def lists(
+        self, queries: Int[Tensor, "query column"], references: Int[Tensor, "gallery column"]
+    ) -> tuple[Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]:
+        """The relevant candidates of each query, and all its candidates, as new tensors: `masks`, checked.
+
+        Args:
+            queries: as for `masks`.
+            references: as for `masks`.
+
+        Raises:
+            ValueError: if a mask has a wrong shape.
+            TypeError: if `masks` does not return two masks of bool, of which the second may be None.
+        """
+        masks = self.masks(queries, references)
+        _check_masks(self.name, masks, (len(queries), len(references)))
+        relevant, candidate = masks
+        if candidate is None:
+            return relevant.clone(), torch.ones_like(relevant)
+        return relevant & candidate, candidate.clone()
 
     @abstractmethod
     def masks(
@@ -89,6 +143,35 @@ class Relevance(ABC):
     def name(self) -> str:
         """The class name, the prefix of error messages."""
         return type(self).__name__
+
+    def _entry(self, batch: Any, name: str) -> Any:
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"{self.name}: a batch must be a dict with the entry {name!r}, got {type(batch).__name__}; let the "
+                "data set return a dict for each image."
+            )
+        if name not in batch:
+            raise ValueError(
+                f"{self.name}: a batch must have the entry {name!r}, got {', '.join(map(repr, batch)) or 'none'}; let "
+                "the data set return it for each image, or choose another rule of relevance."
+            )
+        return batch[name]
+
+
+def _check_masks(owner: str, masks: Any, shape: tuple[int, int]) -> None:
+    """Raise unless these are two masks of bool and of this shape, or one and None."""
+    rule = f"{owner}: `masks` must return two bool tensors of shape {shape}, of which the second may be None, got"
+    if not isinstance(masks, tuple) or len(masks) != 2:
+        raise TypeError(f"{rule} {short_repr(masks)}.")
+    relevant, candidate = masks
+    given = [relevant]
+    if candidate is not None:
+        given.append(candidate)
+    for mask in given:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"{rule} {short_repr(mask)}.")
+        if mask.shape != shape:
+            raise ValueError(f"{rule} the shape {tuple(mask.shape)}.")
 
 
 class OtherCamera(Relevance):
@@ -120,10 +203,9 @@ class GalleryOnly(Relevance):
 
     reads = ("roles",)
 
-    def columns(self, labels: Int[Tensor, "row ..."], entries: Mapping[str, Tensor]) -> Int[Tensor, "row column"]:
-        columns = super().columns(labels, entries)
-        check_roles(self.name, columns[:, 1])
-        return columns
+    def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
+        super().check_columns(owner, name, columns)
+        check_roles(owner, columns[:, 1])
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
         is_query, is_gallery = has_role(queries[:, 1], Role.QUERY), has_role(references[:, 1], Role.GALLERY)
@@ -157,16 +239,39 @@ class SharedTags(Relevance):
     def __init__(self, at_least: int = 1) -> None:
         self.at_least = check_integer(self.name, "at_least", at_least, least=1)
 
+    def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
+        super().check_columns(owner, name, columns)
+        if bool((columns < NO_TAG).any()):
+            raise ValueError(
+                f"{owner}: `{name}` must be tags >= 0, or {NO_TAG} in rows with fewer tags, got {int(columns.min())}."
+            )
+
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, None]:
-        shared = torch.zeros(len(queries), len(references), device=queries.device)
-        tags = queries.unique()
-        for part in tags[tags != NO_TAG].split(_TAGS_OF_A_PRODUCT):
-            shared += _has_tag(queries, part) @ _has_tag(references, part).T
+        shared = torch.zeros(len(queries), len(references), dtype=torch.int32, device=queries.device)
+        rows = max(1, _TABLE_ELEMENTS // max(1, queries.shape[1] * len(references)))
+        for begin in range(0, len(queries), rows):
+            part = slice(begin, begin + rows)
+            tags, position = _without_repeated(queries[part]).unique(return_inverse=True)
+            has_tag, shared_of_part = _has_tag(tags, references), shared[part]
+            for of_queries in position.unbind(1):
+                shared_of_part += has_tag[of_queries]
         return shared >= self.at_least, None
 
 
-def _has_tag(rows: Integer[Tensor, "row tag"], tags: Int[Tensor, " n"]) -> Tensor:
-    """Whether each row has each of these tags, which are in ascending order, as a matrix of 0 and 1."""
+def _without_repeated(rows: Int[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:
+    """The tags of each row in ascending order; a tag that occurs again in its row is replaced by `NO_TAG`."""
+    ordered = rows.sort(1).values
+    ordered[:, 1:].masked_fill_(ordered[:, 1:] == ordered[:, :-1], NO_TAG)
+    return ordered
+
+
+def _has_tag(tags: Int[Tensor, " n"], rows: Int[Tensor, "row tag"]) -> UInt8[Tensor, "m row"]:
+    """1 where a row has a tag, else 0, for each of these tags, in ascending order; 0 for `NO_TAG`.
+
+    The result has one line more than there are tags. The last line collects all other tags of the rows.
+    """
     position = torch.searchsorted(tags, rows.contiguous()).clamp(max=len(tags) - 1)
-    found = (tags[position] == rows).float()
-    return torch.zeros(len(rows), len(tags), device=rows.device).scatter_reduce_(1, position, found, "amax")
+    is_found = (tags[position] == rows) & (rows != NO_TAG)
+    position = position.where(is_found, len(tags))
+    table = torch.zeros(len(tags) + 1, len(rows), dtype=torch.uint8, device=rows.device)
+    return table.scatter_(0, position.T, 1)

@@ -19,6 +19,7 @@ from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
@@ -33,6 +34,7 @@ from lightning_retrieval.training.trainer_checks import (
     check_memory,
     check_memory_start,
     check_processes,
+    check_relevance,
     check_schedule,
 )
 
@@ -77,6 +79,8 @@ class RetrievalModule(ManualTraining):
             reference has a gradient; `"two_terms"` adds two losses, as the code of XBM and ROADMAP does: the loss of
             the batch, and the loss of the batch's queries against batch and memory, whose rows have no gradient there.
         memory_weight: weight of the second loss of `"two_terms"`; None means 1, as in the code of XBM and ROADMAP.
+        relevance: which images are relevant to a query and which are in its list: `OtherCamera()`, `SharedTags()` or
+            another rule. Batches must be dicts with the entries that the rule reads. None means equal labels.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
             scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
@@ -86,7 +90,7 @@ class RetrievalModule(ManualTraining):
 
     Raises:
         ValueError: if a number is out of its range.
-        TypeError: if `embedder` or `loss` is not a module.
+        TypeError: if `embedder` or `loss` is not a module, or a loss cannot follow the rule `relevance`.
 
     Example:
         >>> import torch
@@ -120,6 +124,7 @@ class RetrievalModule(ManualTraining):
         memory: CrossBatchMemory | None = None,
         memory_mode: MemoryMode = "one_list",
         memory_weight: float | None = None,
+        relevance: Relevance | None = None,
         gather: bool = True,
         eval_scales: Sequence[float] = (1.0,),
         eval_scales_pooling: Literal["mean", "gem"] = "mean",
@@ -127,7 +132,7 @@ class RetrievalModule(ManualTraining):
     ) -> None:
         super().__init__()
         modules = {"embedder": embedder, "loss": loss, "memory": memory, "whitening": whitening}
-        objects = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        objects = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "relevance": relevance}
         self._keep_hyperparameters(objects, inspect.currentframe())
         owner = type(self).__name__
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
@@ -142,6 +147,7 @@ class RetrievalModule(ManualTraining):
         self.memory = None if memory is None else rebuild(owner, "memory", memory, CrossBatchMemory)
         self.memory_weight = check_memory(owner, self.loss, self.memory, memory_mode, memory_weight)
         self.memory_mode: MemoryMode = memory_mode
+        self.relevance = check_relevance(owner, self.loss, relevance)
         self.whitening = None if whitening is None else rebuild(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
@@ -265,20 +271,7 @@ class RetrievalModule(ManualTraining):
         self.zero_grad()
         if self._is_first_step:
             check_processes(self)
-        step = TrainingStep(
-            type(self).__name__,
-            self.loss,
-            labels,
-            ids,
-            self.global_step,
-            self.seed,
-            gather=self.gather,
-            memory=self.memory,
-            memory_mode=self.memory_mode,
-            memory_weight=self.memory_weight,
-            fraction=min(self.global_step / steps_of_run(self.trainer), 1.0),
-            check_batch=functools.partial(check_first_batch, self) if self._is_first_step else None,
-        )
+        step = self._step_of(batch, labels, ids)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
             chunk_size = self._chunk_size_for(images)
@@ -293,7 +286,7 @@ class RetrievalModule(ManualTraining):
                 last_backward=gradients.overlapped,
             )
         if self._is_first_step:
-            self._finish_first_step(step, chunk_size)
+            self._finish_first_step(step, chunk_size, batch)
         terms = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
@@ -301,9 +294,32 @@ class RetrievalModule(ManualTraining):
         self._log_step({**terms, **step.weights}, step.images)
         return terms["train/loss"]
 
-    def _finish_first_step(self, step: TrainingStep, chunk_size: int) -> None:
+    def _step_of(self, batch: Any, labels: Tensor, ids: Tensor | None) -> TrainingStep:
+        """The step of a batch, before its images are embedded."""
+        columns, check_batch = labels, None
+        if self.relevance is not None:
+            columns = self.relevance.columns(labels, batch)
+        if self._is_first_step:
+            check_batch = functools.partial(check_first_batch, self, labels)
+        return TrainingStep(
+            type(self).__name__,
+            self.loss,
+            columns,
+            ids,
+            self.global_step,
+            self.seed,
+            gather=self.gather,
+            memory=self.memory,
+            memory_mode=self.memory_mode,
+            memory_weight=self.memory_weight,
+            fraction=min(self.global_step / steps_of_run(self.trainer), 1.0),
+            relevance=self.relevance,
+            check_batch=check_batch,
+        )
+
+    def _finish_first_step(self, step: TrainingStep, chunk_size: int, batch: Any) -> None:
         """Log the report on the first step of a run."""
-        report_first_step(self, step, chunk_size)
+        report_first_step(self, step, chunk_size, batch)
         record_preparation(self)
         self._is_first_step = False
 

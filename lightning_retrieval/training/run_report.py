@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.plain_data import logged_settings
-from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.labels import Role, finest
 from lightning_retrieval.training.full_sharding import has_sharded_parameters, is_sharded
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.step import TrainingStep
@@ -40,6 +40,8 @@ HIDDEN_WARNINGS = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"pytorch_lightning\."),
     (r"Checkpoint directory .* exists and is not empty", r"pytorch_lightning\."),
 )
+# The entries of a batch that a rule of relevance of this library reads, each with the rule.
+RULES = {"cameras": "OtherCamera()", "roles": "GalleryOnly()", "tags": "SharedTags()"}
 LOGGERS = (
     "pytorch_lightning.utilities.rank_zero",
     "lightning_fabric.utilities.rank_zero",
@@ -89,6 +91,7 @@ def step_traffic(
     local_queries: bool = True,
     bytes_: int = 4,
     weights: int = 0,
+    columns: int = 1,
 ) -> dict[str, float]:
     """The bytes that each process sends in a training step, if collectives are optimal (send nothing twice).
 
@@ -102,13 +105,14 @@ def step_traffic(
             gradients of embeddings.
         bytes_: number of bytes of one element.
         weights: number of elements that are gathered in a step, if the network is sharded over the processes.
+        columns: number of label levels, or of the columns of a rule of relevance.
 
     Returns:
-        The bytes of each kind of traffic, by its name. With f = (W - 1) / W, these are f x B (D x bytes + 16) for
-            gathering the batch, where label and id have 8 bytes each; f x B D x bytes for the exchange of gradients of
-            embeddings; and 2 f x parameters x bytes for the all-reduce of gradients. In a sharded network, the
-            all-reduce is replaced by f x weights x bytes for gathering weights, and f x parameters x bytes for the
-            reduce-scatter of gradients, of which each process gets its shard.
+        The bytes of each kind of traffic, by its name. With f = (W - 1) / W, these are f x B (D x bytes + 8 x
+            columns + 8) for gathering the batch, where labels and ids have 8 bytes each; f x B D x bytes for the
+            exchange of gradients of embeddings; and 2 f x parameters x bytes for the all-reduce of gradients. In a
+            sharded network, the all-reduce is replaced by f x weights x bytes for gathering weights, and f x parameters
+            x bytes for the reduce-scatter of gradients, of which each process gets its shard.
 
     Example:
         >>> from lightning_retrieval.training.run_report import step_traffic
@@ -117,7 +121,7 @@ def step_traffic(
     """
     others = (world - 1) / world
     traffic = {
-        "gather": others * batch * (dim * bytes_ + 16) * gather,
+        "gather": others * batch * (dim * bytes_ + 8 * columns + 8) * gather,
         "exchange": others * batch * dim * bytes_ * (gather and local_queries),
     }
     if weights > 0:
@@ -125,18 +129,20 @@ def step_traffic(
     return {**traffic, "all-reduce": 2 * others * parameters * bytes_}
 
 
-def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
+def report_first_step(module: Any, step: TrainingStep, chunk_size: int, batch: Any) -> None:
     """Log the length of lists and the traffic of a step, warn of what may go wrong, and log settings.
 
     Args:
         module: a `RetrievalModule` in a run.
         step: the first step of the run, after its loss has been computed.
         chunk_size: number of images embedded at a time.
+        batch: the batch of the step, as the loader yields it.
     """
     report = _FirstStep(module, step, chunk_size)
     report.warn_of_batch_norm()
     report.warn_of_early_memory()
     rank_zero_info(f"{report.lists()}{report.traffic()}.")
+    report.tell_of_ignored_entries(batch)
     log_settings(module.trainer, report.settings())
 
 
@@ -173,7 +179,10 @@ class _FirstStep:
         batch = self.step.batch
         self.owner = type(self.module).__name__
         self.rows, self.dim = batch.embeddings.shape
-        self.class_sizes: list[int] = torch.unique(finest(batch.labels), return_counts=True)[1].tolist()
+        self.relevance = self.step.relevance
+        self.class_sizes: list[int] = []  # empty if the rule of relevance has no classes
+        if self.relevance is None or self.relevance.has_classes:
+            self.class_sizes = torch.unique(finest(batch.labels), return_counts=True)[1].tolist()
 
     def warn_of_batch_norm(self) -> None:
         """Warn if BatchNorm layers, which mix the images of a batch, see the batch in chunks."""
@@ -200,16 +209,31 @@ class _FirstStep:
                 "callback MemoryMonitor, or start from trained weights."
             )
 
+    def tell_of_ignored_entries(self, batch: Any) -> None:
+        """Log which entries of a batch could decide what is relevant, but are ignored.
+
+        Args:
+            batch: the batch of this process, as the loader yields it.
+        """
+        if not isinstance(batch, Mapping):
+            return
+        ignored = [name for name in RULES if name in batch]
+        if self.relevance is not None:
+            ignored = [name for name in ignored if name not in self.relevance.reads]
+        if "roles" in ignored and bool((batch["roles"] == Role.BOTH).all()):
+            ignored.remove("roles")
+        if ignored:
+            cures = " or ".join(f"relevance={RULES[name]}" for name in ignored)
+            rank_zero_info(
+                f"{self.owner}: the lists of the loss ignore the {' and '.join(ignored)} of the images, which the "
+                f"evaluation may follow; to train by the same rule, give {cures}, or a rule of your own."
+            )
+
     def lists(self) -> str:
-        """The first part of the report: the numbers of classes and images in a batch, and the length of the lists."""
-        fewest, most = min(self.class_sizes), max(self.class_sizes)
-        of_each = f"{fewest}"
-        if fewest != most:
-            of_each = f"{fewest} to {most}"
-        text = (
-            f"{self.owner}: batches of P = {len(self.class_sizes)} classes with K = {of_each} images, lists of "
-            f"{self.rows - 1} images"
-        )
+        """The first part of the report: the images in a batch, their classes, and the length of the lists."""
+        text = f"{self.owner}: batches of {self._images()}, lists of {self.rows - 1} images"
+        if self.relevance is not None:
+            text += f" by {self.relevance}"
         memory = self.step.memory
         if memory is None:
             return text
@@ -224,6 +248,15 @@ class _FirstStep:
             text += f", from step {memory.start_step} on"
         return text
 
+    def _images(self) -> str:
+        if not self.class_sizes:
+            return f"{self.rows} images"
+        fewest, most = min(self.class_sizes), max(self.class_sizes)
+        of_each = f"{fewest}"
+        if fewest != most:
+            of_each = f"{fewest} to {most}"
+        return f"P = {len(self.class_sizes)} classes with K = {of_each} images"
+
     def traffic(self) -> str:
         """The second part of the report: what each process sends in a step; empty for one process."""
         if world_size() == 1:
@@ -237,6 +270,7 @@ class _FirstStep:
             local_queries=self.step.splits_by_query,
             bytes_=self.step.batch.embeddings.element_size(),
             weights=self._gathered_weights(),
+            columns=self.step.batch.labels[0].numel(),
         )
         parts = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in traffic.items())
         lists_of = "over"

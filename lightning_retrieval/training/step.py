@@ -22,6 +22,7 @@ from lightning_retrieval.checks import is_integer
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunk_size import largest_chunk_size
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
@@ -185,13 +186,14 @@ def unpack(owner: str, batch: Any) -> Unpacked:
     )
 
 
-def check_first_batch(module: Any, batch: GlobalBatch) -> None:
+def check_first_batch(module: Any, labels: Tensor, batch: GlobalBatch) -> None:
     """Compare labels and ids of a run's first batch with what the sampler drew, if the sampler is known.
 
     Labels and ids of a wrong type are not checked here, because the loss raises for them.
 
     Args:
         module: a `RetrievalModule` in a run.
+        labels: labels of the images of this process; those of `batch` differ if the module has a rule of relevance.
         batch: the batch of all processes or, if the module does not gather, of this process.
 
     Raises:
@@ -199,7 +201,14 @@ def check_first_batch(module: Any, batch: GlobalBatch) -> None:
     """
     if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
         return
-    labels, ids = to_host(batch.labels), None
+    ranked_by_class = True
+    if module.relevance is None:
+        labels = batch.labels
+    else:
+        ranked_by_class = module.relevance.has_classes
+        if module.gather:
+            labels = gather_rows(labels, batch.counts)
+    labels, ids = to_host(labels), None
     if batch.ids is not None:
         if not is_integer(batch.ids) or batch.ids.shape != labels.shape[:1]:
             return
@@ -209,7 +218,7 @@ def check_first_batch(module: Any, batch: GlobalBatch) -> None:
         loader.check_first_batch(labels, ids, gathered=module.gather)
     elif ids is not None:
         _warn_of_ids(owner, loader, finest(labels), ids)
-    if module.memory is None:
+    if module.memory is None and ranked_by_class:
         _warn_of_one_label(owner, finest(labels))
 
 
@@ -296,7 +305,7 @@ class TrainingStep:
     Args:
         owner: prefix of error messages.
         batch_loss: the loss.
-        labels: labels of this process's images.
+        labels: labels of this process's images or, with `relevance`, the columns that the rule reads.
         ids: dataset indices of this process's images, or None.
         number: the global step.
         seed: the seed of the run.
@@ -305,6 +314,7 @@ class TrainingStep:
         memory_mode: how the memory is ranked.
         memory_weight: weight of the second term of the mode `"two_terms"`.
         fraction: fraction of the training steps that are done.
+        relevance: the rule of relevance; None for equal labels.
         check_batch: function that is called with the batch before its loss is computed, or None.
     """
 
@@ -319,6 +329,7 @@ class TrainingStep:
     memory_mode: MemoryMode = "one_list"
     memory_weight: float = 1.0
     fraction: float = 1.0
+    relevance: Relevance | None = None
     check_batch: Callable[[GlobalBatch], None] | None = None
     batch: GlobalBatch = field(init=False)
     terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
@@ -450,12 +461,13 @@ class TrainingStep:
         if self._divides_queries:
             begin = sum(counts[: rank()])
             queries = QueryRange(begin, begin + counts[rank()], sum_over_ranks)
-        ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries, fraction=self.fraction)
+        settings: dict[str, Any] = {"queries": queries, "fraction": self.fraction, "relevance": self.relevance}
+        ranked = RankedBatch(embeddings, labels, ids=ids, **settings)
         if self.memory is None:
             return ranked, None
         # `references` also runs during the warm-up, so that an invalid batch raises before any state has changed.
         references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
-        with_memory = replace(references, queries=queries, fraction=self.fraction)
+        with_memory = replace(references, **settings)
         if not self.memory.started:
             return ranked, None
         if self.memory_mode == "two_terms":

@@ -23,6 +23,8 @@ from lightning_retrieval.distributed import world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
+from lightning_retrieval.plain_data import rebuild
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import check_model_parallel, check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 
@@ -82,6 +84,23 @@ def check_memory(
     if weight is None:
         return 1.0
     return weight
+
+
+def check_relevance(owner: str, loss: BatchLoss, relevance: Any) -> Relevance | None:
+    """Return the rule of relevance, rebuilt if it is plain data; raise if a term of the loss cannot follow it.
+
+    Args:
+        owner: prefix of error messages.
+        loss: the loss.
+        relevance: a rule, the description of a rule, or None.
+    """
+    if relevance is None:
+        return None
+    rule: Relevance = rebuild(owner, "relevance", relevance, Relevance)  # type: ignore[type-abstract]
+    for part in loss.modules():
+        if isinstance(part, BatchLoss):
+            part.check_relevance(rule)
+    return rule
 
 
 def check_trainer(owner: str, trainer: Any) -> None:

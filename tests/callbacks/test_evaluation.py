@@ -233,8 +233,8 @@ class ValuesOf(RetrievalEvaluation):
         super().__init__((1,))
         self.values = values
 
-    def _create_metrics(self, loader, sync_on_compute, dims):
-        metrics = super()._create_metrics(loader, sync_on_compute, dims)
+    def _create_metrics(self, loader, sync_on_compute, dims, relevance):
+        metrics = super()._create_metrics(loader, sync_on_compute, dims, relevance)
         counts = dict.fromkeys(("skipped_queries", "skipped_queries/easy"), torch.tensor(3.0))
         metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), **counts}
         return metrics

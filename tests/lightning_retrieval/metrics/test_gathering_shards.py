@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_retrieval import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval import DatabaseAugmentation, QueryExpansion, SharedTags
 from lightning_retrieval.callbacks.ap_monitor import decomposability_gap
 from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import (
@@ -15,8 +15,8 @@ from lightning_retrieval.metrics import (
     gathering,
 )
 from lightning_retrieval.metrics import revisited as revisited_module
-from lightning_retrieval.ranking import expansion, labels, ranked_lists
-from tests.lightning_retrieval.metrics.helpers import LargestTensor
+from lightning_retrieval.ranking import expansion, labels, ranked_lists, rule_lists
+from tests.lightning_retrieval.metrics.helpers import LargestTensor, LaterImages
 
 ROWS, DIM = 900, 12
 QUERIES = 30  # of the revisited set
@@ -24,6 +24,7 @@ SIZES = [  # small ones, so that there are several pieces of the gallery, rounds
     (ranked_lists, "_CPU_PRODUCTS", 1),
     (ranked_lists, "_MAX_GROUP_POSITIVES", 1 << 13),
     (labels, "_MAX_BLOCK_POSITIVES", 1 << 12),
+    (rule_lists, "_MAX_PAIRS", 20_000),  # 22 queries, which do not divide a block
     (ranked_lists, "_CPU_COLUMNS", 384),
     (revisited_module, "_BLOCK_COLUMNS", 384),
     (curves, "_BLOCK_GALLERY", 200),
@@ -90,6 +91,7 @@ def cases():
     is_query = torch.arange(ROWS) < QUERIES
     more = {"map_ks": (3,), "extra_metrics": ("mINP", "NDCG@10"), "dims": (4, DIM)}
     both = {"query_expansion": expanded, "database_augmentation": augmented}
+    later = torch.stack([labels // 9, torch.arange(ROWS) * 7 % 101], 1)
     every_row = {"query_expansion": QueryExpansion(k=101)}  # more than there are
     return {
         "plain": (RetrievalMetrics(**more), x, labels, {}),
@@ -114,8 +116,36 @@ def cases():
         ),
         "random galleries": (RandomGalleryMetrics(draws=2), x, labels, {}),
         "revisited, expanded": (revisited(**both), x, labels, {"roles": torch.where(is_query, 1, 2)}),
+        "tags": (RetrievalMetrics(**more, relevance=SharedTags()), x, tags(), {}),
+        "tags, expanded, with roles": (
+            RetrievalMetrics(**both, relevance=SharedTags(at_least=2), embeddings_on_cpu=True),
+            x,
+            tags(),
+            roles(),
+        ),
+        "tags of instances": (
+            RetrievalMetrics(relevance=SharedTags()),
+            x,
+            tags()[instances],
+            {"instances": instances},
+        ),
+        "a user's rule": (RetrievalMetrics(relevance=LaterImages()), x, later, roles()),
+        "random galleries under a user's rule": (
+            RandomGalleryMetrics(draws=2, relevance=LaterImages()),
+            x,
+            later // torch.tensor([6, 1]),
+            {},
+        ),
         "no positive": (RetrievalMetrics(), x[:5], torch.arange(5), {}),
     }
+
+
+def tags():
+    """Up to three tags of each image, of which some are frequent, some are repeated, and some images have none."""
+    generator = torch.Generator().manual_seed(5)
+    found = torch.randint(0, 60, (ROWS, 3), generator=generator) ** 2 // 60 + 1_000_000
+    found[torch.rand(ROWS, 3, generator=generator) < 0.3] = -1
+    return found
 
 
 def rows_of_process(this, world, rows):
@@ -131,16 +161,19 @@ def pictures(metrics):
     """What callbacks show of an evaluation set."""
     lists = metrics.query_gallery(metrics.gather()[0])
     nearest = nearest_images(metrics, lists, lists.query_ids.sort().values[:5], 6)
-    return {
+    drawn = {
         "precision": curves.mean_precision(metrics),
         "pairs": curves.pair_counts(metrics, 40),
-        "gap": decomposability_gap(metrics, 8, 4),
         "nearest": torch.tensor([[hit.id for hit in hits] for _, hits in nearest]),
     }
+    if metrics.relevance is None or metrics.relevance.has_classes:
+        drawn["gap"] = decomposability_gap(metrics, 8, 4)
+    return drawn
 
 
 NAMES = tuple(cases())
 WITH_PICTURES = ("plain", "expanded, with roles")
+UNDER_A_RULE = ("tags", "a user's rule")
 
 
 def tables(this, world, group=None, names=NAMES):
@@ -158,7 +191,7 @@ def tables(this, world, group=None, names=NAMES):
             results[name] = dict(metrics.compute())
             if isinstance(metrics, RetrievalMetrics):
                 results[name] |= metrics.per_query()
-            if name in WITH_PICTURES:
+            if name in WITH_PICTURES + UNDER_A_RULE:
                 results[name] |= pictures(metrics)
         return results
 
