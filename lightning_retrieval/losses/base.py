@@ -198,6 +198,7 @@ class RetrievalLoss(BatchLoss, ABC):
             self._warned_of_no_positive = True
             warnings.warn(
                 f"{self.name}: no row of the batch has a positive, so the loss is 0 and nothing is learned from it; "
-                "put at least two images of a class, with different ids, into each batch (PKSampler does).",
+                "put images that are relevant to each other, with different ids, into each batch (PKSampler draws "
+                "several of each class).",
                 stacklevel=4,
             )

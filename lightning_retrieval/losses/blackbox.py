@@ -188,7 +188,7 @@ class _PositiveRank(torch.autograd.Function):
         s = torch.cat([part.s for part in lists])[by_query]  # (pos,)
         rank_among_positives = _count_positives_at_least(positives, s)
         rank = _count_negatives_at_least(lists, positives, s) + rank_among_positives
-        length = torch.stack([part.length for part in lists]).sum(0)  # (query,)
+        length = torch.stack([part.length for part in lists]).sum(0).clamp(min=1)  # (query,): 1 for an empty list
         # `lambda_` is for ranks divided by the list's length; these ranks are not divided.
         scale = length.to(scores.dtype) * lambda_  # (query,)
         ctx.save_for_backward(by_query, s, rank, scale)

@@ -251,14 +251,14 @@ class SharedTags(Relevance):
         rows = max(1, _TABLE_ELEMENTS // max(1, queries.shape[1] * len(references)))
         for begin in range(0, len(queries), rows):
             part = slice(begin, begin + rows)
-            tags, position = _without_repeated(queries[part]).unique(return_inverse=True)
+            tags, position = without_repeated(queries[part]).unique(return_inverse=True)
             has_tag, shared_of_part = _has_tag(tags, references), shared[part]
             for of_queries in position.unbind(1):
                 shared_of_part += has_tag[of_queries]
         return shared >= self.at_least, None
 
 
-def _without_repeated(rows: Int[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:
+def without_repeated(rows: Int[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:
     """The tags of each row in ascending order; a tag that occurs again in its row is replaced by `NO_TAG`."""
     ordered = rows.sort(1).values
     ordered[:, 1:].masked_fill_(ordered[:, 1:] == ordered[:, :-1], NO_TAG)

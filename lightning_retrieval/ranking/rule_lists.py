@@ -16,7 +16,14 @@ from torch.nn.functional import pad
 
 from lightning_retrieval.ranking.labels import BlockPositives, Extent, ListedBlock, PositiveLists
 from lightning_retrieval.ranking.ranks import true_positions
-from lightning_retrieval.ranking.relevance import NO_TAG, GalleryOnly, OtherCamera, Relevance, SharedTags
+from lightning_retrieval.ranking.relevance import (
+    NO_TAG,
+    GalleryOnly,
+    OtherCamera,
+    Relevance,
+    SharedTags,
+    without_repeated,
+)
 
 _MAX_PAIRS = 1 << 22  # maximum number of pairs (query, image) for which a rule is evaluated at a time
 
@@ -157,7 +164,7 @@ class _TaggedImages:
     def __init__(
         self, query_tags: Int[Tensor, "query tag"], gallery_tags: Int[Tensor, "gallery tag"], at_least: int
     ) -> None:
-        gallery_tags, query_tags = _without_repetitions(gallery_tags), _without_repetitions(query_tags)
+        gallery_tags, query_tags = without_repeated(gallery_tags), without_repeated(query_tags)
         row, position = (gallery_tags != NO_TAG).nonzero(as_tuple=True)
         tags, order = gallery_tags[row, position].sort(stable=True)
         self._images, self._at_least = len(gallery_tags), at_least
@@ -175,10 +182,3 @@ class _TaggedImages:
         pairs = len(queries) * self._images
         shared = torch.bincount(row * self._images + self._image[entry], minlength=pairs)
         return (shared >= self._at_least).view(len(queries), self._images)
-
-
-def _without_repetitions(tags: Int[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:
-    """The tags of each row, in which each tag occurs once; -1 replaces the others."""
-    ascending = tags.sort(1).values
-    is_repeated = ascending[:, 1:] == ascending[:, :-1]
-    return torch.cat([ascending[:, :1], ascending[:, 1:].masked_fill(is_repeated, NO_TAG)], 1)

@@ -20,6 +20,7 @@ from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
@@ -338,7 +339,20 @@ class RetrievalModule(ManualTraining):
         return sharded.least_chunks(math.ceil(len(images) / chunk_size), images.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras."""
+        """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras.
+
+        Under a rule `relevance` other than `OtherCamera` and `GalleryOnly`, labels are the columns that the rule reads,
+        and there are no cameras, because the rule alone decides which images are in a list.
+        """
+        output = self._embed_batch(batch)
+        rule = rule_of_evaluation(self.relevance)
+        if rule is not None:
+            output["labels"] = rule.columns(output["labels"], batch)
+            output.pop("cameras", None)
+        return output
+
+    def _embed_batch(self, batch: Any) -> dict[str, Tensor]:
+        """Embeddings, labels and any ids, roles, instances and cameras of a batch."""
         images, labels, ids = self.unpack_batch(batch)
         output = {"embeddings": self.embed(images), "labels": labels}
         if isinstance(batch, dict):
@@ -352,7 +366,12 @@ class RetrievalModule(ManualTraining):
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Do the same as `validation_step`; for a batch that is a tensor of images, return only embeddings."""
+        """Do the same as `validation_step`; for a batch that is a tensor of images, return only embeddings.
+
+        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here.
+        """
         if isinstance(batch, Tensor):
             return {"embeddings": self.embed(batch)}
+        if rule_of_evaluation(self.relevance) is not None:
+            return self._embed_batch(batch)
         return self.validation_step(batch, batch_idx, dataloader_idx)

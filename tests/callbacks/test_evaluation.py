@@ -11,7 +11,15 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_retrieval import Embedder, RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import (
+    Embedder,
+    GalleryOnly,
+    OtherCamera,
+    RetrievalMetrics,
+    RetrievalModule,
+    SharedTags,
+    SmoothAPLoss,
+)
 from lightning_retrieval.callbacks import (
     APMonitor,
     PrecisionRecallCurve,
@@ -29,6 +37,7 @@ from lightning_retrieval.callbacks.evaluation_sets import (
 )
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
 from tests.csv_logs import logged
+from tests.point_set import Points
 
 
 def test_metrics_are_those_of_the_whole_set(capsys):
@@ -287,6 +296,83 @@ def test_callbacks_that_show_the_evaluation_require_it(kind):
     message = rf"^{kind.__name__}: .* must have the callback RetrievalEvaluation, .* it has none; pass both"
     with pytest.raises(ValueError, match=message):
         make_trainer(kind()).validate(PointsModule(), verbose=False)
+
+
+# --- a module with a rule of relevance
+
+
+class SeenPoints(Points):
+    """Points with tags, cameras and roles, and the metric of a data set that has its own."""
+
+    def __init__(self, **entries):
+        super().__init__(2)
+        self.entries = entries
+
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), **{name: values[index] for name, values in self.entries.items()}}
+
+
+class WithOwnMetric(SeenPoints):
+    def metrics(self, ks, **settings):
+        self.settings = settings
+        return RetrievalMetrics(ks, **settings)
+
+
+def module_with(rule):
+    torch.manual_seed(0)
+    return RetrievalModule(nn.Linear(6, 4), SmoothAPLoss(), relevance=rule)
+
+
+def seen_points(kind=SeenPoints):
+    generator = torch.Generator().manual_seed(4)
+    tags = torch.randint(-1, 6, (27, 2), generator=generator).clamp(min=-1)
+    return kind(tags=tags, cameras=torch.arange(27) % 3, roles=torch.arange(27) % 3 + 1)
+
+
+@pytest.mark.parametrize("rule", [None, SharedTags(at_least=1), OtherCamera(), GalleryOnly()])
+def test_evaluation_follows_the_rule_of_the_module(rule):
+    """Cameras and roles are evaluated without a rule, tags only by their rule."""
+    module, points = module_with(rule), seen_points()
+    run = make_trainer(RetrievalEvaluation(KS))
+    (found,) = run.validate(module, DataLoader(points, batch_size=5), verbose=False)
+    entries, labels = points.entries, points.labels
+    if isinstance(rule, SharedTags):
+        metrics, given = RetrievalMetrics(KS, relevance=rule), {}
+        labels = entries["tags"]
+    else:
+        metrics, given = RetrievalMetrics(KS), {"cameras": entries["cameras"]}
+    with torch.no_grad():
+        metrics.update(module(points.images), labels, torch.arange(27), entries["roles"], **given)
+    expected = {f"val/{name}": value.item() for name, value in metrics.compute().items()}
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_predictions_keep_their_labels_and_need_no_tags():
+    """What an index stores of an image is its class, whatever is relevant to it."""
+    module, loader = module_with(SharedTags()), DataLoader(Points(2), batch_size=5)
+    predicted = make_trainer().predict(module, loader)
+    assert torch.cat([batch["labels"] for batch in predicted]).tolist() == Points(2).labels.tolist()
+    with pytest.raises(ValueError, match=r"^SharedTags: a batch must have the entry 'tags', got "):
+        make_trainer(RetrievalEvaluation(KS)).validate(module, loader, verbose=False)
+
+
+@pytest.mark.parametrize(("rule", "given"), [(None, set()), (OtherCamera(), set()), (SharedTags(), {"relevance"})])
+def test_a_data_set_with_its_own_metric_gets_the_rule(rule, given):
+    module, points = module_with(rule), seen_points(WithOwnMetric)
+    make_trainer(RetrievalEvaluation(KS)).validate(module, DataLoader(points, batch_size=5), verbose=False)
+    settings = {"query_expansion", "database_augmentation", "embeddings_on_cpu", "sync_on_compute"}
+    assert points.settings.keys() == settings | given
+    assert points.settings.get("relevance") in (None, rule)
+
+
+def test_no_decomposability_gap_under_a_rule_without_classes():
+    module, loader = module_with(SharedTags()), DataLoader(seen_points(), batch_size=9)
+    run = make_trainer(RetrievalEvaluation(KS), APMonitor(), max_epochs=2)
+    with pytest.warns(UserWarning, match=r"APMonitor: val/decomposability_gap is not logged.*SharedTags\(") as caught:
+        run.fit(module, loader, loader)
+    assert sum("decomposability_gap" in str(each.message) for each in caught) == 1
+    assert "val/mAP" in run.callback_metrics
+    assert "val/decomposability_gap" not in run.callback_metrics
 
 
 # --- the table that is printed

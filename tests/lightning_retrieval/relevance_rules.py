@@ -62,7 +62,7 @@ RULES = {
 
 def random_entries(rows: int) -> dict[str, torch.Tensor]:
     """All that the rules read of some images: few values each, so that images share them; some images have no tag."""
-    tags = torch.randint(8, (rows, 4)) - (torch.rand(rows, 4) < 0.4) * 8
+    tags = torch.randint(6, (rows, 4)) - (torch.rand(rows, 4) < 0.4) * 6
     return {
         "labels": torch.randint(3, (rows,)),
         "tags": tags.clamp(min=-1),

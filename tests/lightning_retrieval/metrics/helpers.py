@@ -8,22 +8,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.ranking.labels import Role
-from lightning_retrieval.ranking.relevance import Relevance
-
-
-class LaterImages(Relevance):
-    """A user's rule: only later images are candidates, and those of the same class are relevant for some time."""
-
-    reads = ("times",)
-
-    def __init__(self, duration: int = 30) -> None:
-        self.duration = duration
-
-    def masks(self, queries, references):
-        label, time = queries[:, None].unbind(2)
-        other_label, other_time = references.unbind(1)
-        passed = other_time - time
-        return (label == other_label) & (passed <= self.duration), passed > 0
 
 
 class LargestTensor(TorchDispatchMode):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_retrieval import DatabaseAugmentation, QueryExpansion, SharedTags
+from lightning_retrieval import DatabaseAugmentation, GalleryOnly, QueryExpansion, SharedTags
 from lightning_retrieval.callbacks.ap_monitor import decomposability_gap
 from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import (
@@ -16,7 +16,8 @@ from lightning_retrieval.metrics import (
 )
 from lightning_retrieval.metrics import revisited as revisited_module
 from lightning_retrieval.ranking import expansion, labels, ranked_lists, rule_lists
-from tests.lightning_retrieval.metrics.helpers import LargestTensor, LaterImages
+from tests.lightning_retrieval.metrics.helpers import LargestTensor
+from tests.lightning_retrieval.relevance_rules import NearInTime
 
 ROWS, DIM = 900, 12
 QUERIES = 30  # of the revisited set
@@ -91,7 +92,7 @@ def cases():
     is_query = torch.arange(ROWS) < QUERIES
     more = {"map_ks": (3,), "extra_metrics": ("mINP", "NDCG@10"), "dims": (4, DIM)}
     both = {"query_expansion": expanded, "database_augmentation": augmented}
-    later = torch.stack([labels // 9, torch.arange(ROWS) * 7 % 101], 1)
+    in_time, in_roles = torch.stack([labels, torch.arange(ROWS) % 7], 1), torch.stack([labels, roles()["roles"]], 1)
     every_row = {"query_expansion": QueryExpansion(k=101)}  # more than there are
     return {
         "plain": (RetrievalMetrics(**more), x, labels, {}),
@@ -129,13 +130,9 @@ def cases():
             tags()[instances],
             {"instances": instances},
         ),
-        "a user's rule": (RetrievalMetrics(relevance=LaterImages()), x, later, roles()),
-        "random galleries under a user's rule": (
-            RandomGalleryMetrics(draws=2, relevance=LaterImages()),
-            x,
-            later // torch.tensor([6, 1]),
-            {},
-        ),
+        "a user's rule": (RetrievalMetrics(relevance=NearInTime()), x, in_time, roles()),
+        "a rule with few candidates": (RetrievalMetrics(relevance=GalleryOnly()), x, in_roles, {}),
+        "random galleries under a rule": (RandomGalleryMetrics(draws=2, relevance=NearInTime()), x, in_time, {}),
         "no positive": (RetrievalMetrics(), x[:5], torch.arange(5), {}),
     }
 
