@@ -100,7 +100,8 @@ class MemoryMonitor(pl.Callback):
         """Embed the probe if an interval is over. Before a step, the model is in the state after a complete step."""
         memory: Any = pl_module.memory
         if self._images is None:
-            self._take_probe(pl_module, batch)
+            images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
+            self._take_probe(images, _columns(pl_module, labels, batch), memory)
         self._waits = memory.start_step == "auto" and not memory.started
         # A run that is resumed from a checkpoint written during a step repeats this step, but does not measure again.
         if memory.steps % self._interval == 0 and memory.steps != self._measured:
@@ -150,21 +151,15 @@ class MemoryMonitor(pl.Callback):
         self._measured = -1
         self._waits = False
 
-    def _take_probe(self, module: Any, batch: Any) -> None:
+    def _take_probe(self, images: Tensor, labels: Tensor, memory: CrossBatchMemory) -> None:
         """Store the first images of the global batch, in rank order, on each process."""
-        images, labels, _ = module.unpack_batch(batch)
-        relevance = _relevance_of(module)
-        if relevance is None:
-            labels = finest(labels)
-        else:
-            labels = relevance.columns(labels, batch)
         shapes = gather_objects(tuple(images.shape[1:]))
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"MemoryMonitor: the images of all processes must have the same shape, got {shapes} in rank order."
             )
         labels = gather_rows(labels)
-        self._interval = math.ceil(module.memory.size / len(labels))
+        self._interval = math.ceil(memory.size / len(labels))
         self._labels = labels[: self.probe].clone()
         self._images = gather_rows(images[: self.probe])[: self.probe].clone()
 
@@ -202,6 +197,14 @@ def _relevance_of(module: Any) -> Relevance | None:
     """The rule of relevance of a module; None for equal labels."""
     relevance: Relevance | None = getattr(module, "relevance", None)
     return relevance
+
+
+def _columns(module: Any, labels: Tensor, batch: Any) -> Tensor:
+    """What decides which images of a batch are relevant to each other: their finest labels, unless there is a rule."""
+    relevance = _relevance_of(module)
+    if relevance is None:
+        return finest(labels)
+    return relevance.columns(labels, batch)
 
 
 def sums_of_cosines(

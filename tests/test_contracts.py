@@ -124,7 +124,11 @@ TABLE = {
         shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
         not_attributes={"memory_weight": "None is kept as 1"},
     ),
-    # lightning_retrieval.ranking.expansion
+    # lightning_retrieval.ranking
+    "Relevance": Entry(without=NEVER_MADE),
+    "OtherCamera": Entry(),
+    "GalleryOnly": Entry(),
+    "SharedTags": Entry({"at_least": 2}),
     "PCAWhitening": Entry({"dim": 3, "power": 0.25}, not_moved={"learned": FOLLOWS_INPUT}),
     "SupervisedWhitening": Entry({"dim": 3, "pairs_per_image": 2}, not_moved={"learned": FOLLOWS_INPUT}),
     "QueryExpansion": Entry({"alpha": 3.0, "k": 5}),

@@ -137,7 +137,9 @@ def indexed(folder: Path, capsys) -> RetrievalIndex:
 
 
 @pytest.mark.parametrize("form", ["config", "python"])
-@pytest.mark.parametrize("place", ["embedder", "backbone", "loss", "optimizer", "lr_scheduler", "_class_path"])
+@pytest.mark.parametrize(
+    "place", ["embedder", "backbone", "loss", "optimizer", "lr_scheduler", "relevance", "_class_path"]
+)
 def test_hyperparameters(marker, place, form):
     for name, description in hostile(marker).items():
         checkpoint = {"hyper_parameters": settings(description, place, form)}

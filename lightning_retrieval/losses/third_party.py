@@ -91,9 +91,10 @@ class ThirdPartyLoss(BatchLoss):
 
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise a TypeError: a loss of another library compares labels itself."""
+        check_instance(type(self.loss).__name__, "relevance", relevance, Relevance)
         raise TypeError(
-            f"{type(self.loss).__name__}: a third-party loss gets labels only, and cannot follow a rule of relevance, "
-            f"got {relevance}; use a loss of this library, or relevance=None."
+            f"{type(self.loss).__name__}: a third-party loss gets labels only, so `relevance` must be None, "
+            f"got {relevance}; use a loss of this library."
         )
 
     def of_batch(self, batch: RankedBatch) -> Any:

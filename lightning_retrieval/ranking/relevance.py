@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_integers, short_repr
+from lightning_retrieval.checks import check_integer, check_integers, check_tensor, short_repr
 from lightning_retrieval.ranking.labels import Role, check_roles, finest, has_role
 
 NO_TAG = -1  # fills the rows of images that have fewer tags than others
@@ -78,14 +78,16 @@ class Relevance(ABC):
             ValueError: if the batch lacks an entry, or an entry has another number of rows than `labels`.
             TypeError: if labels or an entry are not integers, or the batch is not a dict.
         """
-        check_integers(self.name, "labels", labels, len(labels), "labels", levels=True)
+        check_tensor(self.name, "labels", labels)
+        rows = labels[..., None].shape[0]  # 1 of a scalar, which is not valid
+        check_integers(self.name, "labels", labels, rows, "labels", levels=True)
         parts = []
         if self.has_classes:
             parts.append(finest(labels)[:, None].long())
         for name in self.reads:
             values = self._entry(batch, name)
-            check_integers(self.name, name, values, len(labels), "labels", device=labels.device, levels=True)
-            parts.append(values.reshape(len(labels), -1).long())
+            check_integers(self.name, name, values, rows, "labels", device=labels.device, levels=True)
+            parts.append(values.reshape(rows, -1).long())
         return torch.cat(parts, 1)
 
     def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
@@ -147,12 +149,12 @@ class Relevance(ABC):
     def _entry(self, batch: Any, name: str) -> Any:
         if not isinstance(batch, Mapping):
             raise TypeError(
-                f"{self.name}: a batch must be a dict with the entry {name!r}, got {type(batch).__name__}; let the "
+                f"{self.name}: `batch` must be a dict with the entry {name!r}, got {type(batch).__name__}; let the "
                 "data set return a dict for each image."
             )
         if name not in batch:
             raise ValueError(
-                f"{self.name}: a batch must have the entry {name!r}, got {', '.join(map(repr, batch)) or 'none'}; let "
+                f"{self.name}: `batch` must have the entry {name!r}, got {', '.join(map(repr, batch)) or 'none'}; let "
                 "the data set return it for each image, or choose another rule of relevance."
             )
         return batch[name]
@@ -184,6 +186,15 @@ class OtherCamera(Relevance):
 
     Source:
         Zheng et al., Scalable Person Re-identification: A Benchmark, ICCV 2015.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval import OtherCamera
+        >>> rule = OtherCamera()
+        >>> columns = rule.columns(torch.tensor([7, 7, 7, 5]), {"cameras": torch.tensor([1, 1, 2, 1])})
+        >>> relevant, candidate = rule.masks(columns[:1], columns)
+        >>> relevant.tolist(), candidate.tolist()
+        ([[False, False, True, False]], [[False, False, True, True]])
     """
 
     reads = ("cameras",)
@@ -199,6 +210,15 @@ class GalleryOnly(Relevance):
     """Only gallery images are candidates, and only queries have lists; relevant are images of the same class.
 
     Reads the entry `roles` of a batch: 1 query, 2 gallery, 3 both, 0 neither.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval import GalleryOnly
+        >>> rule = GalleryOnly()
+        >>> columns = rule.columns(torch.tensor([7, 7, 7, 5]), {"roles": torch.tensor([1, 2, 1, 3])})
+        >>> relevant, candidate = rule.masks(columns[:1], columns)
+        >>> relevant.tolist(), candidate.tolist()
+        ([[False, True, False, False]], [[False, True, False, True]])
     """
 
     reads = ("roles",)

@@ -224,9 +224,9 @@ class CrossBatchMemory(nn.Module):
             )
         if labels.shape[1:] != self._rows.labels.shape[1:]:
             raise ValueError(
-                f"CrossBatchMemory: `labels` must have as many levels, or columns of a rule of relevance, as the "
-                f"stored ones, shape {tuple(self._rows.labels.shape)}, got {tuple(labels.shape)}; call reset() before "
-                "another data set or another rule."
+                f"CrossBatchMemory: `labels` must have as many levels or columns as the stored ones, shape "
+                f"{tuple(self._rows.labels.shape)}, got {tuple(labels.shape)}; call reset() before another data set or "
+                "another rule of relevance."
             )
 
     def _stored_besides(self, batch: _Rows) -> _Rows:

@@ -3,6 +3,7 @@
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
 
+from lightning_retrieval import GalleryOnly, OtherCamera, SharedTags
 from lightning_retrieval.losses import (
     After,
     Before,
@@ -28,6 +29,7 @@ from lightning_retrieval.losses import (
 from lightning_retrieval.losses.batch_loss import QueryRange
 from lightning_retrieval.losses.third_party import ThirdPartyLoss
 from tests.awkward_values.calls import Call
+from tests.lightning_retrieval.relevance_rules import Coarse
 
 
 class OwnLoss(RetrievalLoss):
@@ -57,6 +59,29 @@ def batch():
         "ids": torch.arange(4),
         "ref_ids": torch.arange(4, 10),
         "queries": None,
+        "relevance": None,
+    }
+
+
+def batch_with_cameras():
+    """The batch itself is ranked, by class and camera."""
+    columns = torch.tensor([[7, 1], [7, 2], [3, 1], [3, 2]])
+    return {
+        **batch(),
+        "labels": columns,
+        "ref_emb": None,
+        "ref_labels": None,
+        "ref_ids": None,
+        "relevance": OtherCamera(),
+    }
+
+
+def columns():
+    """What a rule is given of four images."""
+    entries = {"cameras": torch.tensor([1, 2, 1, 2]), "roles": torch.tensor([1, 2, 3, 3])}
+    return {
+        "labels": torch.tensor([7, 7, 3, 3]),
+        "batch": {**entries, "tags": torch.tensor([[0, 1], [1, -1], [2, 0], [2, 2]])},
     }
 
 
@@ -110,6 +135,15 @@ def calls(loss, relevant=lists, **settings):
     ]
 
 
+def rule_calls(cls, **settings):
+    """The calls of a rule of relevance: constructor, and what it reads of a batch."""
+    rule = cls(**settings)
+    return [
+        Call(cls.__name__, cls, lambda: settings, use=lambda made: made.columns(**columns())),
+        Call(cls.__name__, rule.columns, columns),
+    ]
+
+
 def terms():
     return {"ap": (1.0, SmoothAPLoss()), "pairs": (0.5, CalibrationLoss())}
 
@@ -121,7 +155,13 @@ FORMULAS = (
 )
 CALLS = {
     **{loss.__name__: [constructor(loss)] for loss in FORMULAS},
-    "RetrievalLoss": calls(OwnLoss),
+    "RetrievalLoss": [
+        *calls(OwnLoss),
+        Call("OwnLoss", OwnLoss(), batch_with_cameras, signature=OwnLoss.forward),
+    ],
+    "Relevance": [Call("Coarse", Coarse().columns, columns)],
+    **{rule.__name__: rule_calls(rule) for rule in (GalleryOnly, OtherCamera)},
+    "SharedTags": rule_calls(SharedTags, at_least=2),
     "PairLoss": calls(OwnPairLoss, pair_mean="query", reduction="mean", class_balanced=False, include_self=False),
     "SupAPLoss": [constructor(SupAPLoss, offset=1.44)],
     "HAPLoss": calls(HAPLoss, lists_with_levels, offset=1.44, hrank_slopes=(25.0, 0.5, 10.0)),

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_retrieval import (
     CrossBatchMemory,
     Embedder,
+    OtherCamera,
     PCAWhitening,
     RetrievalModule,
     SmoothAPLoss,
@@ -134,6 +135,7 @@ CALLS = {
                 "memory": CrossBatchMemory(8),
                 "memory_mode": "two_terms",
                 "memory_weight": 1.0,
+                "relevance": OtherCamera(),
                 "eval_scales": (1.0, 0.5),
                 "whitening": PCAWhitening(),
             },

@@ -15,7 +15,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SharedTags, SmoothAPLoss
 from lightning_retrieval.callbacks import MemoryMonitor, memory_monitor
 from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.training import run_report
@@ -46,7 +46,8 @@ class Record(pl.Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if self.images is None:
-            self.images, self.labels = batch[0][:PROBE], batch[1][:PROBE].tolist()
+            images, labels, _ = module.unpack_batch(batch)
+            self.images, self.labels = images[:PROBE], labels[:PROBE].tolist()
         modes = [(part, part.training) for part in module.modules()]
         module.eval()
         with torch.no_grad():
@@ -111,6 +112,25 @@ def test_the_run_is_the_same_with_and_without(tmp_path):
     watched = fit(tmp_path / "a", MemoryMonitor(), memory=CrossBatchMemory(9))
     plain = fit(tmp_path / "b", memory=CrossBatchMemory(9))
     assert_same_weights(watched, plain)
+
+
+def test_negatives_are_those_of_the_rule_of_relevance(tmp_path):
+    """Images of tags 0 and 1, of which the fourth and the fifth have both; an image without tags is no own negative."""
+    tags = torch.tensor([[0, -1], [1, -1], [0, -1], [0, 1], [1, 0], [-1, -1], [1, -1], [0, -1]])
+    data = [{"images": x, "labels": labels, "ids": ids, "tags": tags} for x, labels, ids in batches()]
+    record = Record()
+    fit(
+        tmp_path,
+        record,
+        MemoryMonitor(PROBE),
+        data=data,
+        memory=CrossBatchMemory(9, start_step=2),
+        relevance=SharedTags(),
+    )
+    pairs = [(0, 1), (1, 2), *((i, 5) for i in range(5))]
+    now = record.embeddings[4]
+    negative = sum(cosine(now[i], now[j]) for i, j in pairs) / len(pairs)
+    assert logged(tmp_path)[4]["train/negative_cosine"] == pytest.approx(negative, abs=1e-5)
 
 
 def test_one_class_has_no_negatives(tmp_path):

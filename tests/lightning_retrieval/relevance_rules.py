@@ -22,6 +22,20 @@ class NearInTime(Relevance):
         return (label == ref_label) & ((time - ref_time).abs() <= self.seconds), None
 
 
+class Coarse(Relevance):
+    """A rule of one's own that reads labels only: relevant are images of the same `size` consecutive classes."""
+
+    def __init__(self, size: int = 2):
+        self.size = size
+
+    def masks(self, queries, references):
+        return queries // self.size == references[:, 0] // self.size, None
+
+
+def coarse(query, reference):
+    return query[0] // 2 == reference[0] // 2, True
+
+
 def shared_tags(at_least):
     def pair(query, reference):
         return len({*query} & {*reference} - {-1}) >= at_least, True
@@ -57,6 +71,7 @@ RULES = {
     "other camera": RuleCase(OtherCamera(), other_camera),
     "gallery only": RuleCase(GalleryOnly(), gallery_only),
     "near in time": RuleCase(NearInTime(), near_in_time),
+    "coarse": RuleCase(Coarse(), coarse),
 }
 
 

@@ -202,6 +202,21 @@ trainer: {max_epochs: 1, accelerator: cpu, logger: false, enable_progress_bar: f
 """
 
 
+def test_a_rule_of_relevance_of_ones_own_in_a_config(tmp_path, monkeypatch):
+    """The config and the checkpoint name its class and its arguments."""
+    write_folders(tmp_path / "images", ["a", "b", "c", "d"], images=2)
+    config = yaml.safe_load(CONFIG)
+    config["model"]["init_args"]["embedder"]["init_args"] = {"embedding_dim": 8, **FAMILIES["torchvision"]}
+    own = {"class_path": "tests.lightning_retrieval.relevance_rules.Coarse", "init_args": {"size": 2}}
+    config["model"]["init_args"]["relevance"] = own
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--config", "config.yaml"])
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["hyper_parameters"]["relevance"] == own
+    assert RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True).relevance.size == 2
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def trained(request, tmp_path_factory):
     """The name of a family, and the folder in which its backbone was trained."""

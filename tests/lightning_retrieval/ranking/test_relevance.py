@@ -51,7 +51,7 @@ def test_a_batch_without_what_a_rule_reads():
     for error, words, rule, of_images, batch in (
         (
             TypeError,
-            r"OtherCamera: a batch must be a dict with the entry 'cameras', got tuple;",
+            r"OtherCamera: `batch` must be a dict with the entry 'cameras', got tuple;",
             OtherCamera(),
             labels,
             (),

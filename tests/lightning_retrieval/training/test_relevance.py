@@ -8,12 +8,17 @@ import itertools
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_metric_learning.losses import ContrastiveLoss
 from sklearn.metrics import average_precision_score
+from torch import nn
 from torch.nn.functional import normalize
 from torch.utils.data import default_collate
 
 from lightning_retrieval import (
     CrossBatchMemory,
+    Embedder,
+    HAPLoss,
+    NestedLoss,
     OtherCamera,
     RetrievalModule,
     SharedTags,
@@ -21,9 +26,10 @@ from lightning_retrieval import (
 )
 from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
+from lightning_retrieval.losses import After, Before, WeightedSum
 from lightning_retrieval.training import run_report
-from tests.lightning_retrieval.relevance_rules import RULES, masks_by_pairs, random_entries
-from tests.lightning_retrieval.training.small_training import SGD, net
+from tests.lightning_retrieval.relevance_rules import RULES, NearInTime, masks_by_pairs, random_entries
+from tests.lightning_retrieval.training.small_training import SGD, fit, net
 from tests.point_set import Points
 from tests.quiet_trainer import quiet_trainer
 
@@ -197,3 +203,62 @@ def test_the_first_batch_is_compared_with_the_labels_of_the_sampler():
     module = RetrievalModule(net(), SmoothAPLoss(0.1), relevance=SharedTags())
     with pytest.raises(ValueError, match="label"):
         quiet_trainer(max_steps=1).fit(module, loader)
+
+
+def loaded(module, path):
+    """The module that is rebuilt from a checkpoint of this module."""
+    run = quiet_trainer()
+    run.strategy.connect(module)
+    run.save_checkpoint(path)
+    return RetrievalModule.load_from_checkpoint(path, weights_only=True)
+
+
+def small_module(relevance, loss=None):
+    return RetrievalModule(Embedder("glyph_net", 8), loss or SmoothAPLoss(), relevance=relevance)
+
+
+@pytest.mark.parametrize("rule", [None, SharedTags(3), OtherCamera(), NearInTime(7)], ids=repr)
+def test_a_checkpoint_rebuilds_the_rule(rule, tmp_path):
+    """Also a rule of one's own, whose module has been imported."""
+    again = loaded(small_module(rule), tmp_path / "m.ckpt")
+    assert (repr(again.relevance), type(again.relevance)) == (repr(rule), type(rule))
+
+
+class OfMatrix(NearInTime):
+    """A rule with an argument that is no plain data."""
+
+    def __init__(self, matrix=None):
+        super().__init__()
+        self.matrix = matrix
+
+
+@pytest.mark.refusal
+def test_what_a_checkpoint_cannot_rebuild(tmp_path):
+    with pytest.raises(ValueError, match=r"^RetrievalModule: `relevance` was a .*OfMatrix whose .* relevance=\.\.\.\)"):
+        loaded(small_module(OfMatrix(torch.ones(2, 2))), tmp_path / "m.ckpt")
+    network = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}
+    for wrong in (network, network["class_path"], nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match=r"^RetrievalModule: `relevance` .*(Linear|str)"):
+            small_module(wrong)
+
+
+@pytest.mark.refusal
+def test_losses_that_cannot_follow_the_rule_are_named_at_construction():
+    balanced = SmoothAPLoss(class_balanced=True)
+    late = WeightedSum({"ap": (Before(0.5), SmoothAPLoss()), "pairs": (After(0.5), ContrastiveLoss())})
+    for error, name, rule, loss in (
+        (TypeError, "HAPLoss", OtherCamera(), HAPLoss()),
+        (TypeError, "ContrastiveLoss", OtherCamera(), late),
+        (ValueError, "SmoothAPLoss", SharedTags(), WeightedSum({"ap": (1.0, NestedLoss(balanced, (2, 4)))})),
+    ):
+        with pytest.raises(error, match=f"^{name}: "):
+            small_module(rule, loss)
+    assert small_module(OtherCamera(), balanced).relevance.has_classes
+
+
+@pytest.mark.refusal
+def test_a_batch_without_what_the_rule_reads_stops_the_run():
+    points = torch.randn(4, 6).double(), torch.tensor([0, 0, 1, 1])
+    module = RetrievalModule(net(), SmoothAPLoss(), relevance=OtherCamera())
+    with pytest.raises(TypeError, match=r"^OtherCamera: `batch` must be a dict with the entry 'cameras', got list;"):
+        fit(module, [points])
