@@ -97,7 +97,9 @@ def keywords(code: str) -> list[str]:
     Args:
         code: the characters in hexadecimal, such as `1f468-200d-1f52c`.
     """
-    names = [unicodedata.name(chr(int(character, 16)), "") for character in code.split("-")]
+    characters = [chr(int(number, 16)) for number in code.split("-")]
+    # Joiners and variation selectors, of the categories C and M, are no part of the picture.
+    names = [unicodedata.name(one, "") for one in characters if unicodedata.category(one)[0] not in "CM"]
     words = " ".join(names).replace("-", " ").split()
     return sorted({word.lower() for word in words if len(word) > 2} - {word.lower() for word in NO_KEYWORDS})
 

@@ -6,13 +6,18 @@ import sys
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from PIL import Image
 from pyarrow import parquet
+from sklearn.metrics import average_precision_score
 
+from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES
 from lightning_retrieval.datamodules.image_table import ImageTable
 from tests.datamodules.trees import write_image, write_text
 from tests.datamodules.trees_more import QUICK, begin_with_byte_order_mark, fit_and_validate, write_images
+from tests.quiet_trainer import quiet_trainer
 
 refusal = pytest.mark.refusal
 
@@ -131,6 +136,45 @@ def test_the_protocol_of_market_1501(tmp_path):
     logged = fit_and_validate(ImageTable(root, "images.csv", **QUICK))
     assert logged["val/skipped_queries"] == 2
     assert 0 < logged["val/mAP"] <= 1
+
+
+def test_a_table_with_tags_alone_is_trained_and_evaluated_by_shared_tags(tmp_path):
+    """The loss of the first step and the mAP are those of the sets of words in the table."""
+    words = ["red;hat", "red", "blue;hat", "blue", "", "red;blue", "hat", "hat;old", "blue", "red;hat", "red", "old"]
+    tags_of = {f"{number}.png": set(text.split(";")) - {""} for number, text in enumerate(words * 2)}
+    rows = [(name, ";".join(tags), "train" if i < 12 else "test") for i, (name, tags) in enumerate(tags_of.items())]
+    write_images(tmp_path, tags_of)
+    data = ImageTable(write_csv(tmp_path, ("image", "tags", "split"), *rows), "images.csv", sampler="tags", **QUICK)
+    network = torch.nn.Sequential(torch.nn.AvgPool2d(4), torch.nn.Flatten(), torch.nn.Linear(48, 8))
+    loss = SmoothAPLoss(tau=0.1)
+
+    def relevant(names):
+        return torch.tensor([[bool(tags_of[one] & tags_of[other]) for other in names] for one in names])
+
+    def scores(items):
+        with torch.no_grad():
+            rows = torch.nn.functional.normalize(network(torch.stack([item["images"] for item in items])))
+        return rows @ rows.T
+
+    drawn = next(iter(data.train_sampler()))
+    names = [data.train_set.index.paths[image] for image in drawn]
+    assert len(drawn) == len(set(names)) == 4
+    others = ~torch.eye(4, dtype=torch.bool)
+    expected = loss.from_scores(scores([data.train_set[image] for image in drawn]), relevant(names) & others, others)
+    module = RetrievalModule(network, loss, relevance=SharedTags())
+    trainer = quiet_trainer(max_steps=1, num_sanity_val_steps=0, callbacks=[RetrievalEvaluation((1,))])
+    trainer.fit(module, datamodule=data)
+    assert trainer.callback_metrics["train/loss"] == pytest.approx(float(expected), abs=1e-5)
+
+    trainer.validate(module, datamodule=data, verbose=False)
+    found, names = scores(list(map(data.test_set.__getitem__, range(12)))), list(data.test_set.index.paths)
+    precisions = []
+    for query, row in enumerate(relevant(names)):
+        in_list = [other for other in range(12) if other != query]
+        if row[in_list].any():
+            precisions.append(average_precision_score(row[in_list], found[query, in_list]))
+    assert len(precisions) == 11
+    assert trainer.callback_metrics["val/mAP"] == pytest.approx(np.mean(precisions), abs=1e-5)
 
 
 @pytest.mark.parametrize("columns", [1, 4])

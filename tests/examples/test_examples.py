@@ -26,6 +26,7 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
+from tests.examples.scripts import imported
 from tests.wandb_files import OfflineRun
 
 pytestmark = pytest.mark.slow
@@ -343,6 +344,34 @@ def test_emoji_become_a_folder_with_categories(emoji, tmp_path, capsys):
     assert sum(len(split) for split in data.splits.values()) == 6
     with pytest.raises(SystemExit):
         emoji()
+
+
+def test_training_by_rules_is_compared_with_training_without_them(tmp_path, capsys):
+    """relevance.py on a few glyphs, and on emoji in the folders of emoji.py; finished runs are not repeated."""
+    for number, code in enumerate(["1f600", "1f603", "1f34e", "1f34f", "1f350", "1f351", "1f466-1f3fb", "1f431"]):
+        group = "Smileys & Emotion" if number < 2 else "Food & Drink"
+        for maker in ("apple", "google"):
+            file = tmp_path / "emoji" / group / code / f"{maker}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((64, 64), 20 * number + 9).convert("RGBA").save(file)
+    with imported(EXAMPLES, "relevance") as script:
+        assert script.keywords("1f468-200d-1f52c-fe0f") == ["man", "microscope"]
+        few = ["--steps", "1", "--seeds", "0", "1", "--tags", "2", "--classes", "4", "--output", str(tmp_path / "out")]
+        script.main([*few, "--emoji", str(tmp_path / "emoji")])
+        rows = (tmp_path / "out/emoji.csv").read_text()
+        assert "Food & Drink/1f34f/apple.png,1f34f,Food & Drink;apple;green" in rows
+        assert "1f466-1f3fb" not in rows
+        printed = capsys.readouterr().out
+        for name, row in {"cameras": "OtherCamera", "tags": "SharedTags"}.items():
+            table = (tmp_path / f"out/{name}.md").read_text()
+            assert table in printed
+            assert re.search(
+                rf"\| {row} \| \d\.\d{{4}} \| \d\.\d{{4}} \| [+-]\d\.\d{{4}} \([+-].* to [+-].*\) \|", table
+            )
+        before = (tmp_path / "out/results.jsonl").read_text()
+        assert len(before.splitlines()) == 8
+        script.main(few)
+        assert (tmp_path / "out/results.jsonl").read_text() == before
     assert "folder must not exist yet" in capsys.readouterr().err
 
 
