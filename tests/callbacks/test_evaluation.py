@@ -352,7 +352,7 @@ def test_predictions_keep_their_labels_and_need_no_tags():
     module, loader = module_with(SharedTags()), DataLoader(Points(2), batch_size=5)
     predicted = make_trainer().predict(module, loader)
     assert torch.cat([batch["labels"] for batch in predicted]).tolist() == Points(2).labels.tolist()
-    with pytest.raises(ValueError, match=r"^SharedTags: a batch must have the entry 'tags', got "):
+    with pytest.raises(ValueError, match=r"^SharedTags: `batch` must have the entry 'tags', got "):
         make_trainer(RetrievalEvaluation(KS)).validate(module, loader, verbose=False)
 
 

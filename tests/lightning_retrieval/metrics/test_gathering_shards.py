@@ -169,8 +169,7 @@ def pictures(metrics):
 
 
 NAMES = tuple(cases())
-WITH_PICTURES = ("plain", "expanded, with roles")
-UNDER_A_RULE = ("tags", "a user's rule")
+WITH_PICTURES = ("plain", "expanded, with roles", "tags", "a user's rule")
 
 
 def tables(this, world, group=None, names=NAMES):
@@ -188,7 +187,7 @@ def tables(this, world, group=None, names=NAMES):
             results[name] = dict(metrics.compute())
             if isinstance(metrics, RetrievalMetrics):
                 results[name] |= metrics.per_query()
-            if name in WITH_PICTURES + UNDER_A_RULE:
+            if name in WITH_PICTURES:
                 results[name] |= pictures(metrics)
         return results
 

@@ -17,10 +17,13 @@ SETTINGS = {"ks": (1, 3), "map_ks": (5,), "extra_metrics": ("mINP", "precision@4
 
 
 class EqualLabels(Relevance):
-    """A user's rule that says what metrics without a rule do."""
+    """A user's rule that says what metrics without a rule do, except that no image is relevant to itself."""
+
+    reads = ("numbers",)
 
     def masks(self, queries, references):
-        return queries[:, None, 0] == references[:, 0], None
+        is_equal = queries[:, None] == references
+        return is_equal[..., 0] & ~is_equal[..., 1], None
 
 
 class FirstTag(SharedTags):
@@ -94,7 +97,8 @@ def test_a_rule_gives_what_labels_and_cameras_give(rule, dims):
     tags = labels[:, None].repeat(1, 2)  # a tag that occurs twice
     if isinstance(rule, FirstTag):
         tags[:, 1] = 3
-    by_rule.update(x, rule.columns(labels, {"cameras": cameras, "tags": tags}), **given)
+    entries = {"cameras": cameras, "tags": tags, "numbers": torch.arange(IMAGES)}
+    by_rule.update(x, rule.columns(labels, entries), **given)
     if isinstance(rule, OtherCamera):
         given["cameras"] = cameras
     by_label.update(x, labels, **given)
@@ -118,15 +122,23 @@ def test_roles_that_a_rule_reads_give_what_roles_give():
     assert found == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("rule", [SharedTags(), NearInTime()])
-def test_no_tensor_is_as_large_as_the_score_matrix(rule, monkeypatch):
+@pytest.mark.parametrize(("rule", "columns"), [(SharedTags(), 4), (NearInTime(), 2)])
+def test_no_tensor_is_as_large_as_the_score_matrix(rule, columns, monkeypatch):
+    """Also if each image is relevant to each query, by four tags."""
     monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
     monkeypatch.setattr(rule_lists, "_MAX_PAIRS", 32 * 1500)  # masks of a rule may have two columns
     metrics = RetrievalMetrics(relevance=rule)
-    metrics.update(torch.randn(1500, 4), torch.randint(0, 300, (1500, 2)))
+    metrics.update(torch.randn(1500, 4), torch.arange(columns).expand(1500, columns))
     with LargestTensor() as largest:
         metrics.compute()
     assert largest.elements <= 64 * 1536  # 64 queries, the gallery padded to whole multiples of 384
+
+
+def test_rare_tags_have_short_lists():
+    """The longest list of a block limits how many blocks are ranked at a time."""
+    tags, ids = torch.stack([torch.arange(600) % 300, torch.arange(600) // 2 + 300], 1), torch.arange(600)
+    assert rule_lists.RuleLists(SharedTags(), tags, tags, ids).most_positives <= 5
+    assert rule_lists.RuleLists(NearInTime(), tags, tags, ids).most_positives <= 600
 
 
 def test_no_relevant_candidate():
