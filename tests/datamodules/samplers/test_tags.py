@@ -90,8 +90,9 @@ def test_each_image_is_drawn_equally_often():
 
 
 def test_a_tag_that_an_image_has_twice_counts_once_and_padding_may_stand_anywhere():
-    other = TagSampler([[-1, 5, 5], [5, 5, -1], [9, -1, 5], [9, -1, -1]], tags_per_batch=1, samples_per_tag=2)
-    assert list(other) == list(make([[5], [5], [9, 5], [9]], P=1, K=2))
+    sampler = TagSampler([[5, 5, 7], [-1, 7, -1], [-1, -1, 7]], tags_per_batch=1, samples_per_tag=3)
+    assert [sorted(batch) for batch in sampler] == [[0, 1, 2]]
+    assert sampler.class_labels.tolist() == [7]
 
 
 @pytest.mark.refusal
