@@ -40,6 +40,7 @@ from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler as 
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler as RandomBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler as CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
+from lightning_retrieval.datamodules.samplers.tags import TagSampler as TagSampler
 from lightning_retrieval.preparation.training_transforms import training_transform as training_transform
 
 if not TYPE_CHECKING:  # type checkers export each `X as X`; a computed __all__ would hide these names

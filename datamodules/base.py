@@ -30,6 +30,7 @@ from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampl
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
+from lightning_retrieval.datamodules.samplers.tags import TagSampler
 from lightning_retrieval.distributed import together
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_or_default
@@ -106,7 +107,7 @@ def _similarity(name: str, other: str) -> float:
     return len(words) + difflib.SequenceMatcher(None, name, other).ratio()
 
 
-SamplerName = Literal["pk", "category", "all_classes"]
+SamplerName = Literal["pk", "category", "all_classes", "tags"]
 
 
 def check_sampler(owner: str, sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:
@@ -177,16 +178,16 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     names to sets. Evaluation reads the images of each set in order.
 
     Args:
-        classes_per_batch: P, the number of classes in a global batch.
-        samples_per_class: K, the number of images per class, >= 2.
+        classes_per_batch: P, the number of classes (or tags) in a global batch.
+        samples_per_class: K, the number of images per class (or tag), >= 2.
         eval_batch_size: number of images that are embedded at a time in evaluation, >= 1.
         num_workers: number of processes that load images, >= 0; with 0, the training process loads the images.
         seed: determines the batches and the augmentation, together with the epoch. None means the seed of
             `seed_everything`, or 0 if `seed_everything` was not called.
         sampler: the sampler of the training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, with two
-            categories per batch, from the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, with
-            P K images per batch); or a `GlobalBatchSampler` made with the labels of the training set. Such a sampler
-            ignores P and K.
+            categories per batch, from the training set's `categories`), `"all_classes"` (`AllClassesSampler`, with P K
+            images per batch) or `"tags"` (`TagSampler`, from the training set's `tags`); or a `GlobalBatchSampler` made
+            with the labels or tags of the training set. Such a sampler ignores P and K.
         pin_memory: whether batches are copied to page-locked memory, which makes the transfer to a GPU faster; if None,
             only if there is a GPU.
         persistent_workers: whether workers stay alive between epochs; None means True if there are workers.
@@ -266,6 +267,9 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         if self.sampler == "category":
             categories = getattr(self.train_set, "categories", None)
             return CategorySampler(labels, categories, classes_per_batch=P, samples_per_class=K, seed=self.seed)
+        if self.sampler == "tags":
+            tags = getattr(self.train_set, "tags", None)
+            return TagSampler(tags, tags_per_batch=P, samples_per_tag=K, seed=self.seed)
         return PKSampler(labels, classes_per_batch=P, samples_per_class=K, seed=self.seed)
 
     def train_dataloader(self) -> RetrievalDataLoader:
@@ -291,12 +295,15 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
             together(lambda: check_unchanged(type(self).__name__, before, self._training_images()))
 
     def _training_images(self) -> dict[str, Any]:
-        """Return plain values that identify the training images: their number, and a digest of their labels.
+        """Return plain values that identify the training images: their number, and a digest of labels and tags.
 
         Override this method in a subclass that can identify the images better.
         """
-        labels = as_array(type(self).__name__, "labels", self.train_set.labels)
-        return {"count": len(labels), "digest": digest_of_arrays({"labels": labels})}
+        arrays = {"labels": as_array(type(self).__name__, "labels", self.train_set.labels)}
+        tags = getattr(self.train_set, "tags", None)
+        if tags is not None:
+            arrays["tags"] = as_array(type(self).__name__, "tags", tags)
+        return {"count": len(arrays["labels"]), "digest": digest_of_arrays(arrays)}
 
     def val_dataloader(self) -> Any:
         """A loader of the validation set in order, or a dict of loaders if there are several sets."""

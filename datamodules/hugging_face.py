@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer, check_mapping, check_path, check_string, first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, class_numbers, split_by_class
+from lightning_retrieval.datamodules.image_index import (
+    ImageIndex,
+    check_test_fraction,
+    class_numbers,
+    split_by_class,
+    tag_numbers,
+)
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.optional_packages import optional_import
@@ -148,6 +155,35 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
     return list(values)
 
 
+def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
+    """Return the tags of each row of a column of lists; integers are replaced by their names, if they have any.
+
+    Args:
+        dataset: one split.
+        name: the column.
+        split: name of the split, for error messages.
+
+    Raises:
+        ValueError: if the column does not exist, or does not hold lists of integers or of text.
+    """
+    check_column("tag_column", name, dataset.features)
+    element = getattr(dataset.features[name], "feature", None)
+    dtype = getattr(element, "dtype", "")
+    if not (dtype.removeprefix("large_") == "string" or dtype.removeprefix("u").startswith("int")):
+        raise ValueError(
+            f"{OWNER}: `tag_column` must hold lists of text or of integers, got {name!r} of type "
+            f"{dataset.features[name]} in {split}."
+        )
+    names = getattr(element, "names", None)
+    tags_of_rows = []
+    for tags in dataset.select_columns([name])[name][:]:
+        found = [tag for tag in tags or () if tag is not None]
+        if names is not None:
+            found = [names[tag] for tag in found]
+        tags_of_rows.append(found)
+    return tags_of_rows
+
+
 class HuggingFaceSet(ImageSet):
     """An `ImageSet` whose images are rows of memory-mapped tables instead of files.
 
@@ -207,8 +243,10 @@ class HuggingFaceImages(ImageDataModule):
         config: name of the configuration of a data set on the hub; None if there is only one.
         revision: commit, tag or branch on the hub; None for the newest commit.
         image_column: the column of images; may be None if only one column has the type Image.
-        label_column: the column of classes, integers or text.
+        label_column: the column of classes, integers or text. It may be None if there is a `tag_column`; then each row
+            is a class of its own, and rows are split at random.
         category_column: the column of coarser classes, for `sampler="category"`; None for no categories.
+        tag_column: the column of tags, lists of text or of integers, for the rule `SharedTags`; None for no tags.
         split_names: maps a use to the name of a split, such as `{"train": "train", "test": "validation"}`. If None, all
             splits are used under their own names, except that `"validation"` becomes `"val"`.
         test_fraction: fraction of the classes of all used splits, between 0 and 1, that form the test set. If None, the
@@ -247,8 +285,9 @@ class HuggingFaceImages(ImageDataModule):
         config: str | None = None,
         revision: str | None = None,
         image_column: str | None = None,
-        label_column: str = "label",
+        label_column: str | None = "label",
         category_column: str | None = None,
+        tag_column: str | None = None,
         split_names: Mapping[str, str] | None = None,
         test_fraction: float | None = None,
         split_seed: int = 0,
@@ -258,13 +297,17 @@ class HuggingFaceImages(ImageDataModule):
         super().__init__(path, **settings)
         self.path = path
         names = {"config": config, "revision": revision}
-        columns = {"image_column": image_column, "category_column": category_column}
+        columns = {"image_column": image_column, "category_column": category_column, "tag_column": tag_column}
         for setting, name in {**names, **columns}.items():
             if name is not None:
                 check_string(OWNER, setting, name)
         self.config, self.revision = config, revision
-        self.image_column, self.category_column = image_column, category_column
-        self.label_column = check_string(OWNER, "label_column", label_column)
+        self.image_column, self.category_column, self.tag_column = image_column, category_column, tag_column
+        self.label_column = label_column
+        if label_column is not None:
+            check_string(OWNER, "label_column", label_column)
+        elif tag_column is None:
+            raise ValueError(f"{OWNER}: `label_column` must be given if there is no `tag_column`, got None for both.")
         self.split_names = _checked_split_names(split_names)
         self.test_fraction = test_fraction
         if test_fraction is not None:
@@ -295,7 +338,10 @@ class HuggingFaceImages(ImageDataModule):
         """Read the labels, and split the classes if there is one split or `test_fraction` was given."""
         labels = {}
         for name, table in self.tables.items():
-            labels[name] = values_of(table, "label_column", self.label_column, name)
+            if self.label_column is None:
+                labels[name] = [f"{name}/{row}" for row in range(len(table))]
+            else:
+                labels[name] = values_of(table, "label_column", self.label_column, name)
         evaluation_only = self.split_names is not None and "train" not in self.split_names
         if self.test_fraction is None and (len(self.tables) > 1 or evaluation_only):
             return self._given_splits(labels)
@@ -329,16 +375,38 @@ class HuggingFaceImages(ImageDataModule):
         paths: list[str] = []
         classes: list[Any] = []
         categories: list[Any] = []
+        tags: list[NDArray[np.int64]] = []
+        tags_of_table, tag_names = self._tags
         for name, mask in chosen.items():
             paths += [f"{name}/{row}" for row in np.flatnonzero(mask).tolist()]
             classes += itertools.compress(labels[name], mask)
             if self.category_column is not None:
                 values = values_of(self.tables[name], "category_column", self.category_column, name)
                 categories += itertools.compress(values, mask)
+            if self.tag_column is not None:
+                tags.append(tags_of_table[name][mask])
         numbers, names = class_numbers(classes)
-        if self.category_column is None:
-            return ImageIndex(paths, numbers, names=names)
-        return ImageIndex(paths, numbers, names=names, categories=class_numbers(categories)[0])
+        columns: dict[str, Any] = {}
+        if self.label_column is not None:
+            columns["names"] = names
+        if self.category_column is not None:
+            columns["categories"] = class_numbers(categories)[0]
+        if self.tag_column is not None:
+            columns |= {"tags": np.concatenate(tags), "tag_names": tag_names}
+        return ImageIndex(paths, numbers, **columns)
+
+    @cached_property
+    def _tags(self) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
+        """The tag numbers of each split of the data set, which share the numbering, and the names of the tags."""
+        if self.tag_column is None:
+            return {}, []
+        tags: list[list[Any]] = []
+        ends: list[int] = []
+        for name, table in self.tables.items():
+            tags += tags_of(table, self.tag_column, name)
+            ends.append(len(tags))
+        numbers, names = tag_numbers(tags)
+        return dict(zip(self.tables, np.split(numbers, ends[:-1]))), names
 
     def image_set(self, index: ImageIndex, transform: Any) -> HuggingFaceSet:
         """Create the dataset of the rows of an index."""

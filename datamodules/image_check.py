@@ -18,8 +18,10 @@ import numpy as np
 from lightning_retrieval.checks import check_mapping, check_strings, first_line
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.preparation.decoding import truncated_images
 from lightning_retrieval.progress import Progress
+from lightning_retrieval.ranking.relevance import NO_TAG
 
 Count = tuple[int, int]  # numbers of images and of classes
 
@@ -127,10 +129,53 @@ def _alternatives(published: Sequence[Count], position: int) -> str:
     return " or ".join(shown)
 
 
+def has_classes(index: ImageIndex) -> bool:
+    """Whether images have classes. Images with tags may have none; then each is a class of its own, without a name."""
+    is_unnamed = index.tags is not None and index.names is None
+    return not (is_unnamed and all_different(index.labels))
+
+
 def count_images_and_classes(index: ImageIndex) -> tuple[int, int]:
     """The numbers of images and of classes of a split."""
+    if not has_classes(index):
+        return len(index), 0
     classes = np.unique(index.labels)
     return len(index), int((classes != DISTRACTOR).sum())
+
+
+def add_tags(report: DataReport, name: str, index: ImageIndex) -> None:
+    """Add the number of tags of a split, the images without a tag and the tags with one image to a report, as notes.
+
+    Args:
+        report: receives the findings.
+        name: name of the split.
+        index: images of the split.
+    """
+    if index.tags is None:
+        return
+    untagged = int((index.tags == NO_TAG).all(1).sum())
+    rows = np.sort(index.tags, axis=1)
+    is_first = np.diff(rows, axis=1, prepend=NO_TAG) != 0  # a tag that an image has several times counts once
+    tags, counts = np.unique(rows[is_first], return_counts=True)
+    note = f"{name} has {len(tags):,} tags"
+    if len(tags):
+        most = int(counts.argmax())
+        note += f", at most {counts[most]:,} images with one tag ({_tag_name(index, tags[most])})"
+    report.notes.append(note)
+    if untagged:
+        report.notes.append(f"{untagged:,} images of {name} have no tag, so they have no positive under SharedTags")
+    single = tags[counts == 1]
+    if len(single):
+        effect = "is not drawn by TagSampler" if name == "train" else "makes no image relevant"
+        report.notes.append(
+            f"{len(single):,} tags of {name} have one image, such as {_tag_name(index, single[0])}, which {effect}"
+        )
+
+
+def _tag_name(index: ImageIndex, tag: int) -> str:
+    if index.tag_names is None:
+        return str(tag)
+    return repr(index.tag_names[tag])
 
 
 def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path) -> None:
@@ -273,7 +318,7 @@ def _add_repeated(report: DataReport, index: ImageIndex, repeated: Sequence[tupl
     of_two_labels, of_one_label = [], []
     for pair in repeated:
         one, other = pair
-        if index.labels[one.position] == index.labels[other.position]:
+        if not has_classes(index) or index.labels[one.position] == index.labels[other.position]:
             of_one_label.append(pair)
         else:
             of_two_labels.append(pair)
@@ -307,7 +352,7 @@ def _add_single_images(report: DataReport, name: str, index: ImageIndex) -> None
     """Add the number of classes with one image."""
     classes, counts = np.unique(index.labels[index.labels != DISTRACTOR], return_counts=True)
     single = classes[counts == 1].tolist()
-    if not single:
+    if not single or not has_classes(index):
         return
     example = single[0]
     if index.names is not None:

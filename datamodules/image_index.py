@@ -5,6 +5,7 @@ once.
 """
 
 import hashlib
+import itertools
 import json
 import re
 import warnings
@@ -22,14 +23,16 @@ from lightning_retrieval.datamodules.table_file import ListLines, leaves_root
 from lightning_retrieval.files import new_file
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.labels import Role
+from lightning_retrieval.ranking.relevance import NO_TAG
 
 # The roles of an image in evaluation. A distractor is ranked, but is relevant to no query.
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
 DISTRACTOR = -1  # the label of distractors
-CACHE_VERSION = 4  # version of the file format of the cache
+CACHE_VERSION = 5  # version of the file format of the cache
 
 _NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # matches a path that has a shorter spelling
-_COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
+_COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras", "tags")
+_NAMES = {"names": "name_ends", "tag_names": "tag_name_ends"}  # keys of packed strings in `arrays()`
 
 Result = TypeVar("Result")
 
@@ -100,6 +103,35 @@ def box_array(boxes: Any) -> NDArray[np.int32] | None:
         first = array[too_large[0]].tolist()
         raise ValueError(f"ImageIndex: `boxes` must hold numbers of pixels below 2**31, got {first}.")
     return array.astype(np.int32)
+
+
+def tag_array(tags: Any) -> NDArray[np.int64] | None:
+    """Convert tags to an array (images, tags); raise if that is not possible. None is allowed."""
+    if tags is None:
+        return None
+    array = _integers("tags", tags)
+    if array.ndim != 2 or array.shape[1] == 0:
+        raise ValueError(f"ImageIndex: `tags` must be (images, tags), got shape {array.shape}.")
+    if array.size and array.min() < NO_TAG:
+        raise ValueError(f"ImageIndex: `tags` must be numbers >= 0, or {NO_TAG} for no tag, got {array.min()}.")
+    return array
+
+
+def tag_numbers(tags_of_images: Sequence[Sequence[Any]]) -> tuple[NDArray[np.int64], list[str]]:
+    """Number tags 0, 1, ... in sorted order; a tag that an image has several times counts once.
+
+    Args:
+        tags_of_images: the original tags of each image, all of them text or all integers.
+
+    Returns:
+        The tag numbers of each image, (images, T) with T >= 1, and the original tags as text.
+    """
+    different = [list(dict.fromkeys(tags)) for tags in tags_of_images]
+    counts = np.fromiter(map(len, different), np.int64, len(different))
+    numbers, names = class_numbers(list(itertools.chain.from_iterable(different)))
+    table = np.full((len(different), max(1, counts.max(initial=0))), NO_TAG)
+    table[np.arange(table.shape[1]) < counts[:, None]] = numbers
+    return table, names
 
 
 def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int64], list[str]]:
@@ -178,16 +210,20 @@ class ImageIndex:
         cameras: an integer for each image that identifies its camera or sequence. In evaluation, images with the class
             and the camera of a query are excluded from the list of the query, as in Market-1501. If None, only the
             query itself is excluded.
+        tags: (images, T) numbers >= 0 of the tags of each image, for the rule `SharedTags`; -1 fills rows with fewer
+            than T tags. None if the images have no tags.
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
+        tag_names: names of the tags, in the order of the tags 0, 1, ...; or None.
         lines: for error messages, a `ListLines` with the line of the list that each image was read from; or None.
 
     Raises:
-        TypeError: if `paths` or `names` is not a sequence of strings, `lines` is not a `ListLines`, or another argument
-            does not hold integers.
+        TypeError: if `paths`, `names` or `tag_names` is not a sequence of strings, `lines` is not a `ListLines`, or
+            another argument does not hold integers.
         ValueError: if there is no image; if the lengths differ; if a path leaves the root or contains `./` or `//`; if
-            a role is not from 0 to 3; if images with the same label at a level have different labels at the next level;
-            if a box contains no pixel or does not fit into 32 bits; if `instances` is None and an image (with its box,
-            if there are boxes) has two labels; or if an instance has images of several classes or cameras.
+            a role is not from 0 to 3; if a tag is below -1 or has no name in `tag_names`; if images with the same label
+            at a level have different labels at the next level; if a box contains no pixel or does not fit into 32 bits;
+            if `instances` is None and an image (with its box, if there are boxes) has two labels; or if an instance has
+            images of several classes or cameras.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex
@@ -213,7 +249,9 @@ class ImageIndex:
         roles: Any = None,
         instances: Any = None,
         cameras: Any = None,
+        tags: Any = None,
         names: Sequence[str] | None = None,
+        tag_names: Sequence[str] | None = None,
         lines: ListLines | None = None,
     ) -> None:
         self.paths = packed("paths", paths)
@@ -224,7 +262,9 @@ class ImageIndex:
         self.roles = role_array(roles)
         self.instances = optional_array("instances", instances)
         self.cameras = optional_array("cameras", cameras)
+        self.tags = tag_array(tags)
         self.names = None if names is None else packed("names", names)
+        self.tag_names = None if tag_names is None else packed("tag_names", tag_names)
         if lines is not None and not isinstance(lines, ListLines):
             raise TypeError(f"ImageIndex: `lines` must be a ListLines or None, got {type(lines).__name__}.")
         self.lines = lines
@@ -232,6 +272,7 @@ class ImageIndex:
         _check_paths(self)
         _check_boxes(self)
         _check_levels(self)
+        _check_tag_names(self)
         _check_one_label_each(self)
         _check_instances(self)
 
@@ -285,9 +326,10 @@ class ImageIndex:
             values = getattr(self, name)
             if values is not None:
                 arrays[name] = values
-        if self.names is not None:
-            arrays["names"] = self.names.data
-            arrays["name_ends"] = self.names.ends
+        for name, ends in _NAMES.items():
+            strings = getattr(self, name)
+            if strings is not None:
+                arrays |= {name: strings.data, ends: strings.ends}
         return arrays
 
     @classmethod
@@ -298,9 +340,11 @@ class ImageIndex:
         index.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
         for name in _COLUMNS:
             setattr(index, name, arrays.get(name))
-        index.names = None
-        if "names" in arrays:
-            index.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
+        for name, ends in _NAMES.items():
+            strings = None
+            if name in arrays:
+                strings = PackedStrings.from_arrays(arrays[name], arrays[ends])
+            setattr(index, name, strings)
         return index
 
     @cached_property
@@ -382,6 +426,14 @@ def _check_levels(index: ImageIndex) -> None:
                 f"{index.paths[first]} and {index.levels[second].tolist()} for {index.paths[second]}"
                 f"{index.where(first, second)}."
             )
+
+
+def _check_tag_names(index: ImageIndex) -> None:
+    if index.tags is None or index.tag_names is None:
+        return
+    count, largest = len(index.tag_names), int(index.tags.max())
+    if largest >= count:
+        raise ValueError(f"{index.owner}: `tag_names` must have a name for each tag, got {count} for tag {largest}.")
 
 
 def _check_one_label_each(index: ImageIndex) -> None:

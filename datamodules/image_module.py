@@ -18,6 +18,7 @@ from lightning_retrieval.checks import check_bool, check_choice, check_finite_nu
 from lightning_retrieval.datamodules.base import LoaderSettings, RetrievalDataModule, RetrievalSettings, Unpack
 from lightning_retrieval.datamodules.image_check import (
     DataReport,
+    add_tags,
     check_contents,
     count_images_and_classes,
     look_for_files,
@@ -44,9 +45,10 @@ def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> Non
             continue
         shared = sorted(train_classes & set(index.names or ()))
         if shared:
+            cure = "." if index.tags is None else "; leave out the labels if only the tags count."
             raise ValueError(
                 f"{owner}: classes must be in training or in evaluation, not in both, got {len(shared)} in train and "
-                f"{name}, such as {shared[0]!r}{_where_class(train, shared[0])}{_where_class(index, shared[0])}."
+                f"{name}, such as {shared[0]!r}{_where_class(train, shared[0])}{_where_class(index, shared[0])}{cure}"
             )
 
 
@@ -441,6 +443,7 @@ class ImageDataModule(RetrievalDataModule):
         report = DataReport(problems=list(messages))
         for name, index in splits.items():
             report.splits[name] = (count_images_and_classes(index), self.published_counts.get(name, ()))
+            add_tags(report, name, index)
             if not self.reads_in_check:
                 look_for_files(report, name, index, self.root)
         if self.reads_in_check:

@@ -33,14 +33,15 @@ OnError = Literal["raise", "skip"]
 Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
-_FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items also have
+_FOR_RELEVANCE = ("roles", "instances", "cameras", "tags")  # columns of the index that items also have
 PLACEHOLDER_SIZE = (224, 224)  # size of the black image that replaces an evaluation batch without a readable image
 
 
 class ImageSet(Dataset[dict[str, Any]]):
     """A map-style dataset of dicts with `images`, `labels` and `ids`, read from files.
 
-    The dicts also have `roles`, `instances` and `cameras`, if the index has them, for `RetrievalEvaluation`.
+    The dicts also have `roles`, `instances`, `cameras` and `tags`, if the index has them, for evaluation and for rules
+    of relevance.
     Images are decoded to RGB (also from 16 bits), rotated as their EXIF orientation requires, and cropped to their box.
     If an image cannot be decoded, an error with its path is raised, or it is skipped with a warning and counted.
 
@@ -114,6 +115,13 @@ class ImageSet(Dataset[dict[str, Any]]):
         return torch.from_numpy(self.index.categories)
 
     @property
+    def tags(self) -> Int[Tensor, "item tag"] | None:
+        """The tags of each image, or None."""
+        if self.index.tags is None:
+            return None
+        return torch.from_numpy(self.index.tags)
+
+    @property
     def skipped(self) -> list[str]:
         """Paths of the images that could not be decoded so far, in all workers."""
         return [self.index.paths[position] for position in self._skipped.nonzero()[:, 0].tolist()]
@@ -146,7 +154,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         with seeded_item(index):
             item = self._with_images(image)
         item |= {"labels": self._target(position), "ids": torch.tensor(position)}
-        for name in _FOR_METRICS:
+        for name in _FOR_RELEVANCE:
             values = getattr(self.index, name)
             if values is not None:
                 item[name] = torch.from_numpy(values)[position]
@@ -245,6 +253,8 @@ class ImageSet(Dataset[dict[str, Any]]):
             item["instances"] = torch.from_numpy(self.index.instances).max() + 1 + position
         if self.index.cameras is not None:
             item["cameras"] = torch.from_numpy(self.index.cameras)[position]
+        if self.index.tags is not None:
+            item["tags"] = torch.from_numpy(self.index.tags)[position]
         return item
 
     def _raise_or_count(self, position: int, error: Exception) -> None:

@@ -22,9 +22,17 @@ from lightning_retrieval.datamodules.image_index import (
     check_test_fraction,
     class_numbers,
     split_by_class,
+    tag_numbers,
 )
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import TextTable, find_file, leaves_root, normalized_path, read_table
+from lightning_retrieval.datamodules.table_file import (
+    TAG_SEPARATOR,
+    TextTable,
+    find_file,
+    leaves_root,
+    normalized_path,
+    read_table,
+)
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box; boxes are clipped to the image
 
@@ -67,7 +75,12 @@ def parse_images(table: TextTable) -> list[str]:
 
 
 def parse_labels(table: TextTable, distractors: NDArray[np.bool_]) -> NDArray[Any]:
-    """Return the label of each image: integers if all labels are integers, else text; arbitrary for distractors."""
+    """Return the label of each image: integers if all labels are integers, else text; arbitrary for distractors.
+
+    Without the column `label`, each file is a class of its own.
+    """
+    if "label" not in table.columns:
+        return np.array(table.columns["image"])
     texts = table.columns["label"]
     unlabelled = [row for row in find_rows(texts, is_empty) if not distractors[row]]
     table.check(unlabelled, "`label` must not be empty in any row")
@@ -88,6 +101,22 @@ def parse_roles(table: TextTable) -> tuple[NDArray[np.uint8] | None, NDArray[np.
     table.check(find_rows(names, is_unknown_role), f"`role` must be one of {', '.join(ROLES)}", names)
     roles = np.array([ROLES[name or "both"] for name in names], dtype=np.uint8)
     return roles, np.array(names) == "distractor"
+
+
+def parse_tags(table: TextTable, distractors: NDArray[np.bool_]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
+    """Return the tags of each image, padded, and the names of the tags; None without the column `tags`.
+
+    Distractors have no tags, because they are relevant to no query.
+    """
+    if "tags" not in table.columns:
+        return None, None
+    tags_of_images: list[list[str]] = []
+    for text, is_distractor in zip(table.columns["tags"], distractors.tolist()):
+        tags = [tag.strip() for tag in text.split(TAG_SEPARATOR)]
+        if is_distractor:
+            tags = []
+        tags_of_images.append(list(filter(None, tags)))
+    return tag_numbers(tags_of_images)
 
 
 def parse_splits(table: TextTable) -> NDArray[Any] | None:
@@ -184,6 +213,8 @@ class ImageRows:
         images: paths of the images.
         labels: labels of the images, integers or text; arbitrary for distractors.
         distractors: whether each row is a distractor.
+        tags: numbers of the tags of each image, padded, or None.
+        tag_names: names of the tags, or None.
         categories: numbers of the categories, or None.
         boxes: boxes of the images, (rows, 4), or None.
         roles: numbers of the roles, or None.
@@ -194,6 +225,8 @@ class ImageRows:
     images: list[str]
     labels: NDArray[Any]
     distractors: NDArray[np.bool_]
+    tags: NDArray[np.int64] | None
+    tag_names: list[str] | None
     categories: NDArray[np.int64] | None
     boxes: NDArray[np.int32] | None
     roles: NDArray[np.uint8] | None
@@ -204,22 +237,34 @@ class ImageRows:
         """Create the index of the chosen rows, which form the split `name`; the classes are numbered 0, 1, ..."""
         known = chosen & ~self.distractors
         labels = np.full(len(self.images), DISTRACTOR)
-        labels[known], names = class_numbers(self.labels[known])
+        labels[known], class_names = class_numbers(self.labels[known])
+        names = None
+        if "label" in self.table.columns:
+            names = class_names
         columns: dict[str, NDArray[Any] | None] = {
+            "tags": self.tags,
             "categories": self.categories,
             "boxes": self.boxes,
             "cameras": self.cameras,
         }
-        if name != "train":
+        if name != "train" or self._has_lists(chosen):
             columns["roles"] = self.roles
         paths = list(itertools.compress(self.images, chosen.tolist()))
         lines = self.table.lines_of(np.flatnonzero(chosen))
         of_split = {column: values[chosen] for column, values in columns.items() if values is not None}
-        return ImageIndex(paths, labels[chosen], names=names, lines=lines, **of_split)
+        return ImageIndex(paths, labels[chosen], names=names, tag_names=self.tag_names, lines=lines, **of_split)
+
+    def _has_lists(self, chosen: NDArray[np.bool_]) -> bool:
+        """Whether the roles of the chosen rows matter: some are queries, some are gallery, and not all are both."""
+        if self.roles is None:
+            return False
+        roles = self.roles[chosen]
+        has_queries, has_gallery = (roles & ROLES["query"]).any(), (roles & ROLES["gallery"]).any()
+        return bool(has_queries and has_gallery and (roles != ROLES["both"]).any())
 
 
 class ImageTable(ImageDataModule):
-    """Reads images that are listed in a table. The columns `image` and `label` are required; the others are optional.
+    """Reads images that are listed in a table. Required are the columns `image` and `label` (or `tags`).
 
     Columns may be in any order. Columns with other names than the following are ignored.
 
@@ -227,14 +272,20 @@ class ImageTable(ImageDataModule):
     | --- | --- |
     | `image` | the path, relative to the root |
     | `label` | the class, text or an integer; may be empty for distractors |
+    | `tags` | tags such as `red; dress`, separated by `;`, for the rule `SharedTags`; may be empty |
     | `category` | a coarser class, for `sampler="category"` |
     | `split` | `train`, `val`, `test` or the name of another evaluation set |
-    | `role` | in evaluation: `query`, `gallery`, `both` (also if empty) or `distractor` |
+    | `role` | `query`, `gallery`, `both` (also if empty) or `distractor` (not in training) |
     | `camera` | camera or sequence; in evaluation, a query's list has no images of the same class and camera |
     | `box` | `left top right bottom` in pixels of the upright image; the whole image if empty |
     | `left`, `top`, `right`, `bottom` | the box in four columns, instead of `box` |
 
     Without the column `split`, the classes are split between training and test, so no test class is used for training.
+    Without the column `label`, each file is a class of its own. Then files are split at random, and training needs
+    `sampler="tags"` and a rule of relevance. In a Parquet file, the tags of an image may be a list.
+
+    Training ignores roles, unless some training images are queries, some are gallery images, and not all are both.
+    Batches then have `roles`, for the rule `GalleryOnly`.
 
     Args:
         root: the folder that the paths are relative to.
@@ -307,8 +358,9 @@ class ImageTable(ImageDataModule):
         check_unique_images(table, images, boxes)
         if roles is not None:
             _check_queries_and_gallery(path, splits, roles, distractors)
+        tags, tag_names = parse_tags(table, distractors)
         categories, cameras = parse_numbers(table, "category"), parse_numbers(table, "camera")
-        rows = ImageRows(images, labels, distractors, categories, boxes, roles, cameras, table)
+        rows = ImageRows(images, labels, distractors, tags, tag_names, categories, boxes, roles, cameras, table)
         names = dict.fromkeys(["train", *sorted(set(splits.tolist()))])
         return {name: rows.index(name, splits == name) for name in names}
 

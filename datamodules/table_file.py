@@ -401,7 +401,8 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 SIDES = ("left", "top", "right", "bottom")
-COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)
+COLUMNS = ("image", "label", "tags", "category", "split", "role", "camera", "box", *SIDES)
+TAG_SEPARATOR = ";"
 PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
@@ -467,7 +468,7 @@ def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> Text
 
     Args:
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
-        required: the columns that the table must have.
+        required: the columns that the table must have; `tags` may stand in for `label`.
 
     Raises:
         ModuleNotFoundError: if the file is Parquet and pyarrow is not installed.
@@ -518,17 +519,23 @@ def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
         readable = [name for name in COLUMNS if header.count(name) == 1]
         content = pyarrow.parquet.read_table(path, columns=readable)
         for name in readable:
-            table[name] = [as_text(value) for value in content.column(name).to_pylist()]
+            separator = TAG_SEPARATOR if name == "tags" else " "
+            table[name] = [as_text(value, separator) for value in content.column(name).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
         raise ValueError(f"ImageTable: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
     _check_header(path, header, required)
     return TextTable(path, table, range(1, content.num_rows + 1), unit="row")
 
 
-def as_text(value: Any) -> str:
-    """Return a value of a Parquet file as a CSV file would have it; empty if the value is missing."""
+def as_text(value: Any, separator: str) -> str:
+    """Return a value of a Parquet file as a CSV file would have it; empty if the value is missing.
+
+    Args:
+        value: a value of a column.
+        separator: stands between the elements of a list.
+    """
     if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value))
+        return separator.join(as_text(element, separator) for element in value)
     if value is None:
         return ""
     if isinstance(value, float):  # pandas stores integers with gaps as floats such as 3.0 and NaN
@@ -541,12 +548,15 @@ def as_text(value: Any) -> str:
 
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
     missing = find_missing(required, header)
+    if "tags" in header and "label" in missing:
+        missing.remove("label")
     missing_sides = find_missing(SIDES, header)
     if "box" not in header and len(missing_sides) < len(SIDES):
         missing += missing_sides
     if missing:
+        columns = " and ".join(required).replace("label", "label (or tags)")
         raise ValueError(
-            f"ImageTable: line 1 of {path} must name the columns {' and '.join(required)}, and all of "
+            f"ImageTable: line 1 of {path} must name the columns {columns}, and all of "
             f"{', '.join(SIDES)} or none, separated by commas; {', '.join(missing)} missing in {','.join(header)!r}."
         )
     for name in COLUMNS:

@@ -239,6 +239,10 @@ TABLE = {
         | {"samples_per_class": 2, "categories_per_batch": 2},
         not_attributes={**LABELS, "categories": "kept as the indices of each category's classes"},
     ),
+    "TagSampler": Entry(
+        {"tags": [[0, 2], [0, -1], [1, 2], [1, -1]], "tags_per_batch": 2, "samples_per_tag": 2, "seed": 5},
+        not_attributes={"tags": "kept as the images of each tag"},
+    ),
     "RetrievalDataLoader": Entry(
         {"dataset": range(4), "epoch": 2, "start": 0}
         | {"batch_sampler": PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2)},

@@ -76,7 +76,8 @@ def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[
     if len(kept) == 0:
         raise ValueError(
             f"{owner}: `labels` must hold a class with at least 2 images, got {len(labels)} images of {len(sizes)} "
-            "classes; check that the labels are classes and not the numbers of the images."
+            "classes; check that the labels are classes and not the numbers of the images, or use TagSampler if the "
+            "images have tags."
         )
     images = order[slice_positions(starts[kept], sizes[kept], order.dtype)]
     return images, labels[order[starts[kept]]], sizes[kept], len(sizes)
@@ -108,6 +109,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     """
 
     draws_classes: ClassVar[bool] = False
+    group_name: ClassVar[str] = "classes"  # what images are grouped by, for warnings
 
     def __init__(self, labels: Labels, *, seed: int = 0) -> None:
         self.seed = check_integer(self.name, "seed", seed, least=0, most=None)
@@ -119,8 +121,8 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         self.num_single_image_classes = num_classes - len(self.class_sizes)
         if self.num_single_image_classes:
             warnings.warn(
-                f"{self.name}: skipped {self.num_single_image_classes} of {num_classes} classes in training because "
-                "they have a single image.",
+                f"{self.name}: skipped {self.num_single_image_classes} of {num_classes} {self.group_name} in training "
+                "because they have a single image.",
                 stacklevel=3,
             )
 

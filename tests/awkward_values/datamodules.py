@@ -166,7 +166,9 @@ def index_columns():
         "roles": [1, 2],
         "instances": [0, 1],
         "cameras": [1, 2],
+        "tags": [[0, 1], [1, -1]],
         "names": ["x", "y"],
+        "tag_names": ["red", "blue"],
         "lines": None,
     }
 
@@ -178,9 +180,11 @@ def write_one_image(root):
 def write_rows(root):
     """A data set of Hugging Face with six images of three classes."""
     datasets = pytest.importorskip("datasets")
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    features = {"image": datasets.Image(), "label": datasets.Value("string")}
+    features = datasets.Features({**features, "words": datasets.Sequence(datasets.Value("string"))})
     pictures = [Image.new("RGB", (9, 7), (30 * i, 0, 0)) for i in range(6)]
-    rows = {"image": pictures, "label": ["cat", "cat", "dog", "dog", "owl", "owl"]}
+    words = [["red"], [], ["red", "old"]] * 2
+    rows = {"image": pictures, "label": ["cat", "cat", "dog", "dog", "owl", "owl"], "words": words}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(root)
 
 
@@ -214,6 +218,7 @@ CALLS = {
     "GlobalBatchSampler": [Call("PKSampler", with_epoch, lambda: {"epoch": 3}, signature=GlobalBatchSampler.set_epoch)],
     "AllClassesSampler": [constructor("AllClassesSampler", use=list)],
     "CategorySampler": [constructor("CategorySampler", use=list)],
+    "TagSampler": [constructor("TagSampler", use=list)],
     "RetrievalDataLoader": [constructor("RetrievalDataLoader", use=list)],
     "item_generator": [Call("item_generator", item_generator, lambda: {"index": 3}, use=lambda _: 0)],
     "resume_position": [Call("resume_position", resume_position, lambda: {"trainer": trainer()})],
@@ -260,6 +265,7 @@ CALLS = {
                 "revision": None,
                 "image_column": "image",
                 "category_column": "label",
+                "tag_column": "words",
                 "split_names": {"train": "train"},
                 "test_fraction": 0.5,
             },

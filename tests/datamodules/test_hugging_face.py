@@ -106,6 +106,40 @@ def test_named_splits_and_columns(tmp_path):
     assert isinstance(data.train_sampler(), CategorySampler)
 
 
+TAGS = [["red", "old"], [], ["old", None, "old"], None]
+
+
+@pytest.mark.parametrize("kind", ["text", "names"])
+def test_tags_are_numbered_for_all_splits_together(tmp_path, kind):
+    element, tags = datasets.Value("string"), TAGS
+    if kind == "names":
+        element, tags = datasets.ClassLabel(names=["red", "old"]), [[0, 1], [], [1, None, 1], None]
+    features = datasets.Features({"image": datasets.Image(), "words": datasets.Sequence(element)})
+    table = datasets.Dataset.from_dict({"image": [encoded(i) for i in range(4)], "words": tags}, features=features)
+    datasets.DatasetDict(train=table.select([1, 2]), test=table.select([3, 0])).save_to_disk(tmp_path / "set")
+    data = HuggingFaceImages(tmp_path / "set", label_column=None, tag_column="words", **PLAIN)
+    assert data.splits["train"].tags.tolist() == [[-1, -1], [0, -1]]
+    assert data.splits["test"].tags.tolist() == [[-1, -1], [1, 0]]
+    assert list(data.splits["test"].tag_names) == ["old", "red"]
+    assert data.train_set[1]["tags"].tolist() == [0, -1]
+    assert data.splits["train"].names is None
+    one = HuggingFaceImages(
+        tmp_path / "set", label_column=None, tag_column="words", split_names={"train": "test"}, **PLAIN
+    )
+    assert [len(index) for index in one.splits.values()] == [1, 1]  # half of the rows
+
+
+@refusal
+def test_a_column_that_holds_no_tags(tmp_path):
+    rows([*"aabb"]).save_to_disk(tmp_path / "set")
+    with pytest.raises(ValueError, match=r"^HuggingFaceImages: `tag_column` must hold lists .*, got 'label' of type "):
+        HuggingFaceImages(tmp_path / "set", tag_column="label").splits  # noqa: B018
+    with pytest.raises(ValueError, match=r"`tag_column` must be one of 'image', 'label', got 'words'\."):
+        HuggingFaceImages(tmp_path / "set", tag_column="words").splits  # noqa: B018
+    with pytest.raises(ValueError, match=r"^HuggingFaceImages: `label_column` must be given if .*, got None for both"):
+        HuggingFaceImages(tmp_path / "set", label_column=None)
+
+
 def test_a_split_for_evaluation_alone_is_used_as_it_is(tmp_path):
     save_to_disk(tmp_path / "set")
     data = HuggingFaceImages(tmp_path / "set", split_names={"test": "validation"})

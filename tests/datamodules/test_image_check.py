@@ -136,6 +136,24 @@ def test_distractors_are_no_class(tmp_path):
     assert ImageTable(tmp_path, "table.csv").check().notes == ["all images have 8 x 8 pixels"]
 
 
+def test_tags_are_counted_and_images_without_labels_have_no_classes(tmp_path):
+    for number in range(5):
+        noise(tmp_path / f"{number}.png", number % 4)  # the last image is a copy of the first
+    rows = ["image,tags,split", "0.png,red;red; old,train", "1.png,red,train", "2.png,,test", "3.png,,test"]
+    (tmp_path / "table.csv").write_text("\n".join([*rows, "4.png,red,train"]))
+    report = ImageTable(tmp_path, "table.csv").check()
+    assert {name: counts for name, (counts, _) in report.splits.items()} == {"train": (3, 0), "test": (2, 0)}
+    assert report.problems == []
+    assert report.notes == [
+        "train has 2 tags, at most 3 images with one tag ('red')",
+        "1 tags of train have one image, such as 'old', which is not drawn by TagSampler",
+        "test has 0 tags",
+        "2 images of test have no tag, so they have no positive under SharedTags",
+        "0.png and 4.png are the same image",
+        "all images have 8 x 8 pixels",
+    ]
+
+
 @pytest.mark.parametrize("load_truncated", [False, True])
 def test_threads_do_not_change_the_report(folder, load_truncated, monkeypatch):
     """Truncated images are decoded in all threads, or in none: Pillow's setting is one of the process."""

@@ -23,15 +23,18 @@ def test_an_index_can_be_sliced_and_converted_to_arrays():
         boxes=[[0, 0, 2, 2]] * 3,
         instances=[9, 9, -7],
         cameras=[6, 6, 5],
+        tags=[[0, 1], [1, -1], [-1, -1]],
         names=["x", "y"],
+        tag_names=["red", "blue"],
     )
     part = index[np.array([2, 0])]
     assert list(part.paths) == ["c", "a"]
     assert (part.labels.tolist(), part.categories.tolist(), part.roles.tolist()) == ([2, 4], [0, 1], [3, 1])
     assert (part.instances.tolist(), part.cameras.tolist()) == ([-7, 9], [5, 6])
-    assert list(part.names) == ["x", "y"]
+    assert part.tags.tolist() == [[-1, -1], [0, 1]]
+    assert (list(part.names), list(part.tag_names)) == (["x", "y"], ["red", "blue"])
     again = ImageIndex.from_arrays(index.arrays())
-    assert list(again.paths) == ["a", "b", "c"]
+    assert (list(again.paths), list(again.tag_names)) == (["a", "b", "c"], ["red", "blue"])
     assert all(np.array_equal(value, index.arrays()[name]) for name, value in again.arrays().items())
     assert again.levels is None
     with pytest.raises(ValueError, match=r"^ImageIndex: `rows` must select at least one image, got none of 3\."):
@@ -61,6 +64,15 @@ def test_an_index_can_be_sliced_and_converted_to_arrays():
         ({"roles": [-1, 1]}, ValueError, "`roles` must be from 0 to 3, got -1"),
         ({"roles": [257, 1]}, ValueError, "`roles` must be from 0 to 3, got 257"),
         ({"roles": [1, 4]}, ValueError, r"`roles` must be from 0 to 3, got 4; take them from ROLES\."),
+        ({"tags": [1, 2]}, ValueError, r"`tags` must be \(images, tags\), got shape \(2,\)\."),
+        ({"tags": [[1], [-2]]}, ValueError, r"`tags` must be numbers >= 0, or -1 for no tag, got -2\."),
+        ({"tags": [["red"], ["blue"]]}, TypeError, "`tags` must be integers of 64 bits, got <U4"),
+        ({"tags": [[1]]}, ValueError, "`tags` must have one entry for each of 2 paths, got 1"),
+        (
+            {"tags": [[1], [7]], "tag_names": ["red", "blue"]},
+            ValueError,
+            r"`tag_names` must have a name for each tag, got 2 for tag 7\.",
+        ),
         ({"levels": [[5, 1], [5, 2]]}, ValueError, r"`levels` must nest, .* got \[5, 1\] for a and \[5, 2\] for b\."),
         ({"levels": [0, 1]}, ValueError, r"`levels` must be \(images, levels\), got shape \(2,\)\."),
         ({"paths": ["a", "a"]}, ValueError, r"`labels` must be the same .*, got \[0, 1\] for a\."),

@@ -39,6 +39,13 @@ def test_items_hold_the_annotations_of_the_index(tmp_path):
     people = ImageSet(ImageIndex(["a.png"] * 2, [7, 7], cameras=[2, 1]), tmp_path, as_it_is)
     batch = ImageSet.collate([people[1], people[0]])
     assert (batch["cameras"].tolist(), batch["cameras"].dtype) == ([1, 2], torch.int64)
+    (tmp_path / "b.png").write_text("not an image")
+    tagged = ImageSet(ImageIndex(["a.png", "b.png"], [7, 7], tags=[[2, 5], [3, -1]]), tmp_path, as_it_is)
+    assert ImageSet.collate([tagged[0], tagged[0]])["tags"].tolist() == [[2, 5], [2, 5]]
+    assert tagged.tags.tolist() == [[2, 5], [3, -1]]
+    tagged.on_error = "skip"
+    with pytest.warns(UserWarning, match="skipped .*b.png"):
+        assert ImageSet.collate([tagged[1]])["tags"].tolist() == [[3, -1]]  # a black image that is in no list
 
 
 def test_a_transform_gets_pixels_only_if_it_takes_them(tmp_path):

@@ -6,13 +6,18 @@ import sys
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from PIL import Image
 from pyarrow import parquet
+from sklearn.metrics import average_precision_score
 
+from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES
 from lightning_retrieval.datamodules.image_table import ImageTable
 from tests.datamodules.trees import write_image, write_text
 from tests.datamodules.trees_more import QUICK, begin_with_byte_order_mark, fit_and_validate, write_images
+from tests.quiet_trainer import quiet_trainer
 
 refusal = pytest.mark.refusal
 
@@ -133,6 +138,45 @@ def test_the_protocol_of_market_1501(tmp_path):
     assert 0 < logged["val/mAP"] <= 1
 
 
+def test_a_table_with_tags_alone_is_trained_and_evaluated_by_shared_tags(tmp_path):
+    """The loss of the first step and the mAP are those of the sets of words in the table."""
+    words = ["red;hat", "red", "blue;hat", "blue", "", "red;blue", "hat", "hat;old", "blue", "red;hat", "red", "old"]
+    tags_of = {f"{number}.png": set(text.split(";")) - {""} for number, text in enumerate(words * 2)}
+    rows = [(name, ";".join(tags), "train" if i < 12 else "test") for i, (name, tags) in enumerate(tags_of.items())]
+    write_images(tmp_path, tags_of)
+    data = ImageTable(write_csv(tmp_path, ("image", "tags", "split"), *rows), "images.csv", sampler="tags", **QUICK)
+    network = torch.nn.Sequential(torch.nn.AvgPool2d(4), torch.nn.Flatten(), torch.nn.Linear(48, 8))
+    loss = SmoothAPLoss(tau=0.1)
+
+    def relevant(names):
+        return torch.tensor([[bool(tags_of[one] & tags_of[other]) for other in names] for one in names])
+
+    def scores(items):
+        with torch.no_grad():
+            rows = torch.nn.functional.normalize(network(torch.stack([item["images"] for item in items])))
+        return rows @ rows.T
+
+    drawn = next(iter(data.train_sampler()))
+    names = [data.train_set.index.paths[image] for image in drawn]
+    assert len(drawn) == len(set(names)) == 4
+    others = ~torch.eye(4, dtype=torch.bool)
+    expected = loss.from_scores(scores([data.train_set[image] for image in drawn]), relevant(names) & others, others)
+    module = RetrievalModule(network, loss, relevance=SharedTags())
+    trainer = quiet_trainer(max_steps=1, num_sanity_val_steps=0, callbacks=[RetrievalEvaluation((1,))])
+    trainer.fit(module, datamodule=data)
+    assert trainer.callback_metrics["train/loss"] == pytest.approx(float(expected), abs=1e-5)
+
+    trainer.validate(module, datamodule=data, verbose=False)
+    found, names = scores(list(map(data.test_set.__getitem__, range(12)))), list(data.test_set.index.paths)
+    precisions = []
+    for query, row in enumerate(relevant(names)):
+        in_list = [other for other in range(12) if other != query]
+        if row[in_list].any():
+            precisions.append(average_precision_score(row[in_list], found[query, in_list]))
+    assert len(precisions) == 11
+    assert trainer.callback_metrics["val/mAP"] == pytest.approx(np.mean(precisions), abs=1e-5)
+
+
 @pytest.mark.parametrize("columns", [1, 4])
 def test_boxes_are_cropped_to_the_image_and_may_be_empty(tmp_path, columns):
     write_images(tmp_path, ["0.png", "1.png", "2.png"])
@@ -171,6 +215,73 @@ def test_parquet_and_csv_give_the_same_index(tmp_path):
         assert wanted.keys() == found.keys()
         assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
     assert of_csv["test"].labels.tolist() == [0, DISTRACTOR, 0]
+
+
+def test_tags_are_separated_by_semicolons_and_numbered_for_all_splits_together(tmp_path):
+    rows = [
+        ("image", "label", "tags", "split", "role"),
+        ("a.jpg", "1", "red; long dress", "train", ""),
+        ("b.jpg", "1", "", "train", ""),
+        ("c.jpg", "1", ";red ;; red", "train", ""),
+        ("d.jpg", "2", "blue,green;long dress;sale", "test", ""),
+        ("e.jpg", "", "red", "test", "distractor"),
+    ]
+    splits = read(write_csv(tmp_path, *rows))
+    train, test = splits["train"], splits["test"]
+    assert list(train.tag_names) == list(test.tag_names) == ["blue,green", "long dress", "red", "sale"]
+    assert train.tags.tolist() == [[2, 1, -1], [-1, -1, -1], [2, -1, -1]]
+    assert test.tags.tolist() == [[0, 1, 3], [-1, -1, -1]]  # a distractor is relevant to no query
+
+
+def test_without_a_column_label_the_files_are_split_and_boxes_of_one_file_stay_together(tmp_path):
+    rows = [(f"{i // 2}.jpg", "0 0 5 5" if i % 2 else "5 5 9 9", "red") for i in range(12)]
+    root = write_csv(tmp_path, ("image", "box", "tags"), *rows)
+    splits = read(root, test_fraction=0.5, split_seed=4)
+    assert [len(index) for index in splits.values()] == [6, 6]
+    assert not set(splits["train"].paths) & set(splits["test"].paths)
+    assert splits["train"].labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert splits["train"].names is None
+    drawn = {f"{i}.jpg" for i in np.random.default_rng(4).permutation(6)[:3]}
+    assert set(splits["test"].paths) == drawn
+    with pytest.raises(ValueError, match=r"^PKSampler: .* or use TagSampler if the images have tags\."):
+        ImageTable(write_csv(tmp_path, ("image", "tags"), *[(f"{i}.jpg", "red") for i in range(4)]), "images.csv",
+                   classes_per_batch=1, samples_per_class=2).train_sampler()  # fmt: skip
+
+
+@refusal
+def test_tags_without_labels_are_the_cure_for_classes_in_training_and_evaluation(tmp_path):
+    rows = [("image", "label", "tags", "split"), ("a.jpg", "1", "x", "train"), ("b.jpg", "1", "x", "test")]
+    with pytest.raises(ValueError, match=r"such as '1' .*; leave out the labels if only the tags count\."):
+        read(write_csv(tmp_path, *rows))
+    assert list(read(write_csv(tmp_path, *[(row[0], *row[2:]) for row in rows]))) == ["train", "test"]
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["query", "gallery", ""], [ROLES["query"], ROLES["gallery"], ROLES["both"]]),
+        (["both", "gallery", ""], [ROLES["both"], ROLES["gallery"], ROLES["both"]]),
+        (["gallery", "gallery", "gallery"], None),  # no image would have a list
+        (["query", "query", "query"], None),
+        (["", "both", ""], None),
+    ],
+)
+def test_training_images_have_roles_if_some_are_queries_and_some_are_gallery(tmp_path, names, wanted):
+    training = [(f"{i}.jpg", "a", "train", name) for i, name in enumerate(names)]
+    roles = read(write_csv(tmp_path, ROLE, *training, ("t.jpg", "b", "test", "")))["train"].roles
+    assert (None if roles is None else roles.tolist()) == wanted
+
+
+def test_the_tags_of_a_parquet_file_may_be_lists(tmp_path):
+    tags = [["red", "long dress"], [], None, ["red", None]]
+    columns = {"image": [f"{i}.jpg" for i in range(4)], "tags": tags, "split": ["train", "train", "test", "test"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
+    splits = read(tmp_path, "images.parquet")
+    assert splits["train"].tags.tolist() == [[1, 0], [-1, -1]]
+    assert splits["test"].tags.tolist() == [[-1, -1], [1, -1]]
+    columns["tags"] = [[3, 20], [20], [3], []]
+    parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
+    assert sorted(read(tmp_path, "images.parquet")["train"].tag_names) == ["20", "3"]
 
 
 @refusal

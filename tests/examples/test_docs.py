@@ -66,7 +66,11 @@ SHORT_FIT = {  # for the command line; an environment variable limits scripts an
     "check_val_every_n_epoch": 1,
 }
 SHORT = ["--weights", "none", "--epochs", "1", "--workers", "0", "--size", "32", "--backbone", "squeezenet1_1"]
-SHORT_SCRIPTS = {"examples/own_images.py": SHORT, "examples/compare.py": [*SHORT, "--seeds", "0", "1"]}
+SHORT_SCRIPTS = {
+    "examples/own_images.py": SHORT,
+    "examples/compare.py": [*SHORT, "--seeds", "0", "1"],
+    "examples/relevance.py": ["--steps", "1", "--seeds", "0", "--tags", "4", "--classes", "9"],
+}
 IGNORED = [  # what the library warns of in short runs
     "ignore:RetrievalEvaluation. (val|test) metrics cover:UserWarning",
     "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",

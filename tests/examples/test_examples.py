@@ -28,6 +28,7 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
+from tests.examples.scripts import imported
 from tests.quiet_trainer import quiet_trainer
 from tests.wandb_files import OfflineRun
 
@@ -375,6 +376,34 @@ def test_emoji_become_a_folder_with_categories(emoji, tmp_path, capsys):
     with pytest.raises(SystemExit):
         emoji()
     assert "folder must not exist yet" in capsys.readouterr().err
+
+
+def test_training_by_rules_is_compared_with_training_without_them(tmp_path, capsys):
+    """relevance.py on a few glyphs, and on emoji in the folders of emoji.py; finished runs are not repeated."""
+    groups = {f"{0x1F600 + number:x}": "Smileys & Emotion" for number in range(8)}
+    groups |= {f"{0x1F34E + number:x}": "Food & Drink" for number in range(8)}
+    for number, (code, group) in enumerate({**groups, "1f466-1f3fb": "People & Body"}.items()):
+        for maker in ("apple", "google"):
+            file = tmp_path / "emoji" / group / code / f"{maker}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((64, 64), 20 * number + 9).convert("RGBA").save(file)
+    with imported(EXAMPLES, "relevance") as script:
+        assert script.keywords("1f468-200d-1f52c-fe0f") == ["man", "microscope"]
+        few = ["--steps", "1", "--seeds", "0", "1", "--tags", "2", "--classes", "4", "--output", str(tmp_path / "out")]
+        script.main([*few, "--emoji", str(tmp_path / "emoji")])
+        rows = (tmp_path / "out/emoji.csv").read_text()
+        assert "Food & Drink/1f34f/apple.png,1f34f,Food & Drink;apple;green" in rows
+        assert "1f466-1f3fb" not in rows
+        printed = capsys.readouterr().out
+        for name, row in {"cameras": "OtherCamera", "tags": "SharedTags"}.items():
+            table = (tmp_path / f"out/{name}.md").read_text()
+            assert table in printed
+            compared = next(line for line in table.splitlines() if line.startswith(f"| {row} | "))
+            assert re.fullmatch(r".* \| [+-]\d\.\d{4} \([+-].* to [+-].*\) \| \d+ s \|", compared)
+        before = (tmp_path / "out/results.jsonl").read_text()
+        assert len(before.splitlines()) == 8
+        script.main(few)
+        assert (tmp_path / "out/results.jsonl").read_text() == before
 
 
 def test_emoji_of_another_package_or_without_a_network(emoji, tmp_path, capsys):

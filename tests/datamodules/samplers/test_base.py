@@ -16,6 +16,7 @@ from lightning_retrieval.datamodules import (
     PKSampler,
     RandomBatchSampler,
     RetrievalDataLoader,
+    TagSampler,
 )
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 
@@ -26,11 +27,15 @@ SAMPLERS = {
         labels, np.asarray(labels) % 2, classes_per_batch=2, samples_per_class=2, categories_per_batch=1, **seed
     ),
     "AllClassesSampler": lambda labels, **seed: AllClassesSampler(labels, batch_size=4, **seed),
+    "TagSampler": lambda labels, **seed: TagSampler(
+        np.asarray(labels)[:, None] + [1, 20_000], tags_per_batch=2, samples_per_tag=2, **seed
+    ),
 }
 IGNORED = [
     "ignore:PKSampler. skipped .* classes in training:UserWarning",
     "ignore:CategorySampler. (skipped .* classes in training|.* have fewer than the):UserWarning",
     "ignore:AllClassesSampler. skipped .* classes in training:UserWarning",
+    "ignore:TagSampler. skipped .* tags in training:UserWarning",
 ]
 pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
@@ -88,7 +93,8 @@ def test_an_epoch_resumes_at_the_position_of_the_loader(kind):
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_single_image_classes_are_skipped_with_one_warning(kind):
     labels = [1, 2, 2, 3, 3, 3, 5, 5, 4]
-    with pytest.warns(UserWarning, match=rf"^{kind}: skipped 2 of 5 classes .* a single image\.") as caught:
+    groups = "4 of 10 tags" if kind == "TagSampler" else "2 of 5 classes"
+    with pytest.warns(UserWarning, match=rf"^{kind}: skipped {groups} in training .* a single image\.") as caught:
         sampler = SAMPLERS[kind](labels)
     caught = [warning for warning in caught if "skipped" in str(warning.message)]
     assert len(caught) == 1
@@ -181,6 +187,7 @@ CASES = {  # number of classes, number of categories, and the sampler
     "PK": (100_000, 0, lambda labels, _: PKSampler(labels, **PK)),
     "12 categories": (100_000, 12, lambda labels, categories: CategorySampler(labels, categories, **PK)),
     "all classes": (10_000, 0, lambda labels, _: AllClassesSampler(labels, batch_size=15_000)),
+    "tags": (1_000, 0, lambda labels, _: TagSampler(labels[:, None] + [0, 7], tags_per_batch=32, samples_per_tag=4)),
 }
 
 
