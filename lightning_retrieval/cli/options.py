@@ -34,6 +34,7 @@ EMBEDDINGS_OPTIONS = (
     "rows_in_memory",
     "overwrite",
     "update",
+    "metadata",
 )
 
 
@@ -295,6 +296,13 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
         help="build an index that is larger than memory on disk, with the codes of at most N rows in memory, at least "
         "65,536; for factories IVF with Flat, SQ or PQ",
     )
+    parser.add_argument(
+        "--metadata",
+        type=Path,
+        metavar="TABLE",
+        help="CSV or Parquet table with the column image and further columns, which the index stores for search "
+        "--where and --group_by",
+    )
     _add_embedding(parser)
 
 
@@ -317,6 +325,12 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
     _add_searched_index(parser, images_help="folder of the index's images, if it was moved; for --html")
     parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
+    parser.add_argument(
+        "--where",
+        metavar="CONDITION",
+        help="show only images whose metadata meet this condition, such as \"price <= 20 and brand in ['a', 'b']\"",
+    )
+    parser.add_argument("--group_by", metavar="COLUMN", help="show one image for each value of this column")
     parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

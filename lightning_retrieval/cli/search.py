@@ -41,7 +41,8 @@ def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list
         index.set_parameters(options.parameters)
     if page is not None:
         images = image_folder(images, index)  # raises before the search
-    results, unreadable = search_images(index, options.queries, options.k, **model_settings(options))
+    conditions = {"where": options.where, "group_by": options.group_by}
+    results, unreadable = search_images(index, options.queries, options.k, **conditions, **model_settings(options))
     if page is not None:
         most = max(len(result.hits) for result in results)
         about = f"{most} nearest of {len(index)} images in {printable(str(options.index))}"

@@ -10,6 +10,7 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage, find_checkpoint
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.milvus_store import EmbeddingStore
+from lightning_retrieval.search.where import check_group, parse_where
 
 OWNER = "search_images"
 DEFAULT_K = 10
@@ -43,6 +44,8 @@ def search_images(
     queries: Sequence[str],
     k: int | None = None,
     *,
+    where: str | None = None,
+    group_by: str | None = None,
     checkpoint: Path | None = None,
     transform: str | None = None,
     batch_size: int = 32,
@@ -56,6 +59,8 @@ def search_images(
         queries: paths of image files.
         k: number of hits of each query, at most the number of images in the index; if None, 10, or
             all images if the index has fewer than 10.
+        where: condition on the columns of the index that all hits must meet, see `RetrievalIndex.search`.
+        group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
         checkpoint: file of the model; if None, the file that the index was made with.
         transform: dotted name of the function, if a function prepared the images of the index. The function is
             imported.
@@ -69,13 +74,15 @@ def search_images(
     Raises:
         FileNotFoundError: if the checkpoint does not exist.
         ValueError: if the index was not made by `index_images`, or was made with another checkpoint, `k` is too large,
-            or no query can be read.
+            `where` or `group_by` does not fit the columns of the index, or no query can be read.
     """
     settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
     _check_index(index)
-    _check_k(k, len(index))  # before the model is loaded
+    _check_k(k, len(index))  # before the model is loaded, as are the next two
+    parse_where(OWNER, where, index.column_kinds)
+    check_group(OWNER, group_by, index.column_kinds)
     searcher = ImageSearcher(index, batch_size=batch_size, num_workers=num_workers, **settings)
-    return searcher.search(queries, k)
+    return searcher.search(queries, k, where=where, group_by=group_by)
 
 
 class ImageSearcher:
@@ -113,7 +120,9 @@ class ImageSearcher:
             device=device,
         )
 
-    def search(self, queries: Sequence[str], k: int | None = None) -> tuple[list[QueryResult], list[UnreadableImage]]:
+    def search(
+        self, queries: Sequence[str], k: int | None = None, *, where: str | None = None, group_by: str | None = None
+    ) -> tuple[list[QueryResult], list[UnreadableImage]]:
         """The results of the readable queries, and the unreadable queries; see `search_images`."""
         k = _check_k(k, len(self.index))
         embedded = self._embedder.embed_all(_listed(queries))
@@ -122,11 +131,11 @@ class ImageSearcher:
                 f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
             )
         rows = embedded.embeddings[:]  # a tensor in memory
-        similarities, ids, paths = self.index.search_with_paths(rows, k)
+        similarities, ids, paths = self.index.search_with_paths(rows, k, where=where, group_by=group_by)
         results = []
         found_rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
         for position, row, row_paths, row_similarities in found_rows:
-            found = row[row >= 0]  # an approximate index may find fewer than k rows
+            found = row[row >= 0]  # there may be fewer than k rows
             hits = []
             columns = zip(found.tolist(), row_paths, row_similarities)
             for rank, (image_id, path, similarity) in enumerate(columns, start=1):

@@ -28,9 +28,11 @@ from lightning_retrieval.search.milvus_connection import OWNER, check_dim, check
 from lightning_retrieval.search.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
 from lightning_retrieval.search.rows import Rows, plain_values
 from lightning_retrieval.search.storage import MANIFEST, check_folder
+from lightning_retrieval.search.where import kinds_of, new_columns, shown_kinds
 
 KIND = "milvus:"
 BLOCK = 1 << 16  # number of rows whose paths are read at a time
+Columns = Mapping[str, Sequence[Any]]  # the metadata of rows: for the name of each column, one value for each row
 MODEL = ("checkpoint_sha256", "preparation")  # entries of `about` that must be equal for embeddings to be comparable
 
 
@@ -65,6 +67,7 @@ class EarlierRows:
 
     def __init__(self, owner: str, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
         self.ids = index.ids
+        self.column_kinds = index.column_kinds
         self.difference = _difference(index.about, about)
         """Why none of the rows can be kept in the new index; None if rows can be kept."""
         self._owner = owner
@@ -72,8 +75,8 @@ class EarlierRows:
         paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
         self._rows = row_keys(self.ids, paths)
 
-    def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
-        """Raise if a row of the existing index is missing in the new index, which has these ids and paths."""
+    def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str], columns: Columns) -> None:
+        """Raise if a row or a column of the existing index is missing in the new index, which has these."""
         lost, cure = len(self.ids), "`overwrite` to replace it"
         why = self.difference
         if why is None:
@@ -84,6 +87,13 @@ class EarlierRows:
             raise ValueError(
                 f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of "
                 f"the {len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
+            )
+        missing = [name for name in self.column_kinds if name not in columns]
+        if missing:
+            raise ValueError(
+                f"{self._owner}: `metadata` must have the columns of the index that is replaced, "
+                f"{shown_kinds(self.column_kinds)}, but {missing[0]} is missing; give a table with them, or "
+                "`overwrite` to replace the index."
             )
 
     def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
@@ -217,15 +227,22 @@ class FaissFolder:
         index.save(self._folder)
 
     def write(
-        self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
+        self,
+        dim: int,
+        about: Mapping[str, Any],
+        embeddings: Rows,
+        *,
+        ids: Int[Tensor, " rows"],
+        paths: Sequence[str],
+        columns: Columns,
     ) -> EmbeddingStore:
         """Build the index and save it, replacing an existing one."""
         index = self._empty_index(dim, about)
         rows_in_memory = self._settings.rows_in_memory
         if rows_in_memory is not None:
-            index.build_on_disk(self._folder, embeddings, ids, paths, rows_in_memory=rows_in_memory)
+            index.build_on_disk(self._folder, embeddings, ids, paths, columns=columns, rows_in_memory=rows_in_memory)
             return index
-        index.add(embeddings, ids, paths)
+        index.add(embeddings, ids, paths, columns=columns)
         index.save(self._folder)
         return index
 
@@ -303,15 +320,22 @@ class MilvusCollection:
             raise
 
     def write(
-        self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
+        self,
+        dim: int,
+        about: Mapping[str, Any],
+        embeddings: Rows,
+        *,
+        ids: Int[Tensor, " rows"],
+        paths: Sequence[str],
+        columns: Columns,
     ) -> EmbeddingStore:
         """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
+        settings = {"factory": self._settings.factory, "parameters": self._settings.parameters}
+        kinds = kinds_of(new_columns(OWNER, columns, len(paths)))
         with _named_as("output"):
-            store = MilvusStore.create(
-                *self._address, dim, about=about, factory=self._settings.factory, parameters=self._settings.parameters
-            )
+            store = MilvusStore.create(*self._address, dim, about=about, columns=kinds, **settings)
         try:
-            store.add(embeddings, ids, paths)
+            store.add(embeddings, ids, paths, columns=columns)
             store.publish()
         except BaseException:
             with suppress(OSError):
@@ -373,25 +397,26 @@ class IndexWriter:
         if update:
             self._earlier = new.earlier_rows(about)
 
-    def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings) -> None:
-        """Raise if rows of an existing index would be lost without `overwrite` or `update`.
+    def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings, columns: Columns) -> None:
+        """Raise if rows or columns of an existing index would be lost without `overwrite` or `update`.
 
         The existing index is read again for this check.
 
         Raises:
-            ValueError: if rows would be lost, or the index cannot be read.
+            ValueError: if rows or columns would be lost, or the index cannot be read.
         """
         if self._overwrite or self._earlier is not None:
             return
         earlier = self._new.earlier_rows(self._about)
         if earlier is not None:
-            earlier.check_kept(ids, paths)
+            earlier.check_kept(ids, paths, columns)
 
     def write(
         self,
         dim: int,
         ids: Int[Tensor, " rows"],
         paths: PackedStrings,
+        columns: Columns,
         embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
         """Write the index, or update the existing one.
@@ -400,38 +425,50 @@ class IndexWriter:
             dim: dimension of an embedding.
             ids: ids of all images.
             paths: paths of all images.
+            columns: metadata of all images.
             embed: returns the embeddings of the images at the given positions.
 
         Returns:
             The index, and the images that could not be read.
 
         Raises:
-            ValueError: if an existing index is of another model or other images, no image can be read, or rows cannot
-                be removed from this kind of index.
+            ValueError: if an existing index is of another model or other images, or has other columns, no image can be
+                read, or rows cannot be removed from this kind of index.
         """
         if self._earlier is not None:
-            return self._updated(self._earlier, ids, paths, embed)
+            return self._updated(self._earlier, ids, paths, columns, embed)
         embedded = embed(torch.arange(len(ids)))
         self._check_some(len(embedded.positions), embedded.unreadable)
         if len(embedded.positions) < len(ids):  # some images cannot be read
             ids, paths = ids[embedded.positions], paths[embedded.positions.numpy()]
-        self.check_kept(ids, paths)
-        return self._new.write(dim, self._about, embedded.embeddings, ids, paths), embedded.unreadable
+            columns = _of_positions(columns, embedded.positions)
+        self.check_kept(ids, paths, columns)
+        index = self._new.write(dim, self._about, embedded.embeddings, ids=ids, paths=paths, columns=columns)
+        return index, embedded.unreadable
 
     def _updated(
         self,
         earlier: EarlierRows,
         ids: Int[Tensor, " rows"],
         paths: PackedStrings,
+        columns: Columns,
         embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+        kinds = kinds_of(new_columns(self._owner, columns, len(ids)))
+        if kinds != earlier.column_kinds:
+            raise ValueError(
+                f"{self._owner}: `metadata` must have the columns of the index with `update`, "
+                f"{shown_kinds(earlier.column_kinds)}, got {shown_kinds(kinds)}; give a table with them, or "
+                "`overwrite` to replace the index."
+            )
         gone = earlier.gone(ids, paths)
         with self._new.updated(self._about) as index:
             if len(gone) > 0:
                 index.remove(gone)
             embedded = embed(torch.from_numpy(earlier.is_new(ids, paths)).nonzero()[:, 0])
             if len(embedded.positions) > 0:
-                index.add(embedded.embeddings, paths=paths[embedded.positions.numpy()])
+                added = _of_positions(columns, embedded.positions)
+                index.add(embedded.embeddings, paths=paths[embedded.positions.numpy()], columns=added)
             self._check_some(len(index), embedded.unreadable)
         return index, embedded.unreadable
 
@@ -443,6 +480,14 @@ class IndexWriter:
         if unreadable:
             first = f", the first: {unreadable[0]}"
         raise ValueError(f"{self._owner}: none of the {len(unreadable)} images can be read{first}.")
+
+
+def _of_positions(columns: Columns, positions: Int[Tensor, " selected"]) -> Columns:
+    """The metadata of the images at these positions."""
+    selected = {}
+    for name, values in columns.items():
+        selected[name] = [values[position] for position in positions.tolist()]
+    return selected
 
 
 @contextmanager
