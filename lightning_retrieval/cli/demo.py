@@ -330,7 +330,9 @@ class PageAnswers:
             return self._only_text(f"{shown} {error}")
         results, _ = self.searcher.search([file], self.k)
         hits = results[0].hits
-        text = f"{shown}: {len(hits)} nearest of {len(self.searcher.index):,} images. Click one to search for it."
+        text = f"{shown}: {results[0].nothing_similar}"
+        if hits:
+            text = f"{shown}: {len(hits)} nearest of {len(self.searcher.index):,} images. Click one to search for it."
         query = self._gradio.Image(value=picture, visible=True)
         # A new gallery, so that the frame around the previously clicked image disappears.
         gallery = self._gradio.Gallery(value=captioned(hits, self.images), selected_index=None, visible=True)

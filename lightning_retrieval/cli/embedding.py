@@ -6,7 +6,7 @@ fatal.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,36 @@ def find_checkpoint(owner: str, checkpoint: Path) -> Path:
         f"{rule}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists; give the path of a file, "
         "or train with ModelCheckpoint(filename='best')."
     )
+
+
+def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None, *, made: str) -> Path:
+    """The checkpoint that embeddings were made with: the given file, else the file that they record.
+
+    Args:
+        owner: prefix of error messages.
+        about: metadata of the embeddings.
+        given: the checkpoint, or the folder of its runs.
+        made: what was made with the checkpoint, with a verb, for error messages.
+
+    Raises:
+        FileNotFoundError: if the recorded file does not exist.
+        ValueError: if the file is another checkpoint.
+    """
+    if given is None:
+        given = Path(str(about.get("checkpoint")))
+        if not given.is_file():
+            raise FileNotFoundError(
+                f"{owner}: `checkpoint` must be given, because the checkpoint that the {made} made with is no longer "
+                f"at {given}."
+            )
+    checkpoint = find_checkpoint(owner, given)
+    if file_digest(checkpoint) != about.get("checkpoint_sha256"):
+        raise ValueError(
+            f"{owner}: `checkpoint` must be the one that the {made} made with, because embeddings of different models "
+            f"cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or embed the images "
+            "again."
+        )
+    return checkpoint
 
 
 def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:

@@ -6,7 +6,7 @@ preparation of its images, so that queries are embedded in the same way.
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lightning_retrieval.checks import check_finite_number
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage, images_in_folder
 from lightning_retrieval.cli.options import EMBEDDINGS_OPTIONS
-from lightning_retrieval.cli.stores import IndexSettings, IndexWriter, close_index, new_index
+from lightning_retrieval.cli.stores import (
+    THRESHOLD,
+    IndexSettings,
+    IndexWriter,
+    close_index,
+    model_difference,
+    new_index,
+)
 from lightning_retrieval.datamodules.image_table import parse_images
 from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RECALL_AT
@@ -40,6 +49,8 @@ def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         made, unreadable = index_images(**settings)
         print(f"images prepared with {shown_choice(made.about)}")
     print(f"{options.output}: {_summary(made)}")
+    if options.validation is not None:
+        print(_threshold_summary(made.about[THRESHOLD]))
     close_index(made)
     return unreadable
 
@@ -52,6 +63,13 @@ def _summary(made: EmbeddingStore) -> str:
     if made.recall is not None:
         quality = f"recall@{RECALL_AT} {made.recall:.3f} against exact search"
     return f"{images}, {made.dim} dimensions, {made.factory} ({quality})"
+
+
+def _threshold_summary(chosen: Mapping[str, Any]) -> str:
+    return (
+        f"threshold {chosen['value']:.4f}: false-match rate {chosen['false_match_rate']:.4f}, miss rate "
+        f"{chosen['miss_rate']:.4f} with {chosen['images']} images"
+    )
 
 
 def index_images(
@@ -68,6 +86,8 @@ def index_images(
     overwrite: bool = False,
     update: bool = False,
     metadata: Path | None = None,
+    validation: Path | None = None,
+    false_match_rate: float | None = None,
     batch_size: int = 32,
     num_workers: int = 0,
     device: str | None = None,
@@ -96,6 +116,11 @@ def index_images(
             its old embedding and metadata. If there is no index, build one.
         metadata: CSV or Parquet table with the path of each image in the column `image`. All other columns are stored
             in the index, and a search can filter and group by them.
+        validation: embeddings of labelled images, on which a threshold is chosen: a folder written by `embed_images`
+            with the same model. A search shows nothing below the threshold; `about["threshold"]` of the index records
+            it.
+        false_match_rate: the fraction of the images of `validation`, from 0 to 1, that may find an image of another
+            label with this threshold.
         batch_size: number of images embedded at a time; the number is 1 if images keep their sizes.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -122,6 +147,7 @@ def index_images(
         owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
     about = {**embedder.about, "images": str(images.absolute())}
+    about |= choose_threshold(owner, validation, false_match_rate, about)
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
     dim = embedder.dim()
     new.check_dim(dim)
@@ -142,6 +168,8 @@ def index_embeddings(
     overwrite: bool = False,
     update: bool = False,
     metadata: Path | None = None,
+    validation: Path | None = None,
+    false_match_rate: float | None = None,
 ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
 
@@ -158,6 +186,8 @@ def index_embeddings(
         update: update an existing index of the same model and images: add new rows, with ids after the largest id, and
             remove rows that are not in the folder. If there is no index, build one.
         metadata: as for `index_images`, with the paths of the images in the folder of embeddings.
+        validation: as for `index_images`.
+        false_match_rate: as for `index_images`.
 
     Returns:
         The index, and the images that could not be read when they were embedded.
@@ -188,8 +218,48 @@ def index_embeddings(
             return EmbeddedImages(positions, rows, unreadable)  # `rows` reads the embeddings from files
         return EmbeddedImages(positions, rows[positions], unreadable)
 
-    writer = IndexWriter(owner, new, manifest.about, overwrite=overwrite, update=update)
+    about = {**manifest.about, **choose_threshold(owner, validation, false_match_rate, manifest.about)}
+    writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
     return writer.write(manifest.dim, rows.ids, rows.paths, columns, embedded)
+
+
+def choose_threshold(
+    owner: str, validation: Path | None, false_match_rate: float | None, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Choose the threshold of an index with these metadata.
+
+    Returns:
+        An entry for `about` with the threshold, its false-match rate and its miss rate; empty without `validation`.
+
+    Raises:
+        FileNotFoundError: if the folder holds no embeddings.
+        ValueError: if only one of the arguments is given, the rate is not from 0 to 1, the embeddings are of another
+            model, an image has no label, or all labels are the same.
+    """
+    if validation is None and false_match_rate is None:
+        return {}
+    if validation is None or false_match_rate is None:
+        raise ValueError(
+            f"{owner}: `validation` and `false_match_rate` must be given together, got {validation} and "
+            f"{false_match_rate}."
+        )
+    check_finite_number(owner, "false_match_rate", false_match_rate, least=0, most=1)
+    folder = EmbeddingFolder.load(owner, validation)
+    difference = model_difference(folder.manifest.about, about)
+    if difference is not None:
+        raise ValueError(
+            f"{owner}: `validation` must hold embeddings of the model of the index, got {validation}, but "
+            f"{difference}; embed the images again."
+        )
+    rows = folder.labelled("validation")
+    if len(set(rows.labels.tolist())) == 1:
+        raise ValueError(f"{owner}: `validation` must hold images of several labels, got one label in {validation}.")
+    metrics = RetrievalMetrics()
+    metrics.update(*map(torch.from_numpy, rows))
+    scores = nearest_scores(metrics)
+    value = scores.threshold(false_match_rate)
+    rates = {"false_match_rate": scores.false_match_rates(value), "miss_rate": scores.miss_rates(value)}
+    return {THRESHOLD: {"value": value, **rates, "images": len(rows.ids)}}
 
 
 def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:

@@ -17,7 +17,15 @@ TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # the same n
 HELP_WIDTH = 78  # columns of a description
 SHOWN = 100  # number of characters that are shown of a path that is too long
 # Prefixes of messages that are replaced by the name of the command.
-OWNERS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images", "MilvusStore")
+OWNERS = (
+    "adapt_head",
+    "embed_images",
+    "export_model",
+    "index_embeddings",
+    "index_images",
+    "search_images",
+    "MilvusStore",
+)
 HOST_HELP = (
     "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
     "only; 0.0.0.0 serves the page to the network, under any name"
@@ -35,6 +43,8 @@ EMBEDDINGS_OPTIONS = (
     "overwrite",
     "update",
     "metadata",
+    "validation",
+    "false_match_rate",
 )
 
 
@@ -303,6 +313,19 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
         help="CSV or Parquet table with the column image and further columns, which the index stores for search "
         "--where and --group_by",
     )
+    parser.add_argument(
+        "--validation",
+        type=Path,
+        metavar="DIR",
+        help="embeddings of labelled images, which `embed` wrote with the same model, to choose a threshold on",
+    )
+    parser.add_argument(
+        "--false_match_rate",
+        type=float,
+        metavar="F",
+        help="choose the similarity below which a search shows nothing, such that this fraction of the images of "
+        "--validation, from 0 to 1, finds an image of another label",
+    )
     _add_embedding(parser)
 
 
@@ -331,6 +354,12 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         help="show only images whose metadata meet this condition, such as \"price <= 20 and brand in ['a', 'b']\"",
     )
     parser.add_argument("--group_by", metavar="COLUMN", help="show one image for each value of this column")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="T",
+        help="show only images of at least this similarity, default the threshold of the index; -1 shows all",
+    )
     parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

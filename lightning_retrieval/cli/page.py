@@ -62,13 +62,16 @@ def _section(number: int, result: QueryResult, images: Path) -> tuple[str, list[
             missing.append(path)
             picture = _missing_picture(description)
         cards.append(_card(number, hit, picture))
+    nothing = ""
+    if result.nothing_similar:
+        nothing = f"<p>{escape(result.nothing_similar)}</p>"
     query = printable(result.query)
     description = f"Query: {query}"
     picture = _picture(Path(result.query), description) or _missing_picture(description)
     section = (
         f'<section id="q{number}" aria-labelledby="t{number}"><div class="query">{picture}'
         f'<h2 id="t{number}"><span class="label">Query {number}</span><span class="path">{escape(query)}</span></h2>'
-        f"</div><ol>{''.join(cards)}</ol></section>\n"
+        f"</div>{nothing}<ol>{''.join(cards)}</ol></section>\n"
     )
     return section, missing
 

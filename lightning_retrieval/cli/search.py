@@ -41,8 +41,8 @@ def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list
         index.set_parameters(options.parameters)
     if page is not None:
         images = image_folder(images, index)  # raises before the search
-    conditions = {"where": options.where, "group_by": options.group_by}
-    results, unreadable = search_images(index, options.queries, options.k, **conditions, **model_settings(options))
+    wanted = {"where": options.where, "group_by": options.group_by, "threshold": options.threshold}
+    results, unreadable = search_images(index, options.queries, options.k, **wanted, **model_settings(options))
     if page is not None:
         most = max(len(result.hits) for result in results)
         about = f"{most} nearest of {len(index)} images in {printable(str(options.index))}"
@@ -83,6 +83,8 @@ def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about:
 
 
 def _table(result: QueryResult) -> str:
+    if result.nothing_similar:
+        return f"{printable(result.query)}\n{result.nothing_similar}"
     rows = [
         f"{hit.rank:>4}  {hit.similarity:>10.4f}  {hit.distance:>8.4f}  {printable(hit.path)}" for hit in result.hits
     ]
@@ -94,6 +96,9 @@ def _plain(results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage]
     queries = []
     for result in results:
         hits = [{**vars(hit), "distance": hit.distance} for hit in result.hits]
-        queries.append({"query": result.query, "results": hits})
+        described: dict[str, Any] = {"query": result.query, "results": hits}
+        if result.threshold is not None:
+            described |= {"threshold": result.threshold, "nearest": result.nearest}
+        queries.append(described)
     skipped = [{"path": image.path, "reason": image.reason} for image in unreadable]
     return {"queries": queries, "unreadable": skipped}

@@ -32,6 +32,7 @@ from lightning_retrieval.search.where import kinds_of, new_columns, shown_kinds
 
 KIND = "milvus:"
 BLOCK = 1 << 16  # number of rows whose paths are read at a time
+THRESHOLD = "threshold"  # entry of `about`: the threshold of an index with its rates
 Columns = Mapping[str, Sequence[Any]]  # the metadata of rows: for the name of each column, one value for each row
 MODEL = ("checkpoint_sha256", "preparation")  # entries of `about` that must be equal for embeddings to be comparable
 
@@ -68,15 +69,17 @@ class EarlierRows:
     def __init__(self, owner: str, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
         self.ids = index.ids
         self.column_kinds = index.column_kinds
+        self.threshold = index.about.get(THRESHOLD)
         self.difference = _difference(index.about, about)
         """Why none of the rows can be kept in the new index; None if rows can be kept."""
         self._owner = owner
+        self._loses_threshold = self.threshold is not None and THRESHOLD not in about
         self._name = name
         paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
         self._rows = row_keys(self.ids, paths)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str], columns: Columns) -> None:
-        """Raise if a row or a column of the existing index is missing in the new index, which has these."""
+        """Raise if a row, a column or the threshold of the existing index is missing in the new index."""
         lost, cure = len(self.ids), "`overwrite` to replace it"
         why = self.difference
         if why is None:
@@ -94,6 +97,11 @@ class EarlierRows:
                 f"{self._owner}: `metadata` must have the columns of the index that is replaced, "
                 f"{shown_kinds(self.column_kinds)}, but {missing[0]} is missing; give a table with them, or "
                 "`overwrite` to replace the index."
+            )
+        if self._loses_threshold:
+            raise ValueError(
+                f"{self._owner}: `false_match_rate` must be given, because {self._name} has a threshold, got none; "
+                "give `overwrite` to replace the index."
             )
 
     def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
@@ -146,16 +154,24 @@ def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
     """How an existing index differs from a new one in model or images; None if neither differs."""
-    made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
     if MODEL[0] not in earlier:
         return "something else than this command has made them"
-    if earlier[MODEL[0]] != made.get(MODEL[0]):
+    of_model = model_difference(earlier, about)
+    if of_model is not None:
+        return of_model
+    folders = [os.path.realpath(str(described.get("images"))) for described in (earlier, about)]
+    if folders[0] != folders[1]:
+        return f"they are of images in {earlier.get('images')}"
+    return None
+
+
+def model_difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
+    """Why embeddings in a file cannot be compared with the embeddings of a model; None if they can be compared."""
+    made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
+    if earlier.get(MODEL[0]) != made.get(MODEL[0]):
         return "they are of another model"
     if earlier.get(MODEL[1]) != made.get(MODEL[1]):
         return "they are of images that were prepared otherwise"
-    folders = [os.path.realpath(str(described.get("images"))) for described in (earlier, made)]
-    if folders[0] != folders[1]:
-        return f"they are of images in {earlier.get('images')}"
     return None
 
 
@@ -310,11 +326,12 @@ class MilvusCollection:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """Context with the existing index, to change the rows, but not the metadata, of the index."""
+        """Context with the existing index, to change its rows; `about` is stored at the end, except after an error."""
         store = MilvusStore(*self._address)
         try:
             _check_settings(self._owner, store, self._settings)
             yield store
+            store.record_about(about)
         except BaseException:
             store.close()
             raise
@@ -392,18 +409,20 @@ class IndexWriter:
         if check_bool(owner, "update", update) and overwrite:
             raise ValueError(f"{owner}: `overwrite` must not be given with `update`; give one of them.")
         self._new = new
-        self._about = about
+        self._about = dict(about)
         self._earlier: EarlierRows | None = None
         if update:
             self._earlier = new.earlier_rows(about)
+        if self._earlier is not None and self._earlier.threshold is not None:
+            self._about.setdefault(THRESHOLD, self._earlier.threshold)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings, columns: Columns) -> None:
-        """Raise if rows or columns of an existing index would be lost without `overwrite` or `update`.
+        """Raise if rows, columns or a threshold would be lost without `overwrite` or `update`.
 
         The existing index is read again for this check.
 
         Raises:
-            ValueError: if rows or columns would be lost, or the index cannot be read.
+            ValueError: if something would be lost, or the index cannot be read.
         """
         if self._overwrite or self._earlier is not None:
             return
