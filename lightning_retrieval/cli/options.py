@@ -1,4 +1,4 @@
-"""Options and messages of the commands that load a model: `embed`, `export`, `index`, `search` and `demo`.
+"""Options and messages of the commands that load a model: `adapt`, `embed`, `export`, `index`, `search` and `demo`.
 
 This module makes the parsers of these commands and does not import torch, so help appears immediately. The code of a
 command is in the module of the same name, which is imported after parsing.
@@ -205,6 +205,39 @@ def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Name
     for name, value in vars(options).items():
         if name not in EMBEDDINGS_OPTIONS and value != parser.get_default(name):
             parser.error(f"--{name} must not be given with --embeddings, because no image is embedded")
+
+
+def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--embeddings", type=Path, required=True, metavar="DIR", help="folder that `embed` wrote")
+    parser.add_argument("--output", type=Path, required=True, metavar="C", help="file of the new checkpoint")
+    parser.add_argument(
+        "--labels",
+        type=Path,
+        metavar="TABLE",
+        help="CSV or Parquet table with the columns image and label, if the embeddings have no labels",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="C", help="checkpoint that the embeddings were made with, if it was moved"
+    )
+    parser.add_argument(
+        "--loss",
+        default="SmoothAPLoss",
+        metavar="NAME",
+        help="loss of this library or of pytorch-metric-learning, default SmoothAPLoss",
+    )
+    parser.add_argument(
+        "--loss_args", default="{}", metavar="JSON", help="arguments of the loss, such as '{\"tau\": 0.1}'"
+    )
+    parser.add_argument(
+        "--embedding_dim", type=int, metavar="D", help="dimension of the new embeddings, default as before"
+    )
+    parser.add_argument("--hidden_dim", type=int, metavar="H", help="hidden units; by default the head is linear")
+    parser.add_argument(
+        "--batch_size", type=int, default=2048, help="embeddings in a list, at most 16384, default 2048"
+    )
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW, default 0.001")
+    parser.add_argument("--max_epochs", type=int, default=100, help="maximum number of epochs, default 100")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the held-out classes and of the lists, default 0")
 
 
 def _add_embed_options(parser: argparse.ArgumentParser) -> None:
@@ -444,6 +477,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "adapt": Command(
+        "Train a head on embeddings that `embed` wrote, and write a checkpoint of the frozen model with its head.",
+        "lightning-retrieval adapt --embeddings out --output adapted.ckpt",
+        _add_adapt_options,
+    ),
     "embed": Command(
         "Embed images into a folder of Parquet files. After a kill, the same command continues.",
         "lightning-retrieval embed --checkpoint best.ckpt --images photos --output out",
