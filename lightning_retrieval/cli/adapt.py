@@ -4,7 +4,6 @@ import argparse
 import copy
 import json
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval import losses
 from lightning_retrieval.checks import check_integer, check_positive, first_line
-from lightning_retrieval.cli.embedding import UnreadableImage, list_images, load_checkpoint, recorded_checkpoint
+from lightning_retrieval.cli.embedding import UnreadableImage, load_checkpoint, read_image_rows, recorded_checkpoint
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
@@ -46,7 +45,6 @@ class AdaptedHead:
         interval: 95 % interval of the mean difference of a held-out class.
         classes: number of held-out classes.
         epochs: number of epochs until training stopped.
-        seconds: duration of the training.
     """
 
     before: float
@@ -54,7 +52,6 @@ class AdaptedHead:
     interval: tuple[float, float]
     classes: int
     epochs: int
-    seconds: float
 
 
 class LabelledSet(NamedTuple):
@@ -77,7 +74,7 @@ def _summary(done: AdaptedHead) -> str:
     low, high = done.interval
     text = (
         f"mAP of {done.classes} held-out classes {done.after:.4f}, of the features {done.before:.4f} (difference "
-        f"{low:+.4f} to {high:+.4f} with 95 % confidence), {done.epochs} epochs in {done.seconds:.1f} s"
+        f"{low:+.4f} to {high:+.4f} with 95 % confidence), {done.epochs} epochs"
     )
     if low <= 0:
         text += "\nno better than the features: use the checkpoint that made the embeddings, or more classes"
@@ -171,13 +168,11 @@ def adapt_head(
     is_held_out = _held_out(numbers, generator)
     trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])
     held_out = LabelledSet(rows[is_held_out], numbers[is_held_out])
-    start = time.perf_counter()
     epochs = _fit(
         embedder.head, loss, trained, held_out, batch_size=batch_size, lr=lr, max_epochs=max_epochs, generator=generator
     )
-    seconds = time.perf_counter() - start
     _save(embedder, loss, module, output)
-    return _compare(embedder.head, held_out, epochs, seconds)
+    return _compare(embedder.head, held_out, epochs)
 
 
 def _embedding_module(manifest: EmbeddingManifest, checkpoint: Path | None) -> RetrievalModule:
@@ -197,20 +192,8 @@ def _labels_of_table(table: Path | None) -> Mapping[str, str] | None:
     """The label of each path in a table; None without a table."""
     if table is None:
         return None
-    if not table.is_file():
-        raise FileNotFoundError(
-            f"{OWNER}: `labels` must be a CSV or Parquet table with the columns image and label, got {table}, which is "
-            "not a file."
-        )
-    listed = list_images(OWNER, table)
-    labels: dict[str, str] = {}
-    for path, label in zip(listed.index.paths, listed.labels):
-        if label is not None and labels.setdefault(path, label) != label:
-            raise ValueError(
-                f"{OWNER}: `labels` must have one label for each image, got {labels[path]!r} and {label!r} for "
-                f"{path!r}."
-            )
-    return labels
+    read, row_of = read_image_rows(OWNER, "labels", table, ("image", "label"))
+    return {image: read["label"][row] for image, row in row_of.items() if read["label"][row]}
 
 
 def _held_out(labels: Int[Tensor, " rows"], generator: torch.Generator) -> Bool[Tensor, " rows"]:
@@ -303,7 +286,7 @@ def _mean_ap(head: Head, rows: LabelledSet) -> float:
     return float(_metrics(head, rows).compute()["mAP"])
 
 
-def _compare(head: Head, held_out: LabelledSet, epochs: int, seconds: float) -> AdaptedHead:
+def _compare(head: Head, held_out: LabelledSet, epochs: int) -> AdaptedHead:
     """Compare the head with the stored embeddings, class by class."""
     before, after = (_metrics(used, held_out).per_query()["AP"] for used in (None, head))
     differences = []
@@ -312,7 +295,7 @@ def _compare(head: Head, held_out: LabelledSet, epochs: int, seconds: float) -> 
     mean = statistics.fmean(differences)
     spread = NORMAL_QUANTILE * statistics.stdev(differences) / len(differences) ** 0.5
     interval = (mean - spread, mean + spread)
-    return AdaptedHead(float(before.mean()), float(after.mean()), interval, len(differences), epochs, seconds)
+    return AdaptedHead(float(before.mean()), float(after.mean()), interval, len(differences), epochs)
 
 
 def _save(embedder: AdaptedEmbedder, loss: nn.Module, source: RetrievalModule, output: Path) -> None:

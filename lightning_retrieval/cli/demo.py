@@ -17,7 +17,7 @@ from PIL import Image
 
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.options import model_settings, printable
-from lightning_retrieval.cli.page import FONTS
+from lightning_retrieval.cli.search import FONTS
 from lightning_retrieval.cli.search_images import Hit, ImageSearcher, image_folder
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.optional_packages import optional_import

@@ -22,7 +22,7 @@ from lightning_retrieval.callbacks.embedding_writer import RangeBatches
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
-from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images
+from lightning_retrieval.datamodules.image_table import check_unique_images, parse_boxes, parse_images
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import file_digest
@@ -100,6 +100,33 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
     labels = [label or None for label in table.columns.get("label", [""] * len(paths))]
     index = ImageIndex(paths, [0] * len(paths), boxes=parse_boxes(table))
     return ListedImages(root or images.parent, index, labels)
+
+
+def read_image_rows(
+    owner: str, name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
+) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Read a table that has a single row for each image.
+
+    Args:
+        owner: prefix of error messages.
+        name: name of the argument that gives the table, for error messages.
+        table: CSV or Parquet table.
+        required: as for `read_table`.
+        all_columns: as for `read_table`.
+
+    Returns:
+        The columns of the table by name, and the row of each image by its path.
+
+    Raises:
+        FileNotFoundError: if the table does not exist.
+        ValueError: if the table cannot be read, or an image is in several rows.
+    """
+    if not table.is_file():
+        raise FileNotFoundError(f"{owner}: `{name}` must be a CSV or Parquet table, got {table}, which is not a file.")
+    read = read_table(table, required, all_columns=all_columns)
+    images = parse_images(read)
+    check_unique_images(read, images, None)
+    return read.columns, {image: row for row, image in enumerate(images)}
 
 
 def images_in_folder(owner: str, folder: Path) -> ListedImages:

@@ -15,18 +15,24 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number
-from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage, images_in_folder
+from lightning_retrieval.cli.embedding import (
+    EmbeddedImages,
+    ImageEmbedder,
+    UnreadableImage,
+    images_in_folder,
+    read_image_rows,
+)
 from lightning_retrieval.cli.options import EMBEDDINGS_OPTIONS
 from lightning_retrieval.cli.stores import (
     THRESHOLD,
     IndexSettings,
     IndexWriter,
+    NewRows,
     close_index,
     model_difference,
     new_index,
 )
-from lightning_retrieval.datamodules.image_table import parse_images
-from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.datamodules.table_file import find_missing
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
@@ -141,8 +147,8 @@ def index_images(
     owner = "index_images"
     new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(owner, images)
-    ids, paths = torch.arange(len(listed.index)), listed.index.paths
-    columns = read_metadata(owner, metadata, paths)
+    paths = listed.index.paths
+    rows = NewRows(torch.arange(len(paths)), paths, read_metadata(owner, metadata, paths))
     embedder = ImageEmbedder.load(
         owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -152,8 +158,8 @@ def index_images(
     dim = embedder.dim()
     new.check_dim(dim)
     new.check_paths(paths)
-    writer.check_kept(ids, paths, columns)  # raises before any image is embedded
-    return writer.write(dim, ids, paths, columns, lambda positions: embedder.embed_all(listed, positions.tolist()))
+    writer.check_kept(rows)  # raises before any image is embedded
+    return writer.write(dim, rows, lambda positions: embedder.embed_all(listed, positions.tolist()))
 
 
 def index_embeddings(
@@ -210,7 +216,7 @@ def index_embeddings(
     new.check_dim(manifest.dim)
     rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
-    columns = read_metadata(owner, metadata, rows.paths)
+    new_rows = NewRows(rows.ids, rows.paths, read_metadata(owner, metadata, rows.paths))
     unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
@@ -220,7 +226,7 @@ def index_embeddings(
 
     about = {**manifest.about, **choose_threshold(owner, validation, false_match_rate, manifest.about)}
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
-    return writer.write(manifest.dim, rows.ids, rows.paths, columns, embedded)
+    return writer.write(manifest.dim, new_rows, embedded)
 
 
 def choose_threshold(
@@ -239,17 +245,13 @@ def choose_threshold(
     if validation is None and false_match_rate is None:
         return {}
     if validation is None or false_match_rate is None:
-        raise ValueError(
-            f"{owner}: `validation` and `false_match_rate` must be given together, got {validation} and "
-            f"{false_match_rate}."
-        )
+        raise ValueError(f"{owner}: `validation` must be given with `false_match_rate`, and neither alone; give both.")
     check_finite_number(owner, "false_match_rate", false_match_rate, least=0, most=1)
     folder = EmbeddingFolder.load(owner, validation)
     difference = model_difference(folder.manifest.about, about)
     if difference is not None:
         raise ValueError(
-            f"{owner}: `validation` must hold embeddings of the model of the index, got {validation}, but "
-            f"{difference}; embed the images again."
+            f"{owner}: `validation` must be of the model of the index, got {validation}, but {difference}; embed again."
         )
     rows = folder.labelled("validation")
     if len(set(rows.labels.tolist())) == 1:
@@ -280,25 +282,15 @@ def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[
     """
     if table is None:
         return {}
-    if not table.is_file():
-        raise FileNotFoundError(
-            f"{owner}: `metadata` must be a CSV or Parquet table with the column image, got {table}, which is not a "
-            "file."
-        )
-    read = read_table(table, required=("image",), all_columns=True)
-    images = parse_images(read)
-    row_of = {image: row for row, image in enumerate(images)}
-    if len(row_of) < len(images):
-        repeated = next(image for row, image in enumerate(images) if row_of[image] != row)
-        raise ValueError(f"{owner}: `metadata` must have one row for each image, got several for {repeated!r}.")
-    missing = [path for path in paths if path not in row_of]
+    read, row_of = read_image_rows(owner, "metadata", table, all_columns=True)
+    missing = find_missing(paths, row_of)
     if missing:
         raise ValueError(
             f"{owner}: `metadata` must have a row for each image of the index, got {table}, in which {len(missing)} of "
             f"{len(paths)} images are missing, such as {missing[0]!r}."
         )
     rows = [row_of[path] for path in paths]
-    columns = {name: _typed(texts, rows) for name, texts in read.columns.items() if name != "image"}
+    columns = {name: _typed(texts, rows) for name, texts in read.items() if name != "image"}
     if not columns:
         raise ValueError(f"{owner}: `metadata` must have columns besides image, got none in {table}.")
     new_columns(owner, columns, len(paths))  # raises for an invalid name

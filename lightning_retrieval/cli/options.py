@@ -211,33 +211,21 @@ def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embeddings", type=Path, required=True, metavar="DIR", help="folder that `embed` wrote")
     parser.add_argument("--output", type=Path, required=True, metavar="C", help="file of the new checkpoint")
     parser.add_argument(
-        "--labels",
-        type=Path,
-        metavar="TABLE",
-        help="CSV or Parquet table with the columns image and label, if the embeddings have no labels",
+        "--labels", type=Path, metavar="TABLE", help="table of image and label, if `embed` had no labels"
     )
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="C", help="checkpoint that the embeddings were made with, if it was moved"
-    )
+    parser.add_argument("--checkpoint", type=Path, metavar="C", help="checkpoint of the embeddings, if it was moved")
     parser.add_argument(
         "--loss",
         default="SmoothAPLoss",
-        metavar="NAME",
         help="loss of this library or of pytorch-metric-learning, default SmoothAPLoss",
     )
-    parser.add_argument(
-        "--loss_args", default="{}", metavar="JSON", help="arguments of the loss, such as '{\"tau\": 0.1}'"
-    )
-    parser.add_argument(
-        "--embedding_dim", type=int, metavar="D", help="dimension of the new embeddings, default as before"
-    )
+    parser.add_argument("--loss_args", default="{}", metavar="JSON", help='arguments of the loss, as {"tau": 0.1}')
+    parser.add_argument("--embedding_dim", type=int, metavar="D", help="new dimension, default that of the embeddings")
     parser.add_argument("--hidden_dim", type=int, metavar="H", help="hidden units; by default the head is linear")
-    parser.add_argument(
-        "--batch_size", type=int, default=2048, help="embeddings in a list, at most 16384, default 2048"
-    )
+    parser.add_argument("--batch_size", type=int, default=2048, help="length of a list, up to 16384, default 2048")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW, default 0.001")
     parser.add_argument("--max_epochs", type=int, default=100, help="maximum number of epochs, default 100")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the held-out classes and of the lists, default 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the held-out classes and the lists, default 0")
 
 
 def _add_embed_options(parser: argparse.ArgumentParser) -> None:
@@ -339,27 +327,25 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
         help="build an index that is larger than memory on disk, with the codes of at most N rows in memory, at least "
         "65,536; for factories IVF with Flat, SQ or PQ",
     )
+    _add_metadata(parser)
+    _add_embedding(parser)
+
+
+def _add_metadata(parser: argparse.ArgumentParser) -> None:
+    """Add the options for what an index stores for searches: metadata and a threshold."""
     parser.add_argument(
-        "--metadata",
-        type=Path,
-        metavar="TABLE",
-        help="CSV or Parquet table with the column image and further columns, which the index stores for search "
-        "--where and --group_by",
+        "--metadata", type=Path, metavar="TABLE", help="table of image and further columns, for search --where"
     )
     parser.add_argument(
-        "--validation",
-        type=Path,
-        metavar="DIR",
-        help="embeddings of labelled images, which `embed` wrote with the same model, to choose a threshold on",
+        "--validation", type=Path, metavar="DIR", help="labelled embeddings of the same model, to choose a threshold on"
     )
     parser.add_argument(
         "--false_match_rate",
         type=float,
         metavar="F",
-        help="choose the similarity below which a search shows nothing, such that this fraction of the images of "
-        "--validation, from 0 to 1, finds an image of another label",
+        help="with --validation: choose the similarity below which a search shows nothing, such that this fraction of "
+        "its images, from 0 to 1, finds an image of another label",
     )
-    _add_embedding(parser)
 
 
 def _add_replacement(group: argparse._MutuallyExclusiveGroup) -> None:
@@ -382,16 +368,11 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
     _add_searched_index(parser, images_help="folder of the index's images, if it was moved; for --html")
     parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
     parser.add_argument(
-        "--where",
-        metavar="CONDITION",
-        help="show only images whose metadata meet this condition, such as \"price <= 20 and brand in ['a', 'b']\"",
+        "--where", metavar="CONDITION", help="on the metadata, such as \"price <= 20 and brand != 'a'\""
     )
     parser.add_argument("--group_by", metavar="COLUMN", help="show one image for each value of this column")
     parser.add_argument(
-        "--threshold",
-        type=float,
-        metavar="T",
-        help="show only images of at least this similarity, default the threshold of the index; -1 shows all",
+        "--threshold", type=float, metavar="T", help="least similarity, instead of the index's; -1: all"
     )
     parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")

@@ -28,12 +28,11 @@ from lightning_retrieval.search.milvus_connection import OWNER, check_dim, check
 from lightning_retrieval.search.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
 from lightning_retrieval.search.rows import Rows, plain_values
 from lightning_retrieval.search.storage import MANIFEST, check_folder
-from lightning_retrieval.search.where import kinds_of, new_columns, shown_kinds
+from lightning_retrieval.search.where import Kind, kinds_of, new_columns, shown_kinds
 
 KIND = "milvus:"
 BLOCK = 1 << 16  # number of rows whose paths are read at a time
 THRESHOLD = "threshold"  # entry of `about`: the threshold of an index with its rates
-Columns = Mapping[str, Sequence[Any]]  # the metadata of rows: for the name of each column, one value for each row
 MODEL = ("checkpoint_sha256", "preparation")  # entries of `about` that must be equal for embeddings to be comparable
 
 
@@ -52,6 +51,25 @@ class IndexSettings:
     parameters: str = ""
     shards: int = 1
     rows_in_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """The ids, paths and metadata of the images that an index gets."""
+
+    ids: Int[Tensor, " rows"]
+    paths: PackedStrings
+    columns: Mapping[str, Sequence[Any]]  # for the name of each column, one value for each row
+
+    def select(self, positions: Int[Tensor, " selected"]) -> "NewRows":
+        """The rows of the images at these positions."""
+        selected = positions.tolist()
+        columns = {name: list(map(values.__getitem__, selected)) for name, values in self.columns.items()}
+        return NewRows(self.ids[positions], self.paths[positions.numpy()], columns)
+
+    def column_kinds(self) -> dict[str, Kind]:
+        """The kind of each column."""
+        return kinds_of(new_columns(OWNER, self.columns, len(self.ids)))
 
 
 class EarlierRows:
@@ -73,17 +91,16 @@ class EarlierRows:
         self.difference = _difference(index.about, about)
         """Why none of the rows can be kept in the new index; None if rows can be kept."""
         self._owner = owner
-        self._loses_threshold = self.threshold is not None and THRESHOLD not in about
         self._name = name
         paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
         self._rows = row_keys(self.ids, paths)
 
-    def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str], columns: Columns) -> None:
-        """Raise if a row, a column or the threshold of the existing index is missing in the new index."""
+    def check_kept(self, rows: NewRows) -> None:
+        """Raise if a row of the existing index is missing in the new index, or the columns differ."""
         lost, cure = len(self.ids), "`overwrite` to replace it"
         why = self.difference
         if why is None:
-            lost = _not_in(self._rows, row_keys(ids, paths))
+            lost = _not_in(self._rows, row_keys(rows.ids, rows.paths))
             why = "their images are not among the new ones"
             cure += ", or `update` to add the images that are new and remove the rows of those that are gone"
         if lost > 0:
@@ -91,42 +108,41 @@ class EarlierRows:
                 f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of "
                 f"the {len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
             )
-        missing = [name for name in self.column_kinds if name not in columns]
-        if missing:
+        self._check_columns(rows)
+
+    def _check_columns(self, rows: NewRows) -> None:
+        kinds = rows.column_kinds()
+        if kinds != self.column_kinds:
             raise ValueError(
-                f"{self._owner}: `metadata` must have the columns of the index that is replaced, "
-                f"{shown_kinds(self.column_kinds)}, but {missing[0]} is missing; give a table with them, or "
-                "`overwrite` to replace the index."
-            )
-        if self._loses_threshold:
-            raise ValueError(
-                f"{self._owner}: `false_match_rate` must be given, because {self._name} has a threshold, got none; "
-                "give `overwrite` to replace the index."
+                f"{self._owner}: `metadata` must have the columns of {self._name}, {shown_kinds(self.column_kinds)}, "
+                f"got {shown_kinds(kinds)}; give a table with them, or `overwrite` to replace the index."
             )
 
-    def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
-        """The ids of the existing rows that are missing in the new index, which has these ids and paths.
+    def gone(self, rows: NewRows) -> Int[Tensor, " gone"]:
+        """The ids of the existing rows that are missing in the new index, which has these rows.
 
         Raises:
-            ValueError: if the existing index is of another model or other images, or two rows have the same path.
+            ValueError: if the existing index is of another model or other images, or has other columns, or two rows
+                have the same path.
         """
         if self.difference is not None and len(self.ids) > 0:
             raise ValueError(
                 f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}: "
                 f"it has {len(self.ids)} rows, and {self.difference}; give `overwrite` to replace it, or another path."
             )
-        rows = row_keys(ids, paths)
-        for keys in (rows, self._rows):
+        self._check_columns(rows)
+        new = row_keys(rows.ids, rows.paths)
+        for keys in (new, self._rows):
             if len(np.unique(keys)) < len(keys):
                 raise ValueError(
                     f"{self._owner}: `update` must be given for rows with different paths, got some with the same path "
                     "in the index or in the new rows; give `overwrite` to replace the index."
                 )
-        return self.ids[torch.from_numpy(~np.isin(self._rows, rows))]
+        return self.ids[torch.from_numpy(~np.isin(self._rows, new))]
 
-    def is_new(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> NDArray[np.bool_]:
+    def is_new(self, rows: NewRows) -> NDArray[np.bool_]:
         """For each of these rows, whether it is missing in the existing index."""
-        return ~np.isin(row_keys(ids, paths), self._rows)
+        return ~np.isin(row_keys(rows.ids, rows.paths), self._rows)
 
 
 def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int64]:
@@ -242,23 +258,16 @@ class FaissFolder:
             )
         index.save(self._folder)
 
-    def write(
-        self,
-        dim: int,
-        about: Mapping[str, Any],
-        embeddings: Rows,
-        *,
-        ids: Int[Tensor, " rows"],
-        paths: Sequence[str],
-        columns: Columns,
-    ) -> EmbeddingStore:
+    def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and save it, replacing an existing one."""
         index = self._empty_index(dim, about)
         rows_in_memory = self._settings.rows_in_memory
         if rows_in_memory is not None:
-            index.build_on_disk(self._folder, embeddings, ids, paths, columns=columns, rows_in_memory=rows_in_memory)
+            index.build_on_disk(
+                self._folder, embeddings, rows.ids, rows.paths, columns=rows.columns, rows_in_memory=rows_in_memory
+            )
             return index
-        index.add(embeddings, ids, paths, columns=columns)
+        index.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
         index.save(self._folder)
         return index
 
@@ -336,23 +345,13 @@ class MilvusCollection:
             store.close()
             raise
 
-    def write(
-        self,
-        dim: int,
-        about: Mapping[str, Any],
-        embeddings: Rows,
-        *,
-        ids: Int[Tensor, " rows"],
-        paths: Sequence[str],
-        columns: Columns,
-    ) -> EmbeddingStore:
+    def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
         settings = {"factory": self._settings.factory, "parameters": self._settings.parameters}
-        kinds = kinds_of(new_columns(OWNER, columns, len(paths)))
         with _named_as("output"):
-            store = MilvusStore.create(*self._address, dim, about=about, columns=kinds, **settings)
+            store = MilvusStore.create(*self._address, dim, about=about, columns=rows.column_kinds(), **settings)
         try:
-            store.add(embeddings, ids, paths, columns=columns)
+            store.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
             store.publish()
         except BaseException:
             with suppress(OSError):
@@ -416,8 +415,8 @@ class IndexWriter:
         if self._earlier is not None and self._earlier.threshold is not None:
             self._about.setdefault(THRESHOLD, self._earlier.threshold)
 
-    def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings, columns: Columns) -> None:
-        """Raise if rows, columns or a threshold would be lost without `overwrite` or `update`.
+    def check_kept(self, rows: NewRows) -> None:
+        """Raise if rows or columns would be lost without `overwrite` or `update`.
 
         The existing index is read again for this check.
 
@@ -428,23 +427,19 @@ class IndexWriter:
             return
         earlier = self._new.earlier_rows(self._about)
         if earlier is not None:
-            earlier.check_kept(ids, paths, columns)
+            earlier.check_kept(rows)
 
     def write(
         self,
         dim: int,
-        ids: Int[Tensor, " rows"],
-        paths: PackedStrings,
-        columns: Columns,
+        rows: NewRows,
         embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
         """Write the index, or update the existing one.
 
         Args:
             dim: dimension of an embedding.
-            ids: ids of all images.
-            paths: paths of all images.
-            columns: metadata of all images.
+            rows: ids, paths and metadata of all images.
             embed: returns the embeddings of the images at the given positions.
 
         Returns:
@@ -455,39 +450,28 @@ class IndexWriter:
                 read, or rows cannot be removed from this kind of index.
         """
         if self._earlier is not None:
-            return self._updated(self._earlier, ids, paths, columns, embed)
-        embedded = embed(torch.arange(len(ids)))
+            return self._updated(self._earlier, rows, embed)
+        embedded = embed(torch.arange(len(rows.ids)))
         self._check_some(len(embedded.positions), embedded.unreadable)
-        if len(embedded.positions) < len(ids):  # some images cannot be read
-            ids, paths = ids[embedded.positions], paths[embedded.positions.numpy()]
-            columns = _of_positions(columns, embedded.positions)
-        self.check_kept(ids, paths, columns)
-        index = self._new.write(dim, self._about, embedded.embeddings, ids=ids, paths=paths, columns=columns)
-        return index, embedded.unreadable
+        if len(embedded.positions) < len(rows.ids):  # some images cannot be read
+            rows = rows.select(embedded.positions)
+        self.check_kept(rows)
+        return self._new.write(dim, self._about, embedded.embeddings, rows), embedded.unreadable
 
     def _updated(
         self,
         earlier: EarlierRows,
-        ids: Int[Tensor, " rows"],
-        paths: PackedStrings,
-        columns: Columns,
+        rows: NewRows,
         embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
-        kinds = kinds_of(new_columns(self._owner, columns, len(ids)))
-        if kinds != earlier.column_kinds:
-            raise ValueError(
-                f"{self._owner}: `metadata` must have the columns of the index with `update`, "
-                f"{shown_kinds(earlier.column_kinds)}, got {shown_kinds(kinds)}; give a table with them, or "
-                "`overwrite` to replace the index."
-            )
-        gone = earlier.gone(ids, paths)
+        gone = earlier.gone(rows)
         with self._new.updated(self._about) as index:
             if len(gone) > 0:
                 index.remove(gone)
-            embedded = embed(torch.from_numpy(earlier.is_new(ids, paths)).nonzero()[:, 0])
+            embedded = embed(torch.from_numpy(earlier.is_new(rows)).nonzero()[:, 0])
             if len(embedded.positions) > 0:
-                added = _of_positions(columns, embedded.positions)
-                index.add(embedded.embeddings, paths=paths[embedded.positions.numpy()], columns=added)
+                added = rows.select(embedded.positions)
+                index.add(embedded.embeddings, paths=added.paths, columns=added.columns)
             self._check_some(len(index), embedded.unreadable)
         return index, embedded.unreadable
 
@@ -499,14 +483,6 @@ class IndexWriter:
         if unreadable:
             first = f", the first: {unreadable[0]}"
         raise ValueError(f"{self._owner}: none of the {len(unreadable)} images can be read{first}.")
-
-
-def _of_positions(columns: Columns, positions: Int[Tensor, " selected"]) -> Columns:
-    """The metadata of the images at these positions."""
-    selected = {}
-    for name, values in columns.items():
-        selected[name] = [values[position] for position in positions.tolist()]
-    return selected
 
 
 @contextmanager

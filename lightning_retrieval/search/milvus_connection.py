@@ -416,11 +416,10 @@ def create_collection(
     schema.add_field(ID, DataType.INT64, is_primary=True)
     schema.add_field(EMBEDDING, DataType.FLOAT_VECTOR, dim=metadata.dim)
     schema.add_field(PATH, DataType.VARCHAR, max_length=LONGEST_PATH)
+    types = {"text": (DataType.VARCHAR, {"max_length": LONGEST_PATH}), "number": (DataType.DOUBLE, {})}
     for name, kind_of_column in metadata.columns.items():
-        if kind_of_column == "text":
-            schema.add_field(COLUMN + name, DataType.VARCHAR, max_length=LONGEST_PATH)
-        else:
-            schema.add_field(COLUMN + name, DataType.DOUBLE)
+        data_type, settings = types[kind_of_column]
+        schema.add_field(COLUMN + name, data_type, **settings)
     index = MilvusClient.prepare_index_params()
     # Servers accept build parameters as single values or nested in `params`; Milvus Lite accepts only the nested form.
     nested = {"params": build_parameters}
@@ -479,7 +478,7 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
         raise ValueError(
             f"{OWNER}: {name!r} in {connection.shown} is damaged, its metadata are invalid; {REBUILD}."
         ) from None
-    _check_fields(connection, collection, described["fields"], metadata)
+    _check_fields(connection, collection, described["fields"], metadata.dim)
     return collection, metadata, recall, rows
 
 
@@ -525,11 +524,8 @@ def _collection_of(connection: MilvusConnection, name: str) -> str:
     return str(connection.call("describe_alias", name)["collection_name"])
 
 
-def _check_fields(
-    connection: MilvusConnection, collection: str, fields: list[dict[str, Any]], metadata: Metadata
-) -> None:
-    """Raise unless a collection has the dimension and the columns of its metadata, and the metric of this library."""
-    dim = metadata.dim
+def _check_fields(connection: MilvusConnection, collection: str, fields: list[dict[str, Any]], dim: int) -> None:
+    """Raise unless a collection has the dimension `dim` of its metadata, and the metric of this library."""
     dims = {entry["name"]: entry.get("params", {}).get("dim") for entry in fields}
     index = connection.call("describe_index", collection, EMBEDDING) or {}
     found = (int(dims.get(EMBEDDING) or 0), index.get("metric_type"))
@@ -537,10 +533,4 @@ def _check_fields(
         raise ValueError(
             f"{OWNER}: the collection {collection!r} in {connection.shown} must have {dim} dimensions and the metric "
             f"{METRIC}, as the index needs them, got {found[0]} and {found[1]}; {REBUILD}."
-        )
-    missing = [name for name in metadata.columns if COLUMN + name not in dims]
-    if missing:
-        raise ValueError(
-            f"{OWNER}: the collection {collection!r} in {connection.shown} must have all columns of the index, but "
-            f"{missing[0]} is missing; {REBUILD}."
         )

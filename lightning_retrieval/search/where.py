@@ -46,7 +46,8 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge,
     "in": lambda text, texts: text in texts,
 }
-SYMBOLS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
+SYMBOLS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.In: "in"}
+SYMBOLS[ast.NotIn] = "in"
 EXAMPLE = "price <= 20 and brand in ['a', 'b']"
 ROWS_PER_GROUP, FEWEST_ROWS = 4, 32  # the first search for k groups finds at least this many rows
 
@@ -150,12 +151,8 @@ def _column(owner: str, name: str, values: Values, rows: int) -> Column:
     if not types <= {int, float}:
         shown = ", ".join(sorted(kind.__name__ for kind in types))
         raise TypeError(f"{owner}: `columns` must hold only strings or only numbers for {name}, got {shown}.")
-    inexact = [value for value in listed if not is_exact(value)]
-    if inexact:
-        raise ValueError(
-            f"{owner}: `columns` must hold finite numbers, integers up to 2**53, for {name}, got {inexact[0]}; give "
-            "larger integers as text."
-        )
+    if not all(map(is_exact, listed)):
+        raise ValueError(f"{owner}: `columns` must hold finite numbers, integers up to 2**53, for {name}, got others.")
     return Column(np.array(listed, np.float64))
 
 
@@ -290,28 +287,30 @@ def check_group(owner: str, group_by: str | None, kinds: Mapping[str, Kind]) -> 
 def _condition(node: ast.expr, kinds: Mapping[str, Kind]) -> Condition:
     """The condition of a node of Python's syntax tree; raises a ValueError with the reason if it is none."""
     if isinstance(node, ast.BoolOp):
-        word = "or"
-        if isinstance(node.op, ast.And):
-            word = "and"
+        word = type(node.op).__name__.lower()  # "and" or "or"
         return Combined(word, tuple(_condition(part, kinds) for part in node.values))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return Combined("not", (_condition(node.operand, kinds),))
+    return _comparison(node, kinds)
+
+
+def _comparison(node: ast.expr, kinds: Mapping[str, Kind]) -> Condition:
+    """The comparison of a node; raises a ValueError with the reason if it is none."""
     if not isinstance(node, ast.Compare) or len(node.ops) > 1 or not isinstance(node.left, ast.Name):
         raise ValueError("which is not made of comparisons of a column with a value")
-    column, compared = node.left.id, node.comparators[0]
+    column, compared, symbol = node.left.id, node.comparators[0], SYMBOLS.get(type(node.ops[0]))
     if column not in kinds:
         raise ValueError(f"but the index has no column {column}, only {shown_kinds(kinds)}")
-    if isinstance(node.ops[0], (ast.In, ast.NotIn)):
-        if not isinstance(compared, (ast.List, ast.Tuple)) or not compared.elts:
-            raise ValueError(f"where in must precede a list of values of {column}")
-        contained = Compared(column, "in", frozenset(_value(part, column, kinds) for part in compared.elts))
-        if isinstance(node.ops[0], ast.In):
-            return contained
-        return Combined("not", (contained,))
-    symbol = SYMBOLS.get(type(node.ops[0]))
     if symbol is None:
         raise ValueError(f"where {column} must precede one of {', '.join(OPERATORS)}")
-    return Compared(column, symbol, _value(compared, column, kinds))
+    if symbol != "in":
+        return Compared(column, symbol, _value(compared, column, kinds))
+    if not isinstance(compared, (ast.List, ast.Tuple)) or not compared.elts:
+        raise ValueError(f"where in must precede a list of values of {column}")
+    contained = Compared(column, "in", frozenset(_value(part, column, kinds) for part in compared.elts))
+    if isinstance(node.ops[0], ast.NotIn):
+        return Combined("not", (contained,))
+    return contained
 
 
 def _value(node: ast.expr, column: str, kinds: Mapping[str, Kind]) -> Any:
@@ -335,9 +334,9 @@ def matching_rows(condition: Condition, columns: Mapping[str, Column]) -> Bool[n
         parts = [matching_rows(part, columns) for part in condition.conditions]
         if condition.word == "not":
             return ~parts[0]
-        join = {"and": np.logical_and, "or": np.logical_or}[condition.word]
-        joined: NDArray[np.bool_] = join.reduce(parts)
-        return joined
+        if condition.word == "and":
+            return np.all(parts, axis=0)
+        return np.any(parts, axis=0)
     column, compare = columns[condition.column], OPERATORS[condition.operator]
     if column.texts is not None:
         of_texts = [compare(text, condition.value) for text in column.texts]

@@ -168,7 +168,7 @@ def test_what_cannot_be_adapted_raises(checkpoint, tmp_path, capsys):
         "--batch_size=16385": "`--batch_size` must be an integer from 4 to 16384, got 16385",
         "--embedding_dim=0": "AdaptedEmbedder: `--embedding_dim` must be an integer >= 1, got 0",
         f"--labels={tmp_path / 'gone.csv'}": "`--labels` must be a CSV or Parquet table",
-        f"--labels={two}": "`--labels` must have one label for each image, got 'a' and 'b' for '0.jpg'",
+        f"--labels={two}": "`image` must be different in each row",
         f"--output={tmp_path}": "`--output` must be a file in an existing folder",
     }
     for option, rule in options.items():

@@ -395,8 +395,16 @@ def test_tensors_and_arrays_may_be_columns():
         ({"a": [1, "x"]}, TypeError, "`columns` must hold only strings or only numbers for a, got int, str"),
         ({"a": [None, None]}, TypeError, "got NoneType"),
         ({"a": [True, False]}, TypeError, "got bool"),
-        ({"a": [1.0, float("nan")]}, ValueError, "`columns` must hold finite numbers, .*, for a, got nan"),
-        ({"a": [1, 2**53 + 1]}, ValueError, "integers up to 2\\*\\*53, for a, got 9007199254740993; give larger"),
+        (
+            {"a": [1.0, float("nan")]},
+            ValueError,
+            "`columns` must hold finite numbers, integers up to 2\\*\\*53, for a, got others",
+        ),
+        (
+            {"a": [1, 2**53 + 1]},
+            ValueError,
+            "`columns` must hold finite numbers, integers up to 2\\*\\*53, for a, got others",
+        ),
         ({"a": "xy"}, TypeError, "`columns` must have a sequence of values for a, got 'xy'"),
         ([1, 2], TypeError, "`columns` must be a dict, got"),
     ],
