@@ -4,8 +4,9 @@ import argparse
 import copy
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,13 +165,12 @@ def adapt_head(
     if embedding_dim is None:
         embedding_dim = folder.manifest.dim
     embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
-    rows, numbers, _ = map(torch.from_numpy, folder.labelled("embeddings", _labels_of_table(labels)))
+    rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", _labels_of_table(labels)))
     is_held_out = _held_out(numbers, generator)
     trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])
     held_out = LabelledSet(rows[is_held_out], numbers[is_held_out])
-    epochs = _fit(
-        embedder.head, loss, trained, held_out, batch_size=batch_size, lr=lr, max_epochs=max_epochs, generator=generator
-    )
+    lists = partial(lists_of_epoch, trained.labels, batch_size, generator)
+    epochs = _fit(embedder.head, loss, trained, held_out, lists=lists, lr=lr, max_epochs=max_epochs)
     _save(embedder, loss, module, output)
     return _compare(embedder.head, held_out, epochs)
 
@@ -181,8 +181,7 @@ def _embedding_module(manifest: EmbeddingManifest, checkpoint: Path | None) -> R
     is_whitened = module.whitening is not None and module.whitening.learned is not None
     if is_whitened or tuple(module.eval_scales) != (1,):
         raise ValueError(
-            f"{OWNER}: `embeddings` must be of a model without whitening and with the single scale 1, since a head "
-            f"follows the network, got whitening {module.whitening is not None} and scales {module.eval_scales}; embed "
+            f"{OWNER}: `embeddings` must be of a model without whitening and with the scale 1 alone, got another; embed "
             "the images with such a model."
         )
     return module
@@ -215,10 +214,9 @@ def _fit(
     trained: LabelledSet,
     held_out: LabelledSet,
     *,
-    batch_size: int,
+    lists: Callable[[], Iterator[Int[Tensor, " batch"]]],
     lr: float,
     max_epochs: int,
-    generator: torch.Generator,
 ) -> int:
     """Train until the mAP of the held-out classes stops rising, load the best head, and return the number of epochs."""
     _start_with_principal_directions(head, trained.embeddings)
@@ -227,7 +225,7 @@ def _fit(
     best, best_epoch, best_state = _mean_ap(head, held_out), 0, copy.deepcopy(head.state_dict())
     with Progress("Training", total=max_epochs, units="epochs") as progress:
         for epoch in range(1, max_epochs + 1):
-            for chosen in lists_of_epoch(trained.labels, batch_size, generator):
+            for chosen in lists():
                 value = batch_loss(head(trained.embeddings[chosen]), trained.labels[chosen], ids=chosen)
                 if not bool(value.isfinite()):
                     raise ValueError(f"{OWNER}: `lr` must give a finite loss, got {value.item()}; lower it.")

@@ -35,11 +35,11 @@ from lightning_retrieval.cli.stores import (
 from lightning_retrieval.datamodules.table_file import find_missing
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
+from lightning_retrieval.search.conditions import LARGEST_INTEGER, new_columns
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RECALL_AT
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 from lightning_retrieval.search.rows import FolderRows
-from lightning_retrieval.search.where import LARGEST_INTEGER, new_columns
 
 # The texts of a column of numbers. A text with leading zeros is a code, not a number.
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -56,7 +56,10 @@ def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         print(f"images prepared with {shown_choice(made.about)}")
     print(f"{options.output}: {_summary(made)}")
     if options.validation is not None:
-        print(_threshold_summary(made.about[THRESHOLD]))
+        print(
+            "threshold {value:.4f}: false-match rate {false_match_rate:.4f}, miss rate {miss_rate:.4f} with "
+            "{images} images".format(**made.about[THRESHOLD])
+        )
     close_index(made)
     return unreadable
 
@@ -69,13 +72,6 @@ def _summary(made: EmbeddingStore) -> str:
     if made.recall is not None:
         quality = f"recall@{RECALL_AT} {made.recall:.3f} against exact search"
     return f"{images}, {made.dim} dimensions, {made.factory} ({quality})"
-
-
-def _threshold_summary(chosen: Mapping[str, Any]) -> str:
-    return (
-        f"threshold {chosen['value']:.4f}: false-match rate {chosen['false_match_rate']:.4f}, miss rate "
-        f"{chosen['miss_rate']:.4f} with {chosen['images']} images"
-    )
 
 
 def index_images(
@@ -253,15 +249,12 @@ def choose_threshold(
         raise ValueError(
             f"{owner}: `validation` must be of the model of the index, got {validation}, but {difference}; embed again."
         )
-    rows = folder.labelled("validation")
-    if len(set(rows.labels.tolist())) == 1:
-        raise ValueError(f"{owner}: `validation` must hold images of several labels, got one label in {validation}.")
     metrics = RetrievalMetrics()
-    metrics.update(*map(torch.from_numpy, rows))
+    metrics.update(*map(torch.from_numpy, folder.labelled("validation")))
     scores = nearest_scores(metrics)
     value = scores.threshold(false_match_rate)
     rates = {"false_match_rate": scores.false_match_rates(value), "miss_rate": scores.miss_rates(value)}
-    return {THRESHOLD: {"value": value, **rates, "images": len(rows.ids)}}
+    return {THRESHOLD: {"value": value, **rates, "images": len(scores.negatives)}}
 
 
 def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:

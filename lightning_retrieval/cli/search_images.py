@@ -9,8 +9,8 @@ from typing import Any
 from lightning_retrieval.checks import check_finite_number, check_integer, short_repr
 from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage, recorded_checkpoint
 from lightning_retrieval.cli.stores import THRESHOLD
+from lightning_retrieval.search.conditions import check_group, parse_where
 from lightning_retrieval.search.milvus_store import EmbeddingStore
-from lightning_retrieval.search.where import check_group, parse_where
 
 OWNER = "search_images"
 DEFAULT_K = 10

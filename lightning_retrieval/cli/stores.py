@@ -22,13 +22,13 @@ from torch import Tensor
 from lightning_retrieval.checks import check_bool, first_line
 from lightning_retrieval.cli.embedding import EmbeddedImages, UnreadableImage
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.search.conditions import Kind, kinds_of, new_columns, shown_kinds
 from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.milvus_connection import OWNER, check_dim, check_store
 from lightning_retrieval.search.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
 from lightning_retrieval.search.rows import Rows, plain_values
 from lightning_retrieval.search.storage import MANIFEST, check_folder
-from lightning_retrieval.search.where import Kind, kinds_of, new_columns, shown_kinds
 
 KIND = "milvus:"
 BLOCK = 1 << 16  # number of rows whose paths are read at a time

@@ -19,10 +19,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64
 
 from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
@@ -68,14 +68,6 @@ class ShardRows:
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     origin: str = ""
     image_files: str = ""
-
-
-class LabelledRows(NamedTuple):
-    """The rows of a folder, with a number for each label."""
-
-    embeddings: Float[np.ndarray, "rows dim"]
-    labels: Int64[np.ndarray, " rows"]
-    ids: Int64[np.ndarray, " rows"]
 
 
 def load_pyarrow(owner: str) -> Any:
@@ -363,25 +355,27 @@ class EmbeddingFolder:
                 "it again, which keeps the others."
             ) from None
 
-    def labelled(self, name: str, labels: Mapping[str, str] | None = None) -> LabelledRows:
-        """Read all rows with their labels.
+    def labelled(
+        self, name: str, labels: Mapping[str, str] | None = None
+    ) -> tuple[Float32[np.ndarray, "rows dim"], Int64[np.ndarray, " rows"]]:
+        """Read all embeddings, and a number for the label of each.
 
         Args:
             name: name of the argument that gives the folder, for error messages.
             labels: the label of each path; if None, the labels in the files.
 
         Raises:
-            ValueError: if a file is missing or damaged, a row has no label, or an embedding is not finite.
+            ValueError: if a file is missing or damaged, or a row has no label.
 
         Cost:
             Memory for 8 D bytes for each row, and 4 D bytes of them afterwards.
         """
         embeddings = [np.zeros((0, self.manifest.dim), np.float32)]
-        ids, paths, found = [np.zeros(0, np.int64)], [], []
+        paths: list[str] = []
+        found: list[str | None] = []
         for shard in range(len(self)):
             rows = self.read(shard)
             embeddings.append(rows.embeddings.astype(np.float32))
-            ids.append(rows.ids)
             paths += rows.paths
             if labels is None:
                 found += rows.labels
@@ -393,13 +387,8 @@ class EmbeddingFolder:
                 f"{self.owner}: `{name}` must have a label for each image, got {self.path}, in which {len(unlabelled)} "
                 f"of {len(found)} have none ({first_of(unlabelled)}); embed a table with the columns image and label."
             )
-        joined = np.concatenate(embeddings)
-        if not np.isfinite(joined).all():
-            raise ValueError(
-                f"{self.owner}: `{name}` must be finite, got NaN or inf in {self.path}; embed the images again."
-            )
         numbers = {label: number for number, label in enumerate(dict.fromkeys(found))}
-        return LabelledRows(joined, np.array([numbers[label] for label in found]), np.concatenate(ids))
+        return np.concatenate(embeddings), np.array([numbers[label] for label in found])
 
     def unreadable(self) -> list[tuple[str, str]]:
         """Path and reason of each image that could not be read, from all complete shards.

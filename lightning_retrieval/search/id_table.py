@@ -12,16 +12,8 @@ from torch import Tensor
 from lightning_retrieval.checks import check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.search import conditions
 from lightning_retrieval.search.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows
-from lightning_retrieval.search.where import (
-    Column,
-    Values,
-    check_same_columns,
-    column_writers,
-    kinds_of,
-    new_columns,
-    read_columns,
-)
 
 LARGEST_ID = int(np.iinfo(np.int64).max)
 
@@ -99,7 +91,7 @@ class IdTable:
         columns: columns by name, in the order of the ids.
     """
 
-    def __init__(self, ids: NDArray[np.int64], paths: PackedStrings, columns: Mapping[str, Column]) -> None:
+    def __init__(self, ids: NDArray[np.int64], paths: PackedStrings, columns: Mapping[str, conditions.Column]) -> None:
         self.ids = ids
         self.paths = paths
         self.columns = dict(columns)
@@ -116,7 +108,7 @@ class IdTable:
         if mapped:
             mode = "r"
         data, ends = np.load(files["paths.npy"], mode), np.load(files["path-ends.npy"], mode)
-        columns = read_columns(OWNER, files, len(ends), mode)
+        columns = conditions.read_columns(OWNER, files, len(ends), mode)
         return cls(np.load(files["ids.npy"], mode), PackedStrings.from_arrays(data, ends), columns)
 
     def writers(self) -> dict[str, Callable[[DigestStream], None]]:
@@ -125,7 +117,7 @@ class IdTable:
             "ids.npy": partial(np.save, arr=self.ids),
             "paths.npy": partial(np.save, arr=self.paths.data),
             "path-ends.npy": partial(np.save, arr=self.paths.ends),
-            **column_writers(self.columns),
+            **conditions.column_writers(self.columns),
         }
 
     def __len__(self) -> int:
@@ -148,7 +140,9 @@ class IdTable:
         check_none_known(OWNER, new[np.isin(new, self.ids)])
         return new
 
-    def add(self, ids: NDArray[np.int64], paths: Sequence[str] | None, columns: Mapping[str, Column]) -> None:
+    def add(
+        self, ids: NDArray[np.int64], paths: Sequence[str] | None, columns: Mapping[str, conditions.Column]
+    ) -> None:
         """Add ids that `new_ids` returned, their paths (None for rows without paths), and their columns.
 
         Ids and paths are copied only if necessary, because they may need as much memory as the codes.
@@ -215,16 +209,16 @@ def check_new_rows(
     *,
     ids: Tensor | None,
     paths: Sequence[str] | None,
-    columns: Mapping[str, Values] | None,
-) -> tuple[NDArray[np.int64], dict[str, Column]]:
+    columns: Mapping[str, conditions.Values] | None,
+) -> tuple[NDArray[np.int64], dict[str, conditions.Column]]:
     """Validate new rows and return their ids and columns."""
     check_rows(OWNER, "embeddings", embeddings, dim)
     new_ids = table.new_ids(ids, len(embeddings))
     if paths is not None:
         check_paths(OWNER, paths, len(embeddings))
-    added = new_columns(OWNER, columns, len(embeddings))
+    added = conditions.new_columns(OWNER, columns, len(embeddings))
     if len(table) > 0 and len(new_ids) > 0:
-        check_same_columns(OWNER, kinds_of(table.columns), kinds_of(added))
+        conditions.check_same_columns(OWNER, conditions.kinds_of(table.columns), conditions.kinds_of(added))
     check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
     return new_ids, added
 

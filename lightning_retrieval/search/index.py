@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_path, first_line, short_repr
 from lightning_retrieval.ranking.ranks import ieee_products
-from lightning_retrieval.search import faiss_index
+from lightning_retrieval.search import conditions, faiss_index
 from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
 from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.rows import (
@@ -35,18 +35,6 @@ from lightning_retrieval.search.rows import (
     sample_rows,
 )
 from lightning_retrieval.search.storage import new_version, read_folder
-from lightning_retrieval.search.where import (
-    Condition,
-    Found,
-    Kind,
-    Values,
-    as_tensors,
-    check_group,
-    kinds_of,
-    matching_rows,
-    parse_where,
-    search_groups,
-)
 
 LARGEST_DIM = 2**31 - 1  # limit of faiss
 MOST_SHARDS = 10_000  # each shard is a file
@@ -229,7 +217,7 @@ class RetrievalIndex:
         ids: Int[Tensor, " rows"] | None = None,
         paths: Sequence[str] | None = None,
         *,
-        columns: Mapping[str, Values] | None = None,
+        columns: Mapping[str, conditions.Values] | None = None,
     ) -> None:
         """Add rows.
 
@@ -322,30 +310,30 @@ class RetrievalIndex:
     ) -> tuple[Tensor, Tensor]:
         rows = query_rows(OWNER, queries, self.dim)
         k = check_results(OWNER, k, len(self))
-        condition = parse_where(OWNER, where, kinds_of(self._table.columns))
-        check_group(OWNER, group_by, kinds_of(self._table.columns))
+        condition = conditions.parse_where(OWNER, where, conditions.kinds_of(self._table.columns))
+        conditions.check_group(OWNER, group_by, conditions.kinds_of(self._table.columns))
         if group_by is None:
             return self._nearest(rows, k, condition)
         search = functools.partial(self._nearest_with_groups, group_by)
-        found = search_groups(search, rows, k, group_by=group_by, condition=condition, most=len(self))
-        return as_tensors(found, k)
+        found = conditions.search_groups(search, rows, k, group_by=group_by, condition=condition, most=len(self))
+        return conditions.as_tensors(found, k)
 
-    def _nearest(self, queries: Tensor, k: int, condition: Condition | None) -> tuple[Tensor, Tensor]:
+    def _nearest(self, queries: Tensor, k: int, condition: conditions.Condition | None) -> tuple[Tensor, Tensor]:
         among = None
         if condition is not None:
-            among = self._table.ids[matching_rows(condition, self._table.columns)]
+            among = self._table.ids[conditions.matching_rows(condition, self._table.columns)]
         return faiss_index.search_shards(self.faiss_indexes, self.dim, queries, k, among=among)
 
     def _nearest_with_groups(
-        self, group_by: str, queries: Tensor, k: int, condition: Condition | None
-    ) -> list[list[Found]]:
+        self, group_by: str, queries: Tensor, k: int, condition: conditions.Condition | None
+    ) -> list[list[conditions.Found]]:
         """The nearest rows of each query with their groups; fewer than k if fewer are found."""
         similarities, ids = self._nearest(queries, k, condition)
         results = []
         for row_similarities, row in zip(similarities.tolist(), ids.numpy()):
             found = row[row >= 0]
             groups = self._table.values(group_by, found)
-            results.append(list(map(Found, row_similarities, found.tolist(), groups)))
+            results.append(list(map(conditions.Found, row_similarities, found.tolist(), groups)))
         return results
 
     def build_on_disk(
@@ -355,7 +343,7 @@ class RetrievalIndex:
         ids: Int[Tensor, " rows"] | None = None,
         paths: Sequence[str] | None = None,
         *,
-        columns: Mapping[str, Values] | None = None,
+        columns: Mapping[str, conditions.Values] | None = None,
         rows_in_memory: int = ROWS_IN_MEMORY,
     ) -> None:
         """Fill and save an empty IVF index, which may get larger than memory. Afterwards, the index is memory-mapped.
@@ -444,9 +432,9 @@ class RetrievalIndex:
             return self._table.paths_of(wanted)
 
     @property
-    def column_kinds(self) -> dict[str, Kind]:
+    def column_kinds(self) -> dict[str, conditions.Kind]:
         """The names of the columns, each with `"text"` or `"number"`."""
-        return kinds_of(self._table.columns)
+        return conditions.kinds_of(self._table.columns)
 
     def columns(self, ids: Int[Tensor, " rows"]) -> dict[str, list[Any]]:
         """The metadata of rows: for the name of each column, the values of these rows.

@@ -35,7 +35,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.search.where import COLUMN_KINDS, Kind, check_column_name
+from lightning_retrieval.search import conditions
 
 OWNER = "MilvusStore"  # prefix of error messages
 MISSING = (
@@ -342,7 +342,7 @@ class Metadata:
     factory: str
     parameters: str
     about: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, Kind] = field(default_factory=dict)
+    columns: dict[str, conditions.Kind] = field(default_factory=dict)
     version: int = VERSION
 
     def as_property(self) -> dict[str, str]:
@@ -363,14 +363,14 @@ def check_dim(dim: int) -> int:
     return check_integer(OWNER, "dim", dim, least=LEAST_DIM, most=LARGEST_DIM)
 
 
-def check_columns(columns: Mapping[str, Kind] | None) -> dict[str, Kind]:
+def check_columns(columns: Mapping[str, conditions.Kind] | None) -> dict[str, conditions.Kind]:
     """Return the kind of each column of metadata; raise unless the names and the kinds are valid."""
     if columns is None:
         return {}
     check_mapping(OWNER, "columns", columns)
     for name, kind in columns.items():
-        check_column_name(OWNER, name)
-        check_choice(OWNER, "columns", kind, COLUMN_KINDS)
+        conditions.check_column_name(OWNER, name)
+        check_choice(OWNER, "columns", kind, conditions.COLUMN_KINDS)
     return dict(columns)
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
+from lightning_retrieval.search import conditions
 from lightning_retrieval.search import milvus_connection as milvus
 from lightning_retrieval.search.id_table import (
     LARGEST_ID,
@@ -46,21 +47,6 @@ from lightning_retrieval.search.rows import (
     plain_values,
     query_rows,
 )
-from lightning_retrieval.search.where import (
-    Column,
-    Condition,
-    Found,
-    Kind,
-    Values,
-    as_tensors,
-    check_group,
-    check_same_columns,
-    kinds_of,
-    milvus_filter,
-    new_columns,
-    parse_where,
-    search_groups,
-)
 
 BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # maximum numbers of rows and of bytes in one insertion
 BATCH_IDS, BATCH_QUERIES = 4_096, 256  # maximum numbers of ids and of queries in one request
@@ -68,7 +54,7 @@ MOST_RESULTS = 16_384  # maximum number of results of one query, a limit of Milv
 
 
 def insertions(
-    embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str], columns: Mapping[str, Column]
+    embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str], columns: Mapping[str, conditions.Column]
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows, with normalised embeddings, in batches; each batch fits into one request."""
     size = max(1, min(BATCH_ROWS, BATCH_BYTES // (4 * embeddings.shape[1])))
@@ -196,7 +182,7 @@ class MilvusStore:
         *,
         parameters: str = "",
         about: Mapping[str, Any] | None = None,
-        columns: Mapping[str, Kind] | None = None,
+        columns: Mapping[str, conditions.Kind] | None = None,
     ) -> "MilvusStore":
         """Create an empty index. An existing index of the same name stays until `publish` replaces it.
 
@@ -244,7 +230,7 @@ class MilvusStore:
         ids: Int[Tensor, " rows"] | None = None,
         paths: Sequence[str] | None = None,
         *,
-        columns: Mapping[str, Values] | None = None,
+        columns: Mapping[str, conditions.Values] | None = None,
     ) -> None:
         """Add rows, up to 10,000 in one request.
 
@@ -271,8 +257,8 @@ class MilvusStore:
             paths = [""] * rows
         check_paths(OWNER, paths, rows)
         check_path_bytes(paths)
-        new = new_columns(OWNER, columns, rows)
-        check_same_columns(OWNER, self.column_kinds, kinds_of(new))
+        new = conditions.new_columns(OWNER, columns, rows)
+        conditions.check_same_columns(OWNER, self.column_kinds, conditions.kinds_of(new))
         for column in new.values():
             check_path_bytes(column.texts or [], "columns")
         check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
@@ -346,14 +332,16 @@ class MilvusStore:
         rows = query_rows(OWNER, queries, self.dim)
         check_directions("queries", rows)
         k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
-        condition = parse_where(OWNER, where, self.column_kinds)
-        check_group(OWNER, group_by, self.column_kinds)
+        condition = conditions.parse_where(OWNER, where, self.column_kinds)
+        conditions.check_group(OWNER, group_by, self.column_kinds)
         search = partial(self._nearest, fields, group_by)
         if group_by is None:
             results = search(rows, k, condition)
         else:
-            results = search_groups(search, rows, k, group_by=group_by, condition=condition, most=MOST_RESULTS)
-        similarities, ids = as_tensors(results, k)
+            results = conditions.search_groups(
+                search, rows, k, group_by=group_by, condition=condition, most=MOST_RESULTS
+            )
+        similarities, ids = conditions.as_tensors(results, k)
         if bool((ids < 0).any()):
             check_results(OWNER, k, len(self))
         paths = []
@@ -419,7 +407,7 @@ class MilvusStore:
         return self._values(PATH, integer_ids(OWNER, ids))
 
     @property
-    def column_kinds(self) -> dict[str, Kind]:
+    def column_kinds(self) -> dict[str, conditions.Kind]:
         """The names of the columns, each with `"text"` or `"number"`."""
         return dict(self._metadata.columns)
 
@@ -496,8 +484,8 @@ class MilvusStore:
         self._call("alter_collection_properties", properties={milvus.ROWS: rows})
 
     def _nearest(
-        self, fields: list[str], group_by: str | None, queries: Tensor, k: int, condition: Condition | None
-    ) -> list[list[Found]]:
+        self, fields: list[str], group_by: str | None, queries: Tensor, k: int, condition: conditions.Condition | None
+    ) -> list[list[conditions.Found]]:
         """The nearest rows of each query with these fields and their groups; fewer than k if fewer are found.
 
         The request states the metric, because Milvus Lite computes whichever metric a client asks for.
@@ -513,12 +501,12 @@ class MilvusStore:
             group = COLUMN + group_by
             settings["output_fields"] = [*fields, group]
         if condition is not None:
-            settings["filter"] = milvus_filter(condition, COLUMN)
+            settings["filter"] = conditions.milvus_filter(condition, COLUMN)
         results = []
         for begin in range(0, len(queries), BATCH_QUERIES):
             batch = normalized_rows(queries[begin : begin + BATCH_QUERIES])
             for hits in self._call("search", data=list(batch), **settings):
-                found = [Found(hit["distance"], hit[ID], hit.get(group), hit.get(PATH, "")) for hit in hits]
+                found = [conditions.Found(hit["distance"], hit[ID], hit.get(group), hit.get(PATH, "")) for hit in hits]
                 results.append(found)
         return results
 

@@ -12,8 +12,10 @@ from lightning_retrieval.cli.adapt import adapt_head, lists_of_epoch
 from lightning_retrieval.cli.demo import PageAnswers
 from lightning_retrieval.cli.embed import embed_images
 from lightning_retrieval.cli.embedding import load_checkpoint
+from lightning_retrieval.cli.export import export_model
 from lightning_retrieval.cli.search_images import ImageSearcher
 from lightning_retrieval.cli.stores import opened_index
+from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 from lightning_retrieval.search.rows import FolderRows
@@ -75,7 +77,6 @@ def test_features_that_cannot_be_improved_are_reported(checkpoint, tmp_path, cap
 
 
 def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys):
-    pytest.importorskip("onnxruntime")
     images = glyphs[0] / "images"
     paths = paths_of(images)
     labels = tmp_path / "labels.csv"
@@ -107,11 +108,11 @@ def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys
     assert code == 0
     assert json.loads(out)["queries"][0]["results"][0]["path"] == paths[5]
 
-    from lightning_retrieval.cli.export import export_model
-
-    made = export_model(adapted, tmp_path / "exported")
-    assert made.about["dim"] == 10
-    assert max(made.differences.values()) < 1e-5
+    if can_write_onnx(torch.__version__):
+        pytest.importorskip("onnxruntime")
+        made = export_model(adapted, tmp_path / "exported")
+        assert made.about["dim"] == 10
+        assert max(made.differences.values()) < 1e-5
 
     pytest.importorskip("gradio")
     with opened_index(place, None) as index:

@@ -11,7 +11,7 @@ import torch
 
 from lightning_retrieval import MilvusStore, RetrievalIndex
 from lightning_retrieval.search import milvus_store
-from lightning_retrieval.search.where import Combined, Compared, milvus_filter, parse_where
+from lightning_retrieval.search.conditions import Combined, Compared, milvus_filter, parse_where
 from tests.lightning_retrieval.search.vectors import DIM, exact, vectors
 
 ROWS = 240
