@@ -181,8 +181,8 @@ def _embedding_module(manifest: EmbeddingManifest, checkpoint: Path | None) -> R
     is_whitened = module.whitening is not None and module.whitening.learned is not None
     if is_whitened or tuple(module.eval_scales) != (1,):
         raise ValueError(
-            f"{OWNER}: `embeddings` must be of a model without whitening and with the scale 1 alone, got another; embed "
-            "the images with such a model."
+            f"{OWNER}: `embeddings` must be of a model without whitening and with the scale 1 alone, got another; "
+            "embed the images with such a model."
         )
     return module
 

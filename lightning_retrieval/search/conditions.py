@@ -334,16 +334,17 @@ def matching_rows(condition: Condition, columns: Mapping[str, Column]) -> Bool[n
         parts = [matching_rows(part, columns) for part in condition.conditions]
         if condition.word == "not":
             return ~parts[0]
-        if condition.word == "and":
-            return np.all(parts, axis=0)
-        return np.any(parts, axis=0)
+        join = {"and": np.logical_and, "or": np.logical_or}[condition.word]
+        joined: NDArray[np.bool_] = join.reduce(parts)
+        return joined
     column, compare = columns[condition.column], OPERATORS[condition.operator]
     if column.texts is not None:
-        of_texts = [compare(text, condition.value) for text in column.texts]
-        return np.array(of_texts, np.bool_)[column.values]
-    if isinstance(condition.value, frozenset):
-        return np.isin(column.values, list(condition.value))
-    matches: NDArray[np.bool_] = compare(np.asarray(column.values), condition.value)
+        of_texts = np.array([compare(text, condition.value) for text in column.texts], np.bool_)
+        matches: NDArray[np.bool_] = of_texts[column.values]
+    elif isinstance(condition.value, frozenset):
+        matches = np.isin(column.values, list(map(float, condition.value)))
+    else:
+        matches = compare(np.asarray(column.values), condition.value)
     return matches
 
 

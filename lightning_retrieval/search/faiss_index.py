@@ -208,9 +208,10 @@ def search_shards(
     Raises:
         ValueError: if faiss cannot search with the index's parameters, or cannot filter this kind of index.
     """
-    search: Callable[..., Any] = partial(_search_among, shards, among=among)
     if among is None:
         search = _joined_shards(shards, dim).search
+    else:
+        search = partial(_search_among, shards, among=among)
     similarities = [np.zeros((0, k), np.float32)]
     ids = [np.zeros((0, k), np.int64)]
     for _, block in normalized_blocks(queries):
