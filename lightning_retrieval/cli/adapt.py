@@ -263,10 +263,7 @@ def lists_of_epoch(
     _, counts = by_class.values.unique_consecutive(return_counts=True)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     is_kept = torch.arange(len(labels)) - starts < MOST_OF_A_CLASS
-    lists = shuffled[by_class.indices][is_kept].split(size)
-    if len(lists) > 1 and len(lists[-1]) < size // 2:  # too short
-        lists = lists[:-1]
-    yield from lists
+    yield from shuffled[by_class.indices][is_kept].split(size)
 
 
 @torch.no_grad()

@@ -253,7 +253,8 @@ def choose_threshold(
     metrics.update(*map(torch.from_numpy, folder.labelled("validation")))
     scores = nearest_scores(metrics)
     value = scores.threshold(false_match_rate)
-    rates = {"false_match_rate": scores.false_match_rates(value), "miss_rate": scores.miss_rates(value)}
+    false_matches, misses = float(scores.false_match_rates(value)), float(scores.miss_rates(value))
+    rates = {"false_match_rate": false_matches, "miss_rate": misses}
     return {THRESHOLD: {"value": value, **rates, "images": len(scores.negatives)}}
 
 

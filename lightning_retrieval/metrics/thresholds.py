@@ -41,15 +41,16 @@ class NearestScores:
         >>> import torch
         >>> from lightning_retrieval.metrics.thresholds import NearestScores
         >>> scores = NearestScores(torch.tensor([0.125, 0.25, 0.5, 0.75]), torch.tensor([0.625, 0.75, 0.875]))
-        >>> threshold = scores.threshold(false_match_rate=0.25)
-        >>> threshold, scores.false_match_rates(threshold), scores.miss_rates(threshold)
-        (0.5625, 0.25, 0.0)
+        >>> scores.threshold(false_match_rate=0.25)
+        0.5625
+        >>> scores.false_match_rates(torch.tensor([0.25, 0.5625])), scores.miss_rates(0.7)
+        (tensor([0.7500, 0.2500], dtype=torch.float64), tensor(0.3333, dtype=torch.float64))
     """
 
     negatives: Float[Tensor, " neg"]
     positives: Float[Tensor, " pos"]
 
-    def false_match_rates(self, thresholds: float | Float[Tensor, "..."]) -> float | Float[Tensor, "..."]:
+    def false_match_rates(self, thresholds: float | Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The fraction of `negatives` that reach each threshold; NaN if there are none.
 
         Args:
@@ -60,7 +61,7 @@ class NearestScores:
         """
         return _rates(thresholds, self.negatives, reach=True)
 
-    def miss_rates(self, thresholds: float | Float[Tensor, "..."]) -> float | Float[Tensor, "..."]:
+    def miss_rates(self, thresholds: float | Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The fraction of `positives` that do not reach each threshold; NaN if there are none.
 
         Args:
@@ -157,17 +158,11 @@ def nearest_scores(metrics: EmbeddingMetric) -> NearestScores:
 
 def _rates(
     thresholds: float | Float[Tensor, "..."], scores: Float[Tensor, " query"], *, reach: bool
-) -> float | Float[Tensor, "..."]:
-    """The fraction of the scores that reach each threshold, or that do not."""
-    if isinstance(thresholds, Tensor):
-        wanted = thresholds.double().cpu().contiguous()
-    else:
-        number = check_finite_number(OWNER, "thresholds", thresholds)
-        wanted = torch.tensor(number, dtype=torch.float64)
-    below = torch.searchsorted(scores.double().cpu().sort().values, wanted).double()
+) -> Float[Tensor, "..."]:
+    """The fraction of the scores that reach each threshold, or that do not reach it."""
+    if not isinstance(thresholds, Tensor):
+        thresholds = torch.tensor(check_finite_number(OWNER, "thresholds", thresholds), dtype=torch.float64)
+    below = torch.searchsorted(scores.double().cpu().sort().values, thresholds.double().cpu().contiguous()).double()
     if reach:
         below = len(scores) - below
-    rates = below / len(scores)
-    if isinstance(thresholds, Tensor):
-        return rates
-    return float(rates)
+    return below / len(scores)
