@@ -263,7 +263,10 @@ def lists_of_epoch(
     _, counts = by_class.values.unique_consecutive(return_counts=True)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     is_kept = torch.arange(len(labels)) - starts < MOST_OF_A_CLASS
-    yield from shuffled[by_class.indices][is_kept].split(size)
+    lists = shuffled[by_class.indices][is_kept].split(size)
+    if len(lists) > 1 and len(lists[-1]) < size // 2:  # a short list may lack positives or negatives
+        lists = lists[:-1]
+    yield from lists
 
 
 @torch.no_grad()
