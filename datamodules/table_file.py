@@ -463,12 +463,13 @@ class TextTable:
         raise ValueError(f"{message}.")
 
 
-def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> TextTable:
+def read_table(path: Path, required: Sequence[str] = ("image", "label"), *, all_columns: bool = False) -> TextTable:
     """Read the columns with the names `COLUMNS` from a CSV or Parquet file.
 
     Args:
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
         required: the columns that the table must have; `tags` may stand in for `label`.
+        all_columns: read the columns with other names as well.
 
     Raises:
         ModuleNotFoundError: if the file is Parquet and pyarrow is not installed.
@@ -476,24 +477,31 @@ def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> Text
             row, or the rows have different numbers of fields.
     """
     if path.suffix.lower() in PARQUET_SUFFIXES:
-        table = _read_parquet(path, required)
+        table = _read_parquet(path, required, all_columns)
     else:
-        table = _read_csv(path, required)
+        table = _read_csv(path, required, all_columns)
     if not table.lines:
         raise ValueError(f"ImageTable: {path} must have rows, got only the header.")
     return table
 
 
-def _read_csv(path: Path, required: Sequence[str]) -> TextTable:
+def _wanted_columns(header: Sequence[str], all_columns: bool) -> list[str]:
+    """The columns to read: those with the names `COLUMNS`, or all."""
+    if all_columns:
+        return list(dict.fromkeys(header))
+    return [name for name in COLUMNS if name in header]
+
+
+def _read_csv(path: Path, required: Sequence[str], all_columns: bool) -> TextTable:
     rows = ListFile("ImageTable", path).csv_rows()
     header = read_csv_header(rows)
-    _check_header(path, header, required)
+    wanted = _wanted_columns(header, all_columns)
+    _check_header(path, header, required, wanted)
     positions: list[tuple[str, int]] = []
     table: dict[str, list[str]] = {}
-    for name in COLUMNS:
-        if name in header:
-            positions.append((name, header.index(name)))
-            table[name] = []
+    for name in wanted:
+        positions.append((name, header.index(name)))
+        table[name] = []
     lines: list[int] = []
     for row, line in rows:
         if len(row) != len(header):
@@ -507,7 +515,7 @@ def _read_csv(path: Path, required: Sequence[str]) -> TextTable:
     return TextTable(path, table, lines)
 
 
-def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
+def _read_parquet(path: Path, required: Sequence[str], all_columns: bool) -> TextTable:
     with optional_import(
         f"ImageTable: pyarrow must be installed to read {path}: pip install 'lightning-retrieval[parquet]'; "
         "or provide the table as CSV."
@@ -516,14 +524,15 @@ def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
     table: dict[str, list[str]] = {}
     try:
         header = pyarrow.parquet.read_schema(path).names
-        readable = [name for name in COLUMNS if header.count(name) == 1]
+        wanted = _wanted_columns(header, all_columns)
+        readable = [name for name in wanted if header.count(name) == 1]
         content = pyarrow.parquet.read_table(path, columns=readable)
         for name in readable:
             separator = TAG_SEPARATOR if name == "tags" else " "
             table[name] = [as_text(value, separator) for value in content.column(name).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
         raise ValueError(f"ImageTable: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
-    _check_header(path, header, required)
+    _check_header(path, header, required, wanted)
     return TextTable(path, table, range(1, content.num_rows + 1), unit="row")
 
 
@@ -546,7 +555,7 @@ def as_text(value: Any, separator: str) -> str:
     return str(value).strip()
 
 
-def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
+def _check_header(path: Path, header: Sequence[str], required: Sequence[str], wanted: Sequence[str]) -> None:
     missing = find_missing(required, header)
     if "tags" in header and "label" in missing:
         missing.remove("label")
@@ -559,6 +568,6 @@ def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) ->
             f"ImageTable: line 1 of {path} must name the columns {columns}, and all of "
             f"{', '.join(SIDES)} or none, separated by commas; {', '.join(missing)} missing in {','.join(header)!r}."
         )
-    for name in COLUMNS:
+    for name in wanted:
         if list(header).count(name) > 1:
             raise ValueError(f"ImageTable: line 1 of {path} must name each column once, got {name} twice.")

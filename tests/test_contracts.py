@@ -155,7 +155,12 @@ TABLE = {
             "ks": (1, 3),
         }
     ),
+    "nearest_scores": Entry(without=ONLY_CALLED),
     # lightning_retrieval.models
+    "AdaptedEmbedder": Entry(
+        {"embedder": nn.Flatten(), "from_dim": 3 * 32 * 32, "embedding_dim": 4, "hidden_dim": 3},
+        shown=("from_dim", "embedding_dim", "hidden_dim"),
+    ),
     "Embedder": Entry(
         {"backbone": "glyph_net", "embedding_dim": 12, "pooling": "avg", "layer_norm": True, "freeze_batch_norm": True},
         shown=("embedding_dim", "pooling", "layer_norm", "freeze_batch_norm"),  # and backbone_name='glyph_net'

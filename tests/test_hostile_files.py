@@ -108,6 +108,9 @@ def settings(description: dict, place: str, form: str) -> dict:
     if place == "backbone":
         arguments = {"backbone": description, "embedding_dim": 2, "feature_dim": 4}
         found["embedder"] = {"class_path": "lightning_retrieval.Embedder", "init_args": arguments}
+    elif place == "adapted":
+        arguments = {"embedder": description, "from_dim": 2, "embedding_dim": 2}
+        found["embedder"] = {"class_path": "lightning_retrieval.models.AdaptedEmbedder", "init_args": arguments}
     elif place == "_class_path":
         found["_class_path"] = description["class_path"]
     else:
@@ -138,7 +141,8 @@ def indexed(folder: Path, capsys) -> RetrievalIndex:
 
 @pytest.mark.parametrize("form", ["config", "python"])
 @pytest.mark.parametrize(
-    "place", ["embedder", "backbone", "loss", "optimizer", "lr_scheduler", "relevance", "_class_path"]
+    "place",
+    ["embedder", "adapted", "backbone", "loss", "optimizer", "lr_scheduler", "relevance", "_class_path"],
 )
 def test_hyperparameters(marker, place, form):
     for name, description in hostile(marker).items():

@@ -53,12 +53,14 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/full_sharding.py",
     "lightning_retrieval/training/run_report.py",
     "lightning_retrieval/training/trainer_checks.py",
+    "lightning_retrieval/cli/adapt.py",
     "lightning_retrieval/cli/embed.py",
     "lightning_retrieval/cli/embedding.py",
     "lightning_retrieval/cli/fit.py",
 }
 MAY_PRINT = {
     "callbacks/evaluation.py",  # the table at the end
+    "lightning_retrieval/cli/adapt.py",
     "lightning_retrieval/cli/check.py",  # the report on the files of a data set
     "lightning_retrieval/cli/demo.py",  # the address of the page
     "lightning_retrieval/cli/embed.py",

@@ -17,7 +17,7 @@ from PIL import Image
 
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.options import model_settings, printable
-from lightning_retrieval.cli.page import FONTS
+from lightning_retrieval.cli.search import FONTS
 from lightning_retrieval.cli.search_images import Hit, ImageSearcher, image_folder
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.optional_packages import optional_import
@@ -330,7 +330,9 @@ class PageAnswers:
             return self._only_text(f"{shown} {error}")
         results, _ = self.searcher.search([file], self.k)
         hits = results[0].hits
-        text = f"{shown}: {len(hits)} nearest of {len(self.searcher.index):,} images. Click one to search for it."
+        text = f"{shown}: {results[0].nothing_similar}"
+        if hits:
+            text = f"{shown}: {len(hits)} nearest of {len(self.searcher.index):,} images. Click one to search for it."
         query = self._gradio.Image(value=picture, visible=True)
         # A new gallery, so that the frame around the previously clicked image disappears.
         gallery = self._gradio.Gallery(value=captioned(hits, self.images), selected_index=None, visible=True)

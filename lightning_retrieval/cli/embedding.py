@@ -6,7 +6,7 @@ fatal.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_retrieval.callbacks.embedding_writer import RangeBatches
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
-from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images
+from lightning_retrieval.datamodules.image_table import check_unique_images, parse_boxes, parse_images
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import file_digest
@@ -102,6 +102,33 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
     return ListedImages(root or images.parent, index, labels)
 
 
+def read_image_rows(
+    owner: str, name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
+) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Read a table that has a single row for each image.
+
+    Args:
+        owner: prefix of error messages.
+        name: name of the argument that gives the table, for error messages.
+        table: CSV or Parquet table.
+        required: as for `read_table`.
+        all_columns: as for `read_table`.
+
+    Returns:
+        The columns of the table by name, and the row of each image by its path.
+
+    Raises:
+        FileNotFoundError: if the table does not exist.
+        ValueError: if the table cannot be read, or an image is in several rows.
+    """
+    if not table.is_file():
+        raise FileNotFoundError(f"{owner}: `{name}` must be a CSV or Parquet table, got {table}, which is not a file.")
+    read = read_table(table, required, all_columns=all_columns)
+    images = parse_images(read)
+    check_unique_images(read, images, None)
+    return read.columns, {image: row for row, image in enumerate(images)}
+
+
 def images_in_folder(owner: str, folder: Path) -> ListedImages:
     """The images in a folder at any depth, without labels.
 
@@ -157,6 +184,36 @@ def find_checkpoint(owner: str, checkpoint: Path) -> Path:
         f"{rule}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists; give the path of a file, "
         "or train with ModelCheckpoint(filename='best')."
     )
+
+
+def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None, *, made: str) -> Path:
+    """The checkpoint that embeddings were made with: the given file, else the file that they record.
+
+    Args:
+        owner: prefix of error messages.
+        about: metadata of the embeddings.
+        given: the checkpoint, or the folder of its runs.
+        made: what was made with the checkpoint, with a verb, for error messages.
+
+    Raises:
+        FileNotFoundError: if the recorded file does not exist.
+        ValueError: if the file is another checkpoint.
+    """
+    if given is None:
+        given = Path(str(about.get("checkpoint")))
+        if not given.is_file():
+            raise FileNotFoundError(
+                f"{owner}: `checkpoint` must be given, because the checkpoint that the {made} made with is no longer "
+                f"at {given}."
+            )
+    checkpoint = find_checkpoint(owner, given)
+    if file_digest(checkpoint) != about.get("checkpoint_sha256"):
+        raise ValueError(
+            f"{owner}: `checkpoint` must be the one that the {made} made with, because embeddings of different models "
+            f"cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or embed the images "
+            "again."
+        )
+    return checkpoint
 
 
 def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:

@@ -5,21 +5,44 @@ preparation of its images, so that queries are embedded in the same way.
 """
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage, images_in_folder
+from lightning_retrieval.checks import check_finite_number
+from lightning_retrieval.cli.embedding import (
+    EmbeddedImages,
+    ImageEmbedder,
+    UnreadableImage,
+    images_in_folder,
+    read_image_rows,
+)
 from lightning_retrieval.cli.options import EMBEDDINGS_OPTIONS
-from lightning_retrieval.cli.stores import IndexSettings, IndexWriter, close_index, new_index
+from lightning_retrieval.cli.stores import (
+    THRESHOLD,
+    IndexSettings,
+    IndexWriter,
+    NewRows,
+    close_index,
+    model_difference,
+    new_index,
+)
+from lightning_retrieval.datamodules.table_file import find_missing
+from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
+from lightning_retrieval.search.conditions import LARGEST_INTEGER, new_columns
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RECALL_AT
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 from lightning_retrieval.search.rows import FolderRows
+
+# The texts of a column of numbers. A text with leading zeros is a code, not a number.
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
 
 def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
@@ -32,6 +55,11 @@ def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         made, unreadable = index_images(**settings)
         print(f"images prepared with {shown_choice(made.about)}")
     print(f"{options.output}: {_summary(made)}")
+    if options.validation is not None:
+        print(
+            "threshold {value:.4f}: false-match rate {false_match_rate:.4f}, miss rate {miss_rate:.4f} with "
+            "{images} images".format(**made.about[THRESHOLD])
+        )
     close_index(made)
     return unreadable
 
@@ -59,6 +87,9 @@ def index_images(
     rows_in_memory: int | None = None,
     overwrite: bool = False,
     update: bool = False,
+    metadata: Path | None = None,
+    validation: Path | None = None,
+    false_match_rate: float | None = None,
     batch_size: int = 32,
     num_workers: int = 0,
     device: str | None = None,
@@ -84,7 +115,14 @@ def index_images(
         overwrite: replace an existing index, whatever it holds.
         update: update an existing index of the same model and images: embed and add new images, remove the rows of
             deleted images, and keep all other rows with their ids. An image that has changed under the same path keeps
-            its old embedding. If there is no index, build one.
+            its old embedding and metadata. If there is no index, build one.
+        metadata: CSV or Parquet table with the path of each image in the column `image`. All other columns are stored
+            in the index, and a search can filter and group by them.
+        validation: embeddings of labelled images, on which a threshold is chosen: a folder written by `embed_images`
+            with the same model. A search shows nothing below the threshold; `about["threshold"]` of the index records
+            it.
+        false_match_rate: the fraction of the images of `validation`, from 0 to 1, that may find an image of another
+            label with this threshold.
         batch_size: number of images embedded at a time; the number is 1 if images keep their sizes.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -93,10 +131,10 @@ def index_images(
         The index, and the images that could not be read.
 
     Raises:
-        FileNotFoundError: if the checkpoint or the folder does not exist.
+        FileNotFoundError: if the checkpoint, the folder or the table does not exist.
         ValueError: if no image can be read or an argument is invalid; without `overwrite`, if rows of an existing index
             would be lost, because they belong to other images or to another model; with `update`, if the index is of
-            another model, or rows cannot be removed from this kind of index.
+            another model or has other columns, or rows cannot be removed from this kind of index.
         OSError: if the store cannot be reached; raised before any image is embedded.
 
     Cost:
@@ -105,17 +143,19 @@ def index_images(
     owner = "index_images"
     new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(owner, images)
+    paths = listed.index.paths
+    rows = NewRows(torch.arange(len(paths)), paths, read_metadata(owner, metadata, paths))
     embedder = ImageEmbedder.load(
         owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
     about = {**embedder.about, "images": str(images.absolute())}
+    about |= choose_threshold(owner, validation, false_match_rate, about)
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
-    ids, paths = torch.arange(len(listed.index)), listed.index.paths
     dim = embedder.dim()
     new.check_dim(dim)
     new.check_paths(paths)
-    writer.check_kept(ids, paths)  # raises before any image is embedded
-    return writer.write(dim, ids, paths, lambda positions: embedder.embed_all(listed, positions.tolist()))
+    writer.check_kept(rows)  # raises before any image is embedded
+    return writer.write(dim, rows, lambda positions: embedder.embed_all(listed, positions.tolist()))
 
 
 def index_embeddings(
@@ -129,6 +169,9 @@ def index_embeddings(
     rows_in_memory: int | None = None,
     overwrite: bool = False,
     update: bool = False,
+    metadata: Path | None = None,
+    validation: Path | None = None,
+    false_match_rate: float | None = None,
 ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
 
@@ -144,12 +187,15 @@ def index_embeddings(
         overwrite: replace an existing index, whatever it holds.
         update: update an existing index of the same model and images: add new rows, with ids after the largest id, and
             remove rows that are not in the folder. If there is no index, build one.
+        metadata: as for `index_images`, with the paths of the images in the folder of embeddings.
+        validation: as for `index_images`.
+        false_match_rate: as for `index_images`.
 
     Returns:
         The index, and the images that could not be read when they were embedded.
 
     Raises:
-        FileNotFoundError: if the folder holds no embeddings.
+        FileNotFoundError: if the folder holds no embeddings, or the table does not exist.
         ValueError: if files of the folder are missing or damaged, no image could be read, or an argument is invalid;
             without `overwrite`, if rows of an existing index would be lost; with `update`, as for `index_images`.
         OSError: if the store cannot be reached; this is checked first.
@@ -166,6 +212,7 @@ def index_embeddings(
     new.check_dim(manifest.dim)
     rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
+    new_rows = NewRows(rows.ids, rows.paths, read_metadata(owner, metadata, rows.paths))
     unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
@@ -173,5 +220,79 @@ def index_embeddings(
             return EmbeddedImages(positions, rows, unreadable)  # `rows` reads the embeddings from files
         return EmbeddedImages(positions, rows[positions], unreadable)
 
-    writer = IndexWriter(owner, new, manifest.about, overwrite=overwrite, update=update)
-    return writer.write(manifest.dim, rows.ids, rows.paths, embedded)
+    about = {**manifest.about, **choose_threshold(owner, validation, false_match_rate, manifest.about)}
+    writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
+    return writer.write(manifest.dim, new_rows, embedded)
+
+
+def choose_threshold(
+    owner: str, validation: Path | None, false_match_rate: float | None, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Choose the threshold of an index with these metadata.
+
+    Returns:
+        An entry for `about` with the threshold, its false-match rate and its miss rate; empty without `validation`.
+
+    Raises:
+        FileNotFoundError: if the folder holds no embeddings.
+        ValueError: if only one of the arguments is given, the rate is not from 0 to 1, the embeddings are of another
+            model, an image has no label, or all labels are the same.
+    """
+    if validation is None and false_match_rate is None:
+        return {}
+    if validation is None or false_match_rate is None:
+        raise ValueError(f"{owner}: `validation` must be given with `false_match_rate`, and neither alone; give both.")
+    check_finite_number(owner, "false_match_rate", false_match_rate, least=0, most=1)
+    folder = EmbeddingFolder.load(owner, validation)
+    difference = model_difference(folder.manifest.about, about)
+    if difference is not None:
+        raise ValueError(
+            f"{owner}: `validation` must be of the model of the index, got {validation}, but {difference}; embed again."
+        )
+    metrics = RetrievalMetrics()
+    metrics.update(*map(torch.from_numpy, folder.labelled("validation")))
+    scores = nearest_scores(metrics)
+    value = scores.threshold(false_match_rate)
+    false_matches, misses = float(scores.false_match_rates(value)), float(scores.miss_rates(value))
+    rates = {"false_match_rate": false_matches, "miss_rate": misses}
+    return {THRESHOLD: {"value": value, **rates, "images": len(scores.negatives)}}
+
+
+def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:
+    """The metadata of images: for the name of each column of a table, the values of all images.
+
+    A column holds numbers if each of its texts is a number below 2**53, written without leading zeros. Otherwise it
+    holds text.
+
+    Args:
+        owner: prefix of error messages.
+        table: CSV or Parquet table with the column `image` and further columns; if None, there is no metadata.
+        paths: the paths of the images.
+
+    Raises:
+        FileNotFoundError: if the table does not exist.
+        ValueError: if the table cannot be read or has no further column, an image is not in exactly one row, or a
+            column has an invalid name.
+    """
+    if table is None:
+        return {}
+    read, row_of = read_image_rows(owner, "metadata", table, all_columns=True)
+    missing = find_missing(paths, row_of)
+    if missing:
+        raise ValueError(
+            f"{owner}: `metadata` must have a row for each image of the index, got {table}, in which {len(missing)} of "
+            f"{len(paths)} images are missing, such as {missing[0]!r}."
+        )
+    rows = [row_of[path] for path in paths]
+    columns = {name: _typed(texts, rows) for name, texts in read.items() if name != "image"}
+    if not columns:
+        raise ValueError(f"{owner}: `metadata` must have columns besides image, got none in {table}.")
+    new_columns(owner, columns, len(paths))  # raises for an invalid name
+    return columns
+
+
+def _typed(texts: Sequence[str], rows: Sequence[int]) -> list[Any]:
+    """The values of some rows of a column: numbers if all its texts are numbers, else text."""
+    if all(map(NUMBER.fullmatch, texts)) and all(abs(float(text)) < LARGEST_INTEGER for text in texts):
+        return [float(texts[row]) for row in rows]
+    return [texts[row] for row in rows]

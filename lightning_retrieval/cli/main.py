@@ -2,6 +2,7 @@
 
     lightning-retrieval fit|validate|test|predict --config FILE
     lightning-retrieval check --data NAME --root DIR
+    lightning-retrieval adapt --embeddings DIR --output C
     lightning-retrieval embed --checkpoint C --images DIR --output DIR
     lightning-retrieval export --checkpoint C --output DIR
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
@@ -9,8 +10,8 @@
     lightning-retrieval demo --index INDEX
     lightning-retrieval completion SHELL
 
-The modules of `embed`, `export`, `index`, `search` and `demo` are imported only after the options have been parsed, so
-that their help does not wait for torch.
+The modules of `adapt`, `embed`, `export`, `index`, `search` and `demo` are imported only after the options have been
+parsed, so that their help does not wait for torch.
 """
 
 import argparse
@@ -34,6 +35,7 @@ LIGHTNING_COMMANDS = {
 }
 OTHER_COMMANDS = {
     "check": "Check the directory structure of a data set: --data NAME --root DIR",
+    "adapt": "Train a head on stored embeddings: --embeddings DIR --output C",
     "embed": "Embed images into Parquet files: --checkpoint C --images DIR --output DIR",
     "export": "Export a model to ONNX and torch.export: --checkpoint C --output DIR",
     "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
@@ -130,6 +132,10 @@ def _run(command: str, args: Sequence[str]) -> int:
 
 def _work_of(command: str) -> Callable[[argparse.Namespace], Sequence["UnreadableImage"]]:
     """The function of a command. It prints the results and returns the images that could not be read."""
+    if command == "adapt":
+        from lightning_retrieval.cli.adapt import adapt
+
+        return adapt
     if command == "embed":
         from lightning_retrieval.cli.embed import embed
 

@@ -1,4 +1,4 @@
-"""Options and messages of the commands that load a model: `embed`, `export`, `index`, `search` and `demo`.
+"""Options and messages of the commands that load a model: `adapt`, `embed`, `export`, `index`, `search` and `demo`.
 
 This module makes the parsers of these commands and does not import torch, so help appears immediately. The code of a
 command is in the module of the same name, which is imported after parsing.
@@ -17,7 +17,15 @@ TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # the same n
 HELP_WIDTH = 78  # columns of a description
 SHOWN = 100  # number of characters that are shown of a path that is too long
 # Prefixes of messages that are replaced by the name of the command.
-OWNERS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images", "MilvusStore")
+OWNERS = (
+    "adapt_head",
+    "embed_images",
+    "export_model",
+    "index_embeddings",
+    "index_images",
+    "search_images",
+    "MilvusStore",
+)
 HOST_HELP = (
     "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
     "only; 0.0.0.0 serves the page to the network, under any name"
@@ -34,6 +42,9 @@ EMBEDDINGS_OPTIONS = (
     "rows_in_memory",
     "overwrite",
     "update",
+    "metadata",
+    "validation",
+    "false_match_rate",
 )
 
 
@@ -196,6 +207,27 @@ def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Name
             parser.error(f"--{name} must not be given with --embeddings, because no image is embedded")
 
 
+def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--embeddings", type=Path, required=True, metavar="DIR", help="folder that `embed` wrote")
+    parser.add_argument("--output", type=Path, required=True, metavar="C", help="file of the new checkpoint")
+    parser.add_argument(
+        "--labels", type=Path, metavar="TABLE", help="table of image and label, if `embed` had no labels"
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="C", help="checkpoint of the embeddings, if it was moved")
+    parser.add_argument(
+        "--loss",
+        default="SmoothAPLoss",
+        help="loss of this library or of pytorch-metric-learning, default SmoothAPLoss",
+    )
+    parser.add_argument("--loss_args", default="{}", metavar="JSON", help='arguments of the loss, as {"tau": 0.1}')
+    parser.add_argument("--embedding_dim", type=int, metavar="D", help="new dimension, default that of the embeddings")
+    parser.add_argument("--hidden_dim", type=int, metavar="H", help="hidden units; by default the head is linear")
+    parser.add_argument("--batch_size", type=int, default=2048, help="length of a list, up to 16384, default 2048")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW, default 0.001")
+    parser.add_argument("--max_epochs", type=int, default=100, help="maximum number of epochs, default 100")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the held-out classes and the lists, default 0")
+
+
 def _add_embed_options(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint(parser, required=True)
     parser.add_argument(
@@ -295,7 +327,25 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
         help="build an index that is larger than memory on disk, with the codes of at most N rows in memory, at least "
         "65,536; for factories IVF with Flat, SQ or PQ",
     )
+    _add_metadata(parser)
     _add_embedding(parser)
+
+
+def _add_metadata(parser: argparse.ArgumentParser) -> None:
+    """Add the options for what an index stores for searches: metadata and a threshold."""
+    parser.add_argument(
+        "--metadata", type=Path, metavar="TABLE", help="table of image and further columns, for search --where"
+    )
+    parser.add_argument(
+        "--validation", type=Path, metavar="DIR", help="labelled embeddings of the same model, to choose a threshold on"
+    )
+    parser.add_argument(
+        "--false_match_rate",
+        type=float,
+        metavar="F",
+        help="with --validation: choose the similarity below which a search shows nothing, such that this fraction of "
+        "its images, from 0 to 1, finds an image of another label",
+    )
 
 
 def _add_replacement(group: argparse._MutuallyExclusiveGroup) -> None:
@@ -317,6 +367,13 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
     _add_searched_index(parser, images_help="folder of the index's images, if it was moved; for --html")
     parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
+    parser.add_argument(
+        "--where", metavar="CONDITION", help="on the metadata, such as \"price <= 20 and brand != 'a'\""
+    )
+    parser.add_argument("--group_by", metavar="COLUMN", help="show one image for each value of this column")
+    parser.add_argument(
+        "--threshold", type=float, metavar="T", help="least similarity, instead of the index's; -1: all"
+    )
     parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -401,6 +458,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "adapt": Command(
+        "Train a head on embeddings that `embed` wrote, and write a checkpoint of the frozen model with its head.",
+        "lightning-retrieval adapt --embeddings out --output adapted.ckpt",
+        _add_adapt_options,
+    ),
     "embed": Command(
         "Embed images into a folder of Parquet files. After a kill, the same command continues.",
         "lightning-retrieval embed --checkpoint best.ckpt --images photos --output out",

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.checks import check_integer
-from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage, find_checkpoint
-from lightning_retrieval.files import file_digest
+from lightning_retrieval.checks import check_finite_number, check_integer, short_repr
+from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage, recorded_checkpoint
+from lightning_retrieval.cli.stores import THRESHOLD
+from lightning_retrieval.search.conditions import check_group, parse_where
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 OWNER = "search_images"
@@ -32,10 +33,28 @@ class Hit:
 
 @dataclass(frozen=True)
 class QueryResult:
-    """A query with its hits, nearest first."""
+    """A query with its hits, nearest first.
+
+    Args:
+        query: path of the image file.
+        hits: the images found whose similarity is at least the threshold.
+        threshold: the lowest similarity of a hit; None if there is no threshold.
+        nearest: similarity of the nearest image found, which may be below the threshold; None if none was found.
+    """
 
     query: str
     hits: list[Hit]
+    threshold: float | None = None
+    nearest: float | None = None
+
+    @property
+    def nothing_similar(self) -> str:
+        """A sentence that says that there are no hits; "" if there are hits."""
+        if self.hits:
+            return ""
+        if self.nearest is None or self.threshold is None:
+            return "Nothing was found."
+        return f"Nothing similar: the nearest image has similarity {self.nearest:.4f}, below {self.threshold:.4f}."
 
 
 def search_images(
@@ -43,6 +62,9 @@ def search_images(
     queries: Sequence[str],
     k: int | None = None,
     *,
+    where: str | None = None,
+    group_by: str | None = None,
+    threshold: float | None = None,
     checkpoint: Path | None = None,
     transform: str | None = None,
     batch_size: int = 32,
@@ -56,6 +78,9 @@ def search_images(
         queries: paths of image files.
         k: number of hits of each query, at most the number of images in the index; if None, 10, or
             all images if the index has fewer than 10.
+        where: condition on the columns of the index that all hits must meet, see `RetrievalIndex.search`.
+        group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
+        threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one.
         checkpoint: file of the model; if None, the file that the index was made with.
         transform: dotted name of the function, if a function prepared the images of the index. The function is
             imported.
@@ -69,13 +94,16 @@ def search_images(
     Raises:
         FileNotFoundError: if the checkpoint does not exist.
         ValueError: if the index was not made by `index_images`, or was made with another checkpoint, `k` is too large,
-            or no query can be read.
+            `where` or `group_by` does not fit the columns of the index, `threshold` is not finite, or no query can be
+            read.
     """
     settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
     _check_index(index)
-    _check_k(k, len(index))  # before the model is loaded
-    searcher = ImageSearcher(index, batch_size=batch_size, num_workers=num_workers, **settings)
-    return searcher.search(queries, k)
+    _check_k(k, len(index))  # before the model is loaded, as are the next two
+    parse_where(OWNER, where, index.column_kinds)
+    check_group(OWNER, group_by, index.column_kinds)
+    searcher = ImageSearcher(index, threshold=threshold, batch_size=batch_size, num_workers=num_workers, **settings)
+    return searcher.search(queries, k, where=where, group_by=group_by)
 
 
 class ImageSearcher:
@@ -83,6 +111,7 @@ class ImageSearcher:
 
     Args:
         index: an index made by `index_images`.
+        threshold: as for `search_images`.
         checkpoint: as for `search_images`.
         transform: as for `search_images`.
         batch_size: as for `search_images`.
@@ -94,6 +123,7 @@ class ImageSearcher:
         self,
         index: EmbeddingStore,
         *,
+        threshold: float | None = None,
         checkpoint: Path | None = None,
         transform: str | None = None,
         batch_size: int = 32,
@@ -102,9 +132,10 @@ class ImageSearcher:
     ) -> None:
         _check_index(index)
         self.index = index
+        self.threshold = _threshold_of(index, threshold)
         self._embedder = ImageEmbedder.load(
             OWNER,
-            _checkpoint_of(index, checkpoint),
+            recorded_checkpoint(OWNER, index.about, checkpoint, made="index was"),
             transform=transform,
             recorded=index.about["preparation"],
             sha256=index.about["checkpoint_sha256"],
@@ -113,7 +144,9 @@ class ImageSearcher:
             device=device,
         )
 
-    def search(self, queries: Sequence[str], k: int | None = None) -> tuple[list[QueryResult], list[UnreadableImage]]:
+    def search(
+        self, queries: Sequence[str], k: int | None = None, *, where: str | None = None, group_by: str | None = None
+    ) -> tuple[list[QueryResult], list[UnreadableImage]]:
         """The results of the readable queries, and the unreadable queries; see `search_images`."""
         k = _check_k(k, len(self.index))
         embedded = self._embedder.embed_all(_listed(queries))
@@ -122,17 +155,27 @@ class ImageSearcher:
                 f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
             )
         rows = embedded.embeddings[:]  # a tensor in memory
-        similarities, ids, paths = self.index.search_with_paths(rows, k)
+        similarities, ids, paths = self.index.search_with_paths(rows, k, where=where, group_by=group_by)
         results = []
         found_rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
         for position, row, row_paths, row_similarities in found_rows:
-            found = row[row >= 0]  # an approximate index may find fewer than k rows
+            found = row[row >= 0]  # there may be fewer than k rows
             hits = []
             columns = zip(found.tolist(), row_paths, row_similarities)
             for rank, (image_id, path, similarity) in enumerate(columns, start=1):
                 hits.append(Hit(rank, image_id, path, similarity))
-            results.append(QueryResult(queries[position], hits))
+            results.append(self._result(queries[position], hits))
         return results, embedded.unreadable
+
+    def _result(self, query: str, found: list[Hit]) -> QueryResult:
+        """The result of a query, without the images found below the threshold."""
+        nearest = None
+        if found:
+            nearest = found[0].similarity
+        hits = found
+        if self.threshold is not None:
+            hits = [hit for hit in found if hit.similarity >= self.threshold]
+        return QueryResult(query, hits, self.threshold, nearest)
 
 
 def _listed(queries: Sequence[str]) -> ListedImages:
@@ -163,23 +206,20 @@ def _check_index(index: EmbeddingStore) -> None:
         raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")
 
 
-def _checkpoint_of(index: EmbeddingStore, checkpoint: Path | None) -> Path:
-    """The checkpoint of the index; raises if the given file is another checkpoint."""
-    if checkpoint is None:
-        checkpoint = Path(index.about["checkpoint"])
-        if not checkpoint.is_file():
-            raise FileNotFoundError(
-                f"{OWNER}: `checkpoint` must be given, because the checkpoint that the index was made with is no "
-                f"longer at {checkpoint}."
-            )
-    checkpoint = find_checkpoint(OWNER, checkpoint)
-    if file_digest(checkpoint) != index.about["checkpoint_sha256"]:
+def _threshold_of(index: EmbeddingStore, given: float | None) -> float | None:
+    """The lowest similarity of a hit: the given number, else the threshold of the index; None for no threshold."""
+    if given is not None:
+        return check_finite_number(OWNER, "threshold", given)
+    recorded = index.about.get(THRESHOLD)
+    if recorded is None:
+        return None
+    try:
+        return check_finite_number(OWNER, "threshold", recorded["value"])
+    except (LookupError, TypeError, ValueError):
         raise ValueError(
-            f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
-            f"models cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or build "
-            "the index again."
-        )
-    return checkpoint
+            f"{OWNER}: `threshold` must be given, because the index must record a number as its threshold, got "
+            f"{short_repr(recorded)}."
+        ) from None
 
 
 def _check_k(k: int | None, images: int) -> int:

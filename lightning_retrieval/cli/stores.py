@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_bool, first_line
 from lightning_retrieval.cli.embedding import EmbeddedImages, UnreadableImage
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.search.conditions import Kind, kinds_of, new_columns, shown_kinds
 from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.milvus_connection import OWNER, check_dim, check_store
@@ -31,6 +32,7 @@ from lightning_retrieval.search.storage import MANIFEST, check_folder
 
 KIND = "milvus:"
 BLOCK = 1 << 16  # number of rows whose paths are read at a time
+THRESHOLD = "threshold"  # entry of `about`: the threshold of an index with its rates
 MODEL = ("checkpoint_sha256", "preparation")  # entries of `about` that must be equal for embeddings to be comparable
 
 
@@ -51,6 +53,25 @@ class IndexSettings:
     rows_in_memory: int | None = None
 
 
+@dataclass(frozen=True)
+class NewRows:
+    """The ids, paths and metadata of the images that an index gets."""
+
+    ids: Int[Tensor, " rows"]
+    paths: PackedStrings
+    columns: Mapping[str, Sequence[Any]]  # for the name of each column, one value for each row
+
+    def select(self, positions: Int[Tensor, " selected"]) -> "NewRows":
+        """The rows of the images at these positions."""
+        selected = positions.tolist()
+        columns = {name: list(map(values.__getitem__, selected)) for name, values in self.columns.items()}
+        return NewRows(self.ids[positions], self.paths[positions.numpy()], columns)
+
+    def column_kinds(self) -> dict[str, Kind]:
+        """The kind of each column."""
+        return kinds_of(new_columns(OWNER, self.columns, len(self.ids)))
+
+
 class EarlierRows:
     """The rows of an existing index that a command is about to replace or update.
 
@@ -65,6 +86,8 @@ class EarlierRows:
 
     def __init__(self, owner: str, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
         self.ids = index.ids
+        self.column_kinds = index.column_kinds
+        self.threshold = index.about.get(THRESHOLD)
         self.difference = _difference(index.about, about)
         """Why none of the rows can be kept in the new index; None if rows can be kept."""
         self._owner = owner
@@ -72,12 +95,12 @@ class EarlierRows:
         paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
         self._rows = row_keys(self.ids, paths)
 
-    def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
-        """Raise if a row of the existing index is missing in the new index, which has these ids and paths."""
+    def check_kept(self, rows: NewRows) -> None:
+        """Raise if a row of the existing index is missing in the new index, or the columns differ."""
         lost, cure = len(self.ids), "`overwrite` to replace it"
         why = self.difference
         if why is None:
-            lost = _not_in(self._rows, row_keys(ids, paths))
+            lost = _not_in(self._rows, row_keys(rows.ids, rows.paths))
             why = "their images are not among the new ones"
             cure += ", or `update` to add the images that are new and remove the rows of those that are gone"
         if lost > 0:
@@ -85,30 +108,41 @@ class EarlierRows:
                 f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of "
                 f"the {len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
             )
+        self._check_columns(rows)
 
-    def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
-        """The ids of the existing rows that are missing in the new index, which has these ids and paths.
+    def _check_columns(self, rows: NewRows) -> None:
+        kinds = rows.column_kinds()
+        if kinds != self.column_kinds:
+            raise ValueError(
+                f"{self._owner}: `metadata` must have the columns of {self._name}, {shown_kinds(self.column_kinds)}, "
+                f"got {shown_kinds(kinds)}; give a table with them, or `overwrite` to replace the index."
+            )
+
+    def gone(self, rows: NewRows) -> Int[Tensor, " gone"]:
+        """The ids of the existing rows that are missing in the new index, which has these rows.
 
         Raises:
-            ValueError: if the existing index is of another model or other images, or two rows have the same path.
+            ValueError: if the existing index is of another model or other images, or has other columns, or two rows
+                have the same path.
         """
         if self.difference is not None and len(self.ids) > 0:
             raise ValueError(
                 f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}: "
                 f"it has {len(self.ids)} rows, and {self.difference}; give `overwrite` to replace it, or another path."
             )
-        rows = row_keys(ids, paths)
-        for keys in (rows, self._rows):
+        self._check_columns(rows)
+        new = row_keys(rows.ids, rows.paths)
+        for keys in (new, self._rows):
             if len(np.unique(keys)) < len(keys):
                 raise ValueError(
                     f"{self._owner}: `update` must be given for rows with different paths, got some with the same path "
                     "in the index or in the new rows; give `overwrite` to replace the index."
                 )
-        return self.ids[torch.from_numpy(~np.isin(self._rows, rows))]
+        return self.ids[torch.from_numpy(~np.isin(self._rows, new))]
 
-    def is_new(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> NDArray[np.bool_]:
+    def is_new(self, rows: NewRows) -> NDArray[np.bool_]:
         """For each of these rows, whether it is missing in the existing index."""
-        return ~np.isin(row_keys(ids, paths), self._rows)
+        return ~np.isin(row_keys(rows.ids, rows.paths), self._rows)
 
 
 def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int64]:
@@ -136,16 +170,24 @@ def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
     """How an existing index differs from a new one in model or images; None if neither differs."""
-    made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
     if MODEL[0] not in earlier:
         return "something else than this command has made them"
-    if earlier[MODEL[0]] != made.get(MODEL[0]):
+    of_model = model_difference(earlier, about)
+    if of_model is not None:
+        return of_model
+    folders = [os.path.realpath(str(described.get("images"))) for described in (earlier, about)]
+    if folders[0] != folders[1]:
+        return f"they are of images in {earlier.get('images')}"
+    return None
+
+
+def model_difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
+    """Why embeddings in a file cannot be compared with the embeddings of a model; None if they can be compared."""
+    made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
+    if earlier.get(MODEL[0]) != made.get(MODEL[0]):
         return "they are of another model"
     if earlier.get(MODEL[1]) != made.get(MODEL[1]):
         return "they are of images that were prepared otherwise"
-    folders = [os.path.realpath(str(described.get("images"))) for described in (earlier, made)]
-    if folders[0] != folders[1]:
-        return f"they are of images in {earlier.get('images')}"
     return None
 
 
@@ -216,16 +258,16 @@ class FaissFolder:
             )
         index.save(self._folder)
 
-    def write(
-        self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
-    ) -> EmbeddingStore:
+    def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and save it, replacing an existing one."""
         index = self._empty_index(dim, about)
         rows_in_memory = self._settings.rows_in_memory
         if rows_in_memory is not None:
-            index.build_on_disk(self._folder, embeddings, ids, paths, rows_in_memory=rows_in_memory)
+            index.build_on_disk(
+                self._folder, embeddings, rows.ids, rows.paths, columns=rows.columns, rows_in_memory=rows_in_memory
+            )
             return index
-        index.add(embeddings, ids, paths)
+        index.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
         index.save(self._folder)
         return index
 
@@ -293,25 +335,23 @@ class MilvusCollection:
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
-        """Context with the existing index, to change the rows, but not the metadata, of the index."""
+        """Context with the existing index, to change its rows; `about` is stored at the end, except after an error."""
         store = MilvusStore(*self._address)
         try:
             _check_settings(self._owner, store, self._settings)
             yield store
+            store.record_about(about)
         except BaseException:
             store.close()
             raise
 
-    def write(
-        self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
-    ) -> EmbeddingStore:
+    def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
+        settings = {"factory": self._settings.factory, "parameters": self._settings.parameters}
         with _named_as("output"):
-            store = MilvusStore.create(
-                *self._address, dim, about=about, factory=self._settings.factory, parameters=self._settings.parameters
-            )
+            store = MilvusStore.create(*self._address, dim, about=about, columns=rows.column_kinds(), **settings)
         try:
-            store.add(embeddings, ids, paths)
+            store.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
             store.publish()
         except BaseException:
             with suppress(OSError):
@@ -368,70 +408,70 @@ class IndexWriter:
         if check_bool(owner, "update", update) and overwrite:
             raise ValueError(f"{owner}: `overwrite` must not be given with `update`; give one of them.")
         self._new = new
-        self._about = about
+        self._about = dict(about)
         self._earlier: EarlierRows | None = None
         if update:
             self._earlier = new.earlier_rows(about)
+        if self._earlier is not None and self._earlier.threshold is not None:
+            self._about.setdefault(THRESHOLD, self._earlier.threshold)
 
-    def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings) -> None:
-        """Raise if rows of an existing index would be lost without `overwrite` or `update`.
+    def check_kept(self, rows: NewRows) -> None:
+        """Raise if rows or columns would be lost without `overwrite` or `update`.
 
         The existing index is read again for this check.
 
         Raises:
-            ValueError: if rows would be lost, or the index cannot be read.
+            ValueError: if something would be lost, or the index cannot be read.
         """
         if self._overwrite or self._earlier is not None:
             return
         earlier = self._new.earlier_rows(self._about)
         if earlier is not None:
-            earlier.check_kept(ids, paths)
+            earlier.check_kept(rows)
 
     def write(
         self,
         dim: int,
-        ids: Int[Tensor, " rows"],
-        paths: PackedStrings,
+        rows: NewRows,
         embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
         """Write the index, or update the existing one.
 
         Args:
             dim: dimension of an embedding.
-            ids: ids of all images.
-            paths: paths of all images.
+            rows: ids, paths and metadata of all images.
             embed: returns the embeddings of the images at the given positions.
 
         Returns:
             The index, and the images that could not be read.
 
         Raises:
-            ValueError: if an existing index is of another model or other images, no image can be read, or rows cannot
-                be removed from this kind of index.
+            ValueError: if an existing index is of another model or other images, or has other columns, no image can be
+                read, or rows cannot be removed from this kind of index.
         """
         if self._earlier is not None:
-            return self._updated(self._earlier, ids, paths, embed)
-        embedded = embed(torch.arange(len(ids)))
+            return self._updated(self._earlier, rows, embed)
+        embedded = embed(torch.arange(len(rows.ids)))
         self._check_some(len(embedded.positions), embedded.unreadable)
-        if len(embedded.positions) < len(ids):  # some images cannot be read
-            ids, paths = ids[embedded.positions], paths[embedded.positions.numpy()]
-        self.check_kept(ids, paths)
-        return self._new.write(dim, self._about, embedded.embeddings, ids, paths), embedded.unreadable
+        if len(embedded.positions) < len(rows.ids):  # some images cannot be read
+            rows = rows.select(embedded.positions)
+        self.check_kept(rows)
+        return self._new.write(dim, self._about, embedded.embeddings, rows), embedded.unreadable
 
     def _updated(
         self,
         earlier: EarlierRows,
-        ids: Int[Tensor, " rows"],
-        paths: PackedStrings,
+        rows: NewRows,
         embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
-        gone = earlier.gone(ids, paths)
+        gone = earlier.gone(rows)
         with self._new.updated(self._about) as index:
             if len(gone) > 0:
                 index.remove(gone)
-            embedded = embed(torch.from_numpy(earlier.is_new(ids, paths)).nonzero()[:, 0])
+            embedded = embed(torch.from_numpy(earlier.is_new(rows)).nonzero()[:, 0])
             if len(embedded.positions) > 0:
-                index.add(embedded.embeddings, paths=paths[embedded.positions.numpy()])
+                added = rows.select(embedded.positions)
+                index.add(embedded.embeddings, paths=added.paths, columns=added.columns)
             self._check_some(len(index), embedded.unreadable)
         return index, embedded.unreadable
 

@@ -4,11 +4,14 @@ Like `compute`, both computations are collective operations of the metric's proc
 number of processes.
 """
 
+from collections.abc import Iterator
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.metrics.base import EmbeddingMetric
+from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.ranking.ranks import PositiveRanks, ieee_products
 from lightning_retrieval.ranking.rows import float64_device
@@ -56,8 +59,30 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
     """
     rows, shard = metrics.gather()
     lists = metrics.query_gallery(rows)
-    device = rows.ids.device
-    counts = torch.zeros(2 * bins, dtype=torch.int64, device=device)
+    counts = torch.zeros(2 * bins, dtype=torch.int64, device=rows.ids.device)
+    for _, scores, is_relevant, is_candidate in score_blocks(metrics, lists):
+        bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
+        bin_index += bins * ~is_relevant
+        counts += torch.bincount(bin_index[is_candidate], minlength=2 * bins)
+    shard.add_up(counts)
+    return counts.view(2, bins)
+
+
+def score_blocks(
+    metrics: EmbeddingMetric, lists: QueryGallery
+) -> Iterator[
+    tuple[slice, Float[Tensor, "query gallery"], Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]
+]:
+    """The scores of this process's queries with the gallery, block by block.
+
+    Args:
+        metrics: the metric that defines relevance and candidates.
+        lists: queries and gallery.
+
+    Returns:
+        For each block, its queries, their scores, and whether each pair is relevant and whether it is a candidate.
+    """
+    device = lists.query_ids.device
     # The blocks do not depend on the number of processes, so neither do the last digits of the scores.
     for begin in range(0, len(lists.gallery_ids), _BLOCK_GALLERY):
         images = slice(begin, min(begin + _BLOCK_GALLERY, len(lists.gallery_ids)))
@@ -65,15 +90,10 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
         for queries, block in lists.query_rows.blocks():
             with ieee_products():
                 scores = queries.to(device) @ gallery.T
-            bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
             is_relevant = metrics.is_relevant(
                 lists.query_ids[block],
                 lists.query_labels[block],
                 lists.gallery_ids[images],
                 lists.gallery_labels[images],
             )
-            bin_index += bins * ~is_relevant
-            is_candidate = metrics.is_candidate(lists, block, images)
-            counts += torch.bincount(bin_index[is_candidate], minlength=2 * bins)
-    shard.add_up(counts)
-    return counts.view(2, bins)
+            yield block, scores, is_relevant, metrics.is_candidate(lists, block, images)

@@ -1,5 +1,6 @@
 """Models: an embedder with any backbone, image preparation, pooling, whitening, and a network for glyphs."""
 
+from lightning_retrieval.models.adapted import AdaptedEmbedder
 from lightning_retrieval.models.backbones import GlyphNet
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.features import GeM, GlobalAvgPool, GlobalMaxPool, gem
@@ -8,6 +9,7 @@ from lightning_retrieval.models.whitening import PCAWhitening
 from lightning_retrieval.preparation.preparation import Preparation
 
 __all__ = [
+    "AdaptedEmbedder",
     "Embedder",
     "GeM",
     "GlobalAvgPool",

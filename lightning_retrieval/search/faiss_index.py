@@ -28,6 +28,7 @@ from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_block
 
 ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
+BITS_PER_ID = 512  # a bitmap that selects ids must not be larger than a hash table of them
 COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; a prefix may precede the name
 
 
@@ -191,25 +192,40 @@ def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: ND
 
 
 def search_shards(
-    shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int
+    shards: list[Any],
+    dim: int,
+    queries: Float[Tensor, "query dim"],
+    k: int,
+    *,
+    among: NDArray[np.int64] | None = None,
 ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
     """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer rows are found.
 
+    Args:
+        shards: the faiss indexes.
+        dim: dimension of an embedding.
+        queries: the embeddings to search for.
+        k: number of rows.
+        among: ids of the rows that may be found; if None, all rows.
+
     Raises:
-        ValueError: if faiss cannot search with the index's parameters.
+        ValueError: if faiss cannot search with the index's parameters, or cannot filter this kind of index.
     """
-    index = shards[0]
-    if len(shards) > 1:
-        in_threads, successive_ids = True, False
-        index = load_faiss().IndexShards(dim, in_threads, successive_ids)
-        for shard in shards:
-            index.add_shard(shard)
+    if among is None:
+        search = _joined_shards(shards, dim).search
+    else:
+        search = partial(_search_among, shards, among=among)
     similarities = [np.zeros((0, k), np.float32)]
     ids = [np.zeros((0, k), np.int64)]
     for _, block in normalized_blocks(queries):
         try:
-            block_similarities, block_ids = index.search(block, k)
+            block_similarities, block_ids = search(block, k)
         except RuntimeError as error:
+            if among is not None and "params" in str(error):
+                raise ValueError(
+                    f"{OWNER}: `where` and `group_by` must be given for an index that faiss can filter, got one that "
+                    "it cannot; use Flat, HNSW, SQ, or IVF with Flat, SQ or PQ, without RFlat."
+                ) from None
             raise ValueError(
                 f"{OWNER}: faiss cannot search for the {k} nearest rows ({faiss_reason(error)}); ask for fewer, or "
                 "change the search parameters with set_parameters."
@@ -220,6 +236,53 @@ def search_shards(
     all_ids = np.concatenate(ids)
     all_similarities[all_ids < 0] = -np.inf
     return torch.from_numpy(all_similarities), torch.from_numpy(all_ids)
+
+
+def _joined_shards(shards: list[Any], dim: int) -> Any:
+    """A faiss index that searches all shards in parallel."""
+    if len(shards) == 1:
+        return shards[0]
+    in_threads, successive_ids = True, False
+    index = load_faiss().IndexShards(dim, in_threads, successive_ids)
+    for shard in shards:
+        index.add_shard(shard)
+    return index
+
+
+def _search_among(
+    shards: list[Any], block: Float32[np.ndarray, "query dim"], k: int, *, among: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Search the shards for rows with some of the ids, one shard after the other: `IndexShards` cannot filter."""
+    found = []
+    for shard in shards:
+        # `faiss.contrib.torch_utils` replaces `search` by a method without `params`, and keeps it as `search_numpy`.
+        search = getattr(shard, "search_numpy", shard.search)
+        found.append(search(block, k, params=_search_parameters(shard, among)))
+    similarities, ids = (np.concatenate(parts, axis=1) for parts in zip(*found))
+    similarities[ids < 0] = -np.inf
+    order = np.argsort(-similarities, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(similarities, order, 1), np.take_along_axis(ids, order, 1)
+
+
+def _search_parameters(index: Any, ids: NDArray[np.int64]) -> Any:
+    """Parameters of faiss for a search among the rows with these ids; other parameters are those of the index.
+
+    The parameters are valid for one search, because faiss changes the selector of an `IndexIDMap` in place.
+    """
+    faiss = load_faiss()
+    if len(ids) > 0 and ids.max() < BITS_PER_ID * len(ids):  # a bitmap takes a tenth of the time of a hash table
+        selected = np.zeros(int(ids.max()) + 1, np.bool_)
+        selected[ids] = True
+        selector = faiss.IDSelectorBitmap(np.packbits(selected, bitorder="little"))
+    else:
+        selector = faiss.IDSelectorBatch(ids)
+    while isinstance(index, (faiss.IndexIDMap, faiss.IndexPreTransform)):
+        index = faiss.downcast_index(index.index)
+    if isinstance(index, faiss.IndexIVF):
+        return faiss.SearchParametersIVF(sel=selector, nprobe=index.nprobe, max_codes=index.max_codes)
+    if isinstance(index, faiss.IndexHNSW):
+        return faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch)
+    return faiss.SearchParameters(sel=selector)
 
 
 def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) -> None:

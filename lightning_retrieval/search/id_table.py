@@ -1,4 +1,4 @@
-"""The ids and paths of the rows of an index."""
+"""The ids, paths and columns of the rows of an index."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.search import conditions
 from lightning_retrieval.search.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows
 
 LARGEST_ID = int(np.iinfo(np.int64).max)
@@ -82,21 +83,23 @@ def check_all_known(owner: str, unknown: NDArray[np.int64]) -> None:
 
 
 class IdTable:
-    """Sorted ids with their paths.
+    """Sorted ids with their paths and columns.
 
     Args:
         ids: ids in ascending order, all different.
         paths: path of each id; "" for an id without a path.
+        columns: columns by name, in the order of the ids.
     """
 
-    def __init__(self, ids: NDArray[np.int64], paths: PackedStrings) -> None:
+    def __init__(self, ids: NDArray[np.int64], paths: PackedStrings, columns: Mapping[str, conditions.Column]) -> None:
         self.ids = ids
         self.paths = paths
+        self.columns = dict(columns)
 
     @classmethod
     def empty(cls) -> "IdTable":
         """A table without rows."""
-        return cls(np.zeros(0, np.int64), PackedStrings([]))
+        return cls(np.zeros(0, np.int64), PackedStrings([]), {})
 
     @classmethod
     def read(cls, files: Mapping[str, Path], mapped: bool) -> "IdTable":
@@ -105,7 +108,8 @@ class IdTable:
         if mapped:
             mode = "r"
         data, ends = np.load(files["paths.npy"], mode), np.load(files["path-ends.npy"], mode)
-        return cls(np.load(files["ids.npy"], mode), PackedStrings.from_arrays(data, ends))
+        columns = conditions.read_columns(OWNER, files, len(ends), mode)
+        return cls(np.load(files["ids.npy"], mode), PackedStrings.from_arrays(data, ends), columns)
 
     def writers(self) -> dict[str, Callable[[DigestStream], None]]:
         """For each file, by name, a function that writes its content to a stream."""
@@ -113,6 +117,7 @@ class IdTable:
             "ids.npy": partial(np.save, arr=self.ids),
             "paths.npy": partial(np.save, arr=self.paths.data),
             "path-ends.npy": partial(np.save, arr=self.paths.ends),
+            **conditions.column_writers(self.columns),
         }
 
     def __len__(self) -> int:
@@ -135,25 +140,33 @@ class IdTable:
         check_none_known(OWNER, new[np.isin(new, self.ids)])
         return new
 
-    def add(self, ids: NDArray[np.int64], paths: Sequence[str] | None) -> None:
-        """Add ids that `new_ids` returned, and their paths (None for rows without paths).
+    def add(
+        self, ids: NDArray[np.int64], paths: Sequence[str] | None, columns: Mapping[str, conditions.Column]
+    ) -> None:
+        """Add ids that `new_ids` returned, their paths (None for rows without paths), and their columns.
 
         Ids and paths are copied only if necessary, because they may need as much memory as the codes.
         """
+        if len(ids) == 0:
+            return
         packed = _packed(paths, len(ids))
+        joined = dict(columns)
         if len(self) > 0:
             ids = np.concatenate([self.ids, ids])
             packed = PackedStrings.join([self.paths, packed])
+            joined = {name: column.joined(columns[name]) for name, column in self.columns.items()}
         if not _ascend(ids):
             order = np.argsort(ids, kind="stable")
             ids, packed = ids[order], packed[order]
-        self.ids, self.paths = ids, packed
+            joined = {name: column.select(order) for name, column in joined.items()}
+        self.ids, self.paths, self.columns = ids, packed, joined
 
     def remove(self, positions: NDArray[np.intp]) -> None:
-        """Remove the ids at these positions, and their paths."""
+        """Remove the ids at these positions, and their paths and columns."""
         kept = np.delete(np.arange(len(self)), positions)
         self.ids = self.ids[kept]
         self.paths = self.paths[kept]
+        self.columns = {name: column.select(kept) for name, column in self.columns.items()}
 
     def paths_of(self, ids: NDArray[np.int64]) -> list[str]:
         """The paths of the rows with these ids.
@@ -167,6 +180,14 @@ class IdTable:
         """The paths of the rows found by a search; "" for the id -1, which means no row."""
         found = self.paths_of(ids[ids >= 0])
         return found + [""] * (len(ids) - len(found))  # ids of -1 come last
+
+    def values(self, name: str, ids: NDArray[np.int64]) -> list[Any]:
+        """The values of the rows with these ids in a column.
+
+        Raises:
+            ValueError: if an id is not in the table.
+        """
+        return self.columns[name].listed(self.positions(ids))
 
     def positions(self, ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """The positions of these ids in the table.
@@ -182,15 +203,24 @@ class IdTable:
 
 
 def check_new_rows(
-    table: IdTable, dim: int, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None
-) -> NDArray[np.int64]:
-    """Validate new rows and return their ids."""
+    table: IdTable,
+    dim: int,
+    embeddings: Rows,
+    *,
+    ids: Tensor | None,
+    paths: Sequence[str] | None,
+    columns: Mapping[str, conditions.Values] | None,
+) -> tuple[NDArray[np.int64], dict[str, conditions.Column]]:
+    """Validate new rows and return their ids and columns."""
     check_rows(OWNER, "embeddings", embeddings, dim)
     new_ids = table.new_ids(ids, len(embeddings))
     if paths is not None:
         check_paths(OWNER, paths, len(embeddings))
+    added = conditions.new_columns(OWNER, columns, len(embeddings))
+    if len(table) > 0 and len(new_ids) > 0:
+        conditions.check_same_columns(OWNER, conditions.kinds_of(table.columns), conditions.kinds_of(added))
     check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
-    return new_ids
+    return new_ids, added
 
 
 def _packed(paths: Sequence[str] | None, rows: int) -> PackedStrings:

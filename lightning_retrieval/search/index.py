@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_path, first_line, short_repr
 from lightning_retrieval.ranking.ranks import ieee_products
-from lightning_retrieval.search import faiss_index
+from lightning_retrieval.search import conditions, faiss_index
 from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
 from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.rows import (
@@ -216,6 +216,8 @@ class RetrievalIndex:
         embeddings: Rows,
         ids: Int[Tensor, " rows"] | None = None,
         paths: Sequence[str] | None = None,
+        *,
+        columns: Mapping[str, conditions.Values] | None = None,
     ) -> None:
         """Add rows.
 
@@ -228,16 +230,19 @@ class RetrievalIndex:
             embeddings: one floating-point row for each embedding, on any device, of any norm.
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, or None.
+            columns: metadata by which a search can filter and group: for the name of each column, one string for each
+                row or one number for each row. All rows of an index have the same columns.
 
         Raises:
             ValueError: if shapes do not match, an embedding is not finite, an id is negative or already in the index,
-                there are too few rows for the training, faiss cannot add rows, or the index is memory-mapped.
-            TypeError: if embeddings are not floating point, ids are not integers, or `paths` is not a sequence of
-                strings.
+                a column has an invalid name or is not one of the earlier rows' columns, there are too few rows for the
+                training, faiss cannot add rows, or the index is memory-mapped.
+            TypeError: if embeddings are not floating point, ids are not integers, `paths` is not a sequence of strings,
+                or a column has values of other types.
         """
         with self._lock.editing():
             check_not_mapped(self.mapped, "add to")
-            new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
+            new_ids, added = check_new_rows(self._table, self.dim, embeddings, ids=ids, paths=paths, columns=columns)
             is_first = len(self) == 0 and len(new_ids) > 0
             faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
             try:
@@ -246,55 +251,90 @@ class RetrievalIndex:
                 if is_first:
                     self.faiss_indexes = self._empty_shards()
                 raise
-            self._table.add(new_ids, paths)
+            self._table.add(new_ids, paths, added)
             if is_first and self.factory != "Flat":
                 self.recall = measure_recall(self._search, embeddings, new_ids)
 
-    def search(self, queries: Queries, k: int) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+    def search(
+        self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
         """The k nearest rows of each query, nearest first.
 
         Args:
             queries: floating-point embeddings of any norm, as a tensor on any device or as a NumPy array: rows, or one
                 vector of shape (D,).
             k: from 1 to the number of rows.
+            where: condition on the columns that the rows must meet, such as `"price <= 20 and brand in ['a', 'b']"`.
+            group_by: name of a column. Of the rows with the same value, only the nearest one is found.
 
         Returns:
             The cosine similarities, approximate if the index stores approximate vectors, and the ids. Both are tensors
                 with a row of k numbers for each query. One vector is one query, so its results have shape (1, k). If
-                an approximate index finds fewer than k rows, -inf and -1 fill the rest.
+                fewer than k rows meet the condition, there are fewer groups, or an approximate index finds fewer,
+                -inf and -1 fill the rest.
 
         Raises:
-            ValueError: if shapes do not match, a query is not finite, or `k` is out of range.
-            TypeError: if queries are not floating point, or `k` is not an integer.
+            ValueError: if shapes do not match, a query is not finite, `k` is out of range, `where` is not a condition
+                on the columns, `group_by` is not a column, or faiss cannot filter this kind of index.
+            TypeError: if queries are not floating point, `k` is not an integer, or `where` or `group_by` is not a
+                string.
         """
         with self._lock.reading():
-            return self._search(queries, k)
+            return self._search(queries, k, where, group_by)
 
     def search_with_paths(
-        self, queries: Queries, k: int
+        self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
         """Like `search`, with the path of each row found. Other threads cannot remove rows before the paths are read.
 
         Args:
             queries: as for `search`.
             k: as for `search`.
+            where: as for `search`.
+            group_by: as for `search`.
 
         Returns:
             The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
-                and where an approximate index finds fewer than k rows.
+                and where fewer than k rows are found.
 
         Raises:
             ValueError: as in `search`.
             TypeError: as in `search`.
         """
         with self._lock.reading():
-            similarities, ids = self._search(queries, k)
+            similarities, ids = self._search(queries, k, where, group_by)
             return similarities, ids, [self._table.paths_of_found(row) for row in ids.numpy()]
 
-    def _search(self, queries: Queries, k: int) -> tuple[Tensor, Tensor]:
+    def _search(
+        self, queries: Queries, k: int, where: str | None = None, group_by: str | None = None
+    ) -> tuple[Tensor, Tensor]:
         rows = query_rows(OWNER, queries, self.dim)
         k = check_results(OWNER, k, len(self))
-        return faiss_index.search_shards(self.faiss_indexes, self.dim, rows, k)
+        condition = conditions.parse_where(OWNER, where, conditions.kinds_of(self._table.columns))
+        conditions.check_group(OWNER, group_by, conditions.kinds_of(self._table.columns))
+        if group_by is None:
+            return self._nearest(rows, k, condition)
+        search = functools.partial(self._nearest_with_groups, group_by)
+        found = conditions.search_groups(search, rows, k, group_by=group_by, condition=condition, most=len(self))
+        return conditions.as_tensors(found, k)
+
+    def _nearest(self, queries: Tensor, k: int, condition: conditions.Condition | None) -> tuple[Tensor, Tensor]:
+        among = None
+        if condition is not None:
+            among = self._table.ids[conditions.matching_rows(condition, self._table.columns)]
+        return faiss_index.search_shards(self.faiss_indexes, self.dim, queries, k, among=among)
+
+    def _nearest_with_groups(
+        self, group_by: str, queries: Tensor, k: int, condition: conditions.Condition | None
+    ) -> list[list[conditions.Found]]:
+        """The nearest rows of each query with their groups; fewer than k if fewer are found."""
+        similarities, ids = self._nearest(queries, k, condition)
+        results = []
+        for row_similarities, row in zip(similarities.tolist(), ids.numpy()):
+            found = row[row >= 0]
+            groups = self._table.values(group_by, found)
+            results.append(list(map(conditions.Found, row_similarities, found.tolist(), groups)))
+        return results
 
     def build_on_disk(
         self,
@@ -303,6 +343,7 @@ class RetrievalIndex:
         ids: Int[Tensor, " rows"] | None = None,
         paths: Sequence[str] | None = None,
         *,
+        columns: Mapping[str, conditions.Values] | None = None,
         rows_in_memory: int = ROWS_IN_MEMORY,
     ) -> None:
         """Fill and save an empty IVF index, which may get larger than memory. Afterwards, the index is memory-mapped.
@@ -312,6 +353,7 @@ class RetrievalIndex:
             embeddings: as for `add`.
             ids: as for `add`; if None, the integers from 0.
             paths: as for `add`.
+            columns: as for `add`.
             rows_in_memory: maximum number of rows whose codes are held in memory, >= 65,536.
 
         Raises:
@@ -326,12 +368,12 @@ class RetrievalIndex:
         with self._lock.editing():
             check_not_mapped(self.mapped, "add to")
             check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
-            new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
+            new_ids, added = check_new_rows(self._table, self.dim, embeddings, ids=ids, paths=paths, columns=columns)
             try:
                 with new_version(path) as version:
                     faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
                     self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
-                    self._table.add(new_ids, paths)
+                    self._table.add(new_ids, paths, added)
                     self.recall = measure_recall(self._search, embeddings, new_ids)
                     version.write_all(self._table.writers())
                     version.publish({name: getattr(self, name) for name in SETTINGS})
@@ -388,6 +430,24 @@ class RetrievalIndex:
         wanted = integer_ids(OWNER, ids)
         with self._lock.reading():
             return self._table.paths_of(wanted)
+
+    @property
+    def column_kinds(self) -> dict[str, conditions.Kind]:
+        """The names of the columns, each with `"text"` or `"number"`."""
+        return conditions.kinds_of(self._table.columns)
+
+    def columns(self, ids: Int[Tensor, " rows"]) -> dict[str, list[Any]]:
+        """The metadata of rows: for the name of each column, the values of these rows.
+
+        Args:
+            ids: ids of the rows, in any order.
+
+        Raises:
+            ValueError: if an id is not in the index.
+        """
+        wanted = integer_ids(OWNER, ids)
+        with self._lock.reading():
+            return {name: self._table.values(name, wanted) for name in self._table.columns}
 
     def embeddings(self, ids: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "rows dim"]:
         """The embeddings of rows, L2-normalised, as the index stores them.
@@ -467,7 +527,7 @@ class RetrievalIndex:
             table = IdTable.read(files, mapped)
             _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
             index = cls(**settings)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, EOFError, LookupError, RecursionError, TypeError, ValueError) as error:
             reason = first_line(error).removeprefix(f"{OWNER}: ")
             if isinstance(error, KeyError):
                 reason = f"{error} is missing"

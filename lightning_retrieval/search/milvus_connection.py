@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,8 +25,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_retrieval.checks import check_integer, check_path, check_string, first_line, short_repr
+from lightning_retrieval.checks import (
+    check_choice,
+    check_integer,
+    check_mapping,
+    check_path,
+    check_string,
+    first_line,
+    short_repr,
+)
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.search import conditions
 
 OWNER = "MilvusStore"  # prefix of error messages
 MISSING = (
@@ -318,7 +327,8 @@ VERSION = 1
 ID, EMBEDDING, PATH = "id", "embedding", "path"
 METRIC = "COSINE"
 LEAST_DIM, LARGEST_DIM = 2, 32_768  # limits of Milvus
-LONGEST_PATH = 65_535  # limit of Milvus in bytes
+LONGEST_PATH = 65_535  # limit of Milvus in bytes, also for other text
+COLUMN = "column_"  # prefix of a column of metadata, so that its name is no word of Milvus
 LONGEST_NAME = 200  # number of characters; the limit of Milvus is 255
 REBUILD = "build the index again, or give the name of another"
 
@@ -332,7 +342,12 @@ class Metadata:
     factory: str
     parameters: str
     about: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, conditions.Kind] = field(default_factory=dict)
     version: int = VERSION
+
+    def as_property(self) -> dict[str, str]:
+        """The property of a collection that stores the metadata."""
+        return {PROPERTY: json.dumps(asdict(self))}
 
 
 def check_store(uri: str, name: str, factory: str, parameters: str) -> None:
@@ -346,6 +361,17 @@ def check_store(uri: str, name: str, factory: str, parameters: str) -> None:
 def check_dim(dim: int) -> int:
     """Return the dimension of an embedding; raise unless Milvus supports it."""
     return check_integer(OWNER, "dim", dim, least=LEAST_DIM, most=LARGEST_DIM)
+
+
+def check_columns(columns: Mapping[str, conditions.Kind] | None) -> dict[str, conditions.Kind]:
+    """Return the kind of each column of metadata; raise unless the names and the kinds are valid."""
+    if columns is None:
+        return {}
+    check_mapping(OWNER, "columns", columns)
+    for name, kind in columns.items():
+        conditions.check_column_name(OWNER, name)
+        check_choice(OWNER, "columns", kind, conditions.COLUMN_KINDS)
+    return dict(columns)
 
 
 def check_name(name: str) -> None:
@@ -390,6 +416,10 @@ def create_collection(
     schema.add_field(ID, DataType.INT64, is_primary=True)
     schema.add_field(EMBEDDING, DataType.FLOAT_VECTOR, dim=metadata.dim)
     schema.add_field(PATH, DataType.VARCHAR, max_length=LONGEST_PATH)
+    types = {"text": (DataType.VARCHAR, {"max_length": LONGEST_PATH}), "number": (DataType.DOUBLE, {})}
+    for name, kind_of_column in metadata.columns.items():
+        data_type, settings = types[kind_of_column]
+        schema.add_field(COLUMN + name, data_type, **settings)
     index = MilvusClient.prepare_index_params()
     # Servers accept build parameters as single values or nested in `params`; Milvus Lite accepts only the nested form.
     nested = {"params": build_parameters}
@@ -400,7 +430,7 @@ def create_collection(
         collection,
         schema=schema,
         index_params=index,
-        properties={PROPERTY: json.dumps(asdict(metadata))},
+        properties=metadata.as_property(),
         consistency_level="Strong",
     )
     return collection
@@ -479,7 +509,9 @@ def _metadata(values: dict[str, Any]) -> Metadata:
     metadata = Metadata(**values)
     index_kind(metadata.factory)
     search_parameters(metadata.parameters)
-    is_valid = isinstance(metadata.name, str) and type(metadata.dim) is int and isinstance(metadata.about, dict)
+    check_columns(metadata.columns)
+    are_dicts = isinstance(metadata.about, dict) and isinstance(metadata.columns, dict)
+    is_valid = are_dicts and isinstance(metadata.name, str) and type(metadata.dim) is int
     if not is_valid:
         raise TypeError
     return metadata

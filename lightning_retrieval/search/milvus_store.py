@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.progress import Progress
+from lightning_retrieval.search import conditions
 from lightning_retrieval.search import milvus_connection as milvus
 from lightning_retrieval.search.id_table import (
     LARGEST_ID,
@@ -22,7 +25,16 @@ from lightning_retrieval.search.id_table import (
     integer_ids,
 )
 from lightning_retrieval.search.index import RetrievalIndex, measure_recall
-from lightning_retrieval.search.milvus_connection import EMBEDDING, ID, OWNER, PATH, REBUILD, Metadata, MilvusConnection
+from lightning_retrieval.search.milvus_connection import (
+    COLUMN,
+    EMBEDDING,
+    ID,
+    OWNER,
+    PATH,
+    REBUILD,
+    Metadata,
+    MilvusConnection,
+)
 from lightning_retrieval.search.rows import (
     Queries,
     Rows,
@@ -42,7 +54,9 @@ BATCH_IDS, BATCH_QUERIES = 4_096, 256  # maximum numbers of ids and of queries i
 MOST_RESULTS = 16_384  # maximum number of results of one query, a limit of Milvus
 
 
-def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+def insertions(
+    embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str], columns: Mapping[str, conditions.Column]
+) -> Iterator[list[dict[str, Any]]]:
     """The rows, with normalised embeddings, in batches; each batch fits into one request."""
     size = max(1, min(BATCH_ROWS, BATCH_BYTES // (4 * embeddings.shape[1])))
     for begin, block in normalized_blocks(embeddings):
@@ -52,6 +66,9 @@ def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -
             rows = []
             for embedding, row_id, path in zip(batch, ids[part].tolist(), paths[part]):
                 rows.append({ID: row_id, EMBEDDING: embedding, PATH: path})
+            for name, column in columns.items():
+                for row, value in zip(rows, column.listed(np.arange(part.start, part.stop))):
+                    row[COLUMN + name] = value
             yield rows
 
 
@@ -74,17 +91,20 @@ def all_ids(connection: MilvusConnection, collection: str) -> NDArray[np.int64]:
     return np.concatenate(found)
 
 
-def check_path_bytes(paths: Sequence[str]) -> None:
-    """Raise unless Milvus can store the paths."""
+def check_path_bytes(paths: Sequence[str], name: str = "paths") -> None:
+    """Raise unless Milvus can store the paths, or the text of the argument `name`."""
     for path in paths:
         try:
             size = len(path.encode())
         except UnicodeEncodeError:
             raise ValueError(
-                f"{OWNER}: `paths` must be valid Unicode, got {path!r}; rename the file, or keep the index in a folder."
+                f"{OWNER}: `{name}` must be valid Unicode, got {path!r}; rename the file, or keep the index in a "
+                "folder."
             ) from None
         if size > milvus.LONGEST_PATH:
-            raise ValueError(f"{OWNER}: `paths` must have at most {milvus.LONGEST_PATH} bytes each, got one of {size}.")
+            raise ValueError(
+                f"{OWNER}: `{name}` must have at most {milvus.LONGEST_PATH} bytes each, got one of {size}."
+            )
 
 
 def check_directions(name: str, embeddings: Rows) -> None:
@@ -151,6 +171,7 @@ class MilvusStore:
         self.factory = metadata.factory
         self.parameters = metadata.parameters
         self.about = metadata.about
+        self._metadata = metadata
 
     @classmethod
     def create(
@@ -162,6 +183,7 @@ class MilvusStore:
         *,
         parameters: str = "",
         about: Mapping[str, Any] | None = None,
+        columns: Mapping[str, conditions.Kind] | None = None,
     ) -> "MilvusStore":
         """Create an empty index. An existing index of the same name stays until `publish` replaces it.
 
@@ -173,6 +195,7 @@ class MilvusStore:
                 `"HNSW,M=32,efConstruction=200"`, `"IVF_FLAT,nlist=1024"` and others are approximate.
             parameters: search parameters: `"ef=64"` for HNSW, `"nprobe=16"` for IVF_FLAT.
             about: plain values by name that are stored with the index, such as the checkpoint that made the embeddings.
+            columns: names of the columns of metadata, each with `"text"` or `"number"`.
 
         Raises:
             OSError: if Milvus does not support this type of index, or cannot create it.
@@ -182,7 +205,7 @@ class MilvusStore:
         dim = milvus.check_dim(dim)
         kind, build_parameters = milvus.index_kind(factory, of_lite=milvus.is_file(uri))
         milvus.search_parameters(parameters)
-        metadata = Metadata(name, dim, factory, parameters, plain_values(OWNER, about))
+        metadata = Metadata(name, dim, factory, parameters, plain_values(OWNER, about), milvus.check_columns(columns))
         with closing(MilvusConnection(uri, may_create=True)) as connection:
             milvus.check_replaceable(connection, name)
             collection = milvus.create_collection(connection, metadata, kind, build_parameters)
@@ -207,6 +230,8 @@ class MilvusStore:
         embeddings: Rows,
         ids: Int[Tensor, " rows"] | None = None,
         paths: Sequence[str] | None = None,
+        *,
+        columns: Mapping[str, conditions.Values] | None = None,
     ) -> None:
         """Add rows, up to 10,000 in one request.
 
@@ -216,12 +241,13 @@ class MilvusStore:
             embeddings: one floating-point row for each embedding, on any device, of any norm > 0.
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, at most 65,535 bytes long, or None.
+            columns: metadata as for `RetrievalIndex.add`, in the columns that the index was created with.
 
         Raises:
             ValueError: if shapes do not match, an embedding is zero or not finite, an id is negative or already in the
-                index, or a path is too long or not valid Unicode.
-            TypeError: if embeddings are not floating point, ids are not integers, or `paths` is not a sequence of
-                strings.
+                index, a path or a text is too long or not valid Unicode, or the columns are not those of the index.
+            TypeError: if embeddings are not floating point, ids are not integers, `paths` is not a sequence of strings,
+                or a column has values of other types.
             OSError: if Milvus reports an error; the message says how many rows were added before.
         """
         check_rows(OWNER, "embeddings", embeddings, self.dim)
@@ -232,13 +258,17 @@ class MilvusStore:
             paths = [""] * rows
         check_paths(OWNER, paths, rows)
         check_path_bytes(paths)
+        new = conditions.new_columns(OWNER, columns, rows)
+        conditions.check_same_columns(OWNER, self.column_kinds, conditions.kinds_of(new))
+        for column in new.values():
+            check_path_bytes(column.texts or [], "columns")
         check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
         check_directions("embeddings", embeddings)
 
         added = 0
         try:
             with self._changed_rows(), Progress("Indexing", total=rows, units="rows") as progress:
-                for rows_of_a_request in insertions(embeddings, new_ids, paths):
+                for rows_of_a_request in insertions(embeddings, new_ids, paths, new):
                     self._call("insert", data=rows_of_a_request)
                     added += len(rows_of_a_request)
                     progress.update(len(rows_of_a_request))
@@ -248,64 +278,79 @@ class MilvusStore:
         if stored == 0 and rows > 0 and not is_exact:
             self._measure_recall(embeddings, new_ids)
 
-    def search(self, queries: Queries, k: int) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+    def search(
+        self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
         """The k nearest rows of each query, nearest first.
 
         Args:
             queries: floating-point embeddings of any norm > 0, as a tensor on any device or as a NumPy array: rows, or
                 one vector of shape (D,).
             k: from 1 to the number of rows, at most 16,384.
+            where: condition on the columns, as for `RetrievalIndex.search`.
+            group_by: name of a column, as for `RetrievalIndex.search`.
 
         Returns:
             The cosine similarities and the ids. Both are tensors with a row of k numbers for each query. One vector is
-                one query, so its results have shape (1, k). If an approximate index finds fewer than k rows, -inf and
-                -1 fill the rest.
+                one query, so its results have shape (1, k). If fewer than k rows meet the condition, there are fewer
+                groups, or an approximate index finds fewer, -inf and -1 fill the rest.
 
         Raises:
-            ValueError: if shapes do not match, a query is zero or not finite, or `k` is out of range.
-            TypeError: if queries are not floating point, or `k` is not an integer.
+            ValueError: if shapes do not match, a query is zero or not finite, `k` is out of range, `where` is not a
+                condition on the columns, or `group_by` is not a column.
+            TypeError: if queries are not floating point, `k` is not an integer, or `where` or `group_by` is not a
+                string.
             OSError: if Milvus reports an error.
         """
-        similarities, ids, _ = self._search(queries, k, [ID])
+        similarities, ids, _ = self._search(queries, k, where, group_by, [ID])
         return similarities, ids
 
     def search_with_paths(
-        self, queries: Queries, k: int
+        self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
         """Like `search`, with the path of each row found, even if a process removes the row meanwhile.
 
         Args:
             queries: as for `search`.
             k: as for `search`.
+            where: as for `search`.
+            group_by: as for `search`.
 
         Returns:
             The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
-                and where an approximate index finds fewer than k rows.
+                and where fewer than k rows are found.
 
         Raises:
             ValueError: as in `search`.
             TypeError: as in `search`.
             OSError: if Milvus reports an error.
         """
-        return self._search(queries, k, [ID, PATH])
+        return self._search(queries, k, where, group_by, [ID, PATH])
 
-    def _search(self, queries: Queries, k: int, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
+    def _search(
+        self, queries: Queries, k: int, where: str | None, group_by: str | None, fields: list[str]
+    ) -> tuple[Tensor, Tensor, list[list[str]]]:
         """The similarities, ids and paths of the nearest rows; paths are "" unless `fields` contains them."""
         rows = query_rows(OWNER, queries, self.dim)
         check_directions("queries", rows)
         k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
-        similarities = np.full((len(rows), k), -np.inf, np.float32)
-        ids = np.full((len(rows), k), -1, np.int64)
-        paths = [[""] * k for _ in range(len(rows))]
-        for begin in range(0, len(rows), BATCH_QUERIES):
-            batch = normalized_rows(rows[begin : begin + BATCH_QUERIES])
-            for row, hits in enumerate(self._nearest(batch, k, fields), start=begin):
-                similarities[row, : len(hits)] = [hit["distance"] for hit in hits]
-                ids[row, : len(hits)] = [hit[ID] for hit in hits]
-                paths[row][: len(hits)] = [hit.get(PATH, "") for hit in hits]
-        if (ids < 0).any():
+        condition = conditions.parse_where(OWNER, where, self.column_kinds)
+        conditions.check_group(OWNER, group_by, self.column_kinds)
+        search = partial(self._nearest, fields, group_by)
+        if group_by is None:
+            results = search(rows, k, condition)
+        else:
+            results = conditions.search_groups(
+                search, rows, k, group_by=group_by, condition=condition, most=MOST_RESULTS
+            )
+        similarities, ids = conditions.as_tensors(results, k)
+        if bool((ids < 0).any()):
             check_results(OWNER, k, len(self))
-        return torch.from_numpy(similarities), torch.from_numpy(ids), paths
+        paths = []
+        for found in results:
+            of_query = [row.path for row in found]
+            paths.append(of_query + [""] * (k - len(found)))
+        return similarities, ids, paths
 
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters of this object, but not those recorded in Milvus.
@@ -319,6 +364,20 @@ class MilvusStore:
         """
         milvus.search_parameters(parameters)
         self.parameters = join_parameters(self.parameters, parameters)
+
+    def record_about(self, about: Mapping[str, Any]) -> None:
+        """Replace the plain values that are stored with the index, in this object and in Milvus.
+
+        Args:
+            about: plain values by name.
+
+        Raises:
+            TypeError: if `about` holds anything but plain values.
+            OSError: if Milvus reports an error.
+        """
+        metadata = replace(self._metadata, about=plain_values(OWNER, about))
+        self._call("alter_collection_properties", properties=metadata.as_property())
+        self._metadata, self.about = metadata, metadata.about
 
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
         """Remove rows, with their ids and paths.
@@ -347,10 +406,25 @@ class MilvusStore:
             ValueError: if an id is not in the index.
             OSError: if Milvus reports an error.
         """
+        return self._values(PATH, integer_ids(OWNER, ids))
+
+    @property
+    def column_kinds(self) -> dict[str, conditions.Kind]:
+        """The names of the columns, each with `"text"` or `"number"`."""
+        return dict(self._metadata.columns)
+
+    def columns(self, ids: Int[Tensor, " rows"]) -> dict[str, list[Any]]:
+        """The metadata of rows: for the name of each column, the values of these rows.
+
+        Args:
+            ids: ids of the rows, in any order.
+
+        Raises:
+            ValueError: if an id is not in the index.
+            OSError: if Milvus reports an error.
+        """
         wanted = integer_ids(OWNER, ids)
-        paths = self._fields(np.unique(wanted), PATH)
-        check_all_known(OWNER, np.setdiff1d(wanted, list(paths)))
-        return [paths[row_id] for row_id in wanted.tolist()]
+        return {name: self._values(COLUMN + name, wanted) for name in self.column_kinds}
 
     def publish(self) -> None:
         """Give this index its name, in one atomic step, and delete the earlier index of this name.
@@ -411,15 +485,38 @@ class MilvusStore:
     def _record_rows(self, rows: str) -> None:
         self._call("alter_collection_properties", properties={milvus.ROWS: rows})
 
-    def _nearest(self, queries: NDArray[np.float32], k: int, fields: list[str]) -> Any:
-        """The hits of each query, with these fields.
+    def _nearest(
+        self, fields: list[str], group_by: str | None, queries: Tensor, k: int, condition: conditions.Condition | None
+    ) -> list[list[conditions.Found]]:
+        """The nearest rows of each query with these fields and their groups; fewer than k if fewer are found.
 
         The request states the metric, because Milvus Lite computes whichever metric a client asks for.
         """
-        parameters = {"metric_type": milvus.METRIC, "params": milvus.search_parameters(self.parameters)}
-        return self._call(
-            "search", data=list(queries), limit=k, anns_field=EMBEDDING, search_params=parameters, output_fields=fields
-        )
+        settings: dict[str, Any] = {
+            "limit": k,
+            "anns_field": EMBEDDING,
+            "search_params": {"metric_type": milvus.METRIC, "params": milvus.search_parameters(self.parameters)},
+            "output_fields": fields,
+        }
+        group = None
+        if group_by is not None:
+            group = COLUMN + group_by
+            settings["output_fields"] = [*fields, group]
+        if condition is not None:
+            settings["filter"] = conditions.milvus_filter(condition, COLUMN)
+        results = []
+        for begin in range(0, len(queries), BATCH_QUERIES):
+            batch = normalized_rows(queries[begin : begin + BATCH_QUERIES])
+            for hits in self._call("search", data=list(batch), **settings):
+                found = [conditions.Found(hit["distance"], hit[ID], hit.get(group), hit.get(PATH, "")) for hit in hits]
+                results.append(found)
+        return results
+
+    def _values(self, field: str, ids: NDArray[np.int64]) -> list[Any]:
+        """The values of a field for the rows with these ids; raises for an unknown id."""
+        values = self._fields(np.unique(ids), field)
+        check_all_known(OWNER, np.setdiff1d(ids, list(values)))
+        return [values[row_id] for row_id in ids.tolist()]
 
     def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
         """The ids of new rows; raises if an id is in use, since Milvus would silently replace the row with this id."""

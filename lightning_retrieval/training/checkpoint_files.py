@@ -32,6 +32,7 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
 
+ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
@@ -279,7 +280,9 @@ def _base_names(module: nn.Module) -> list[str]:
         if not isinstance(part, Embedder) or part.lora is None or part.weights is None:
             continue
         prefix = ".".join(filter(None, (path, "backbone")))
-        names += [name for name, value in part.backbone.named_parameters(prefix) if not value.requires_grad]
+        for name, value in part.backbone.named_parameters(prefix):
+            if not value.requires_grad and ADAPTER not in name:  # below a new head, adapters are frozen too
+                names.append(name)
     return names
 
 

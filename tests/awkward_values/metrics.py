@@ -3,7 +3,13 @@
 import torch
 
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
-from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
+from lightning_retrieval.metrics import (
+    EmbeddingMetric,
+    RandomGalleryMetrics,
+    RetrievalMetrics,
+    RevisitedMetrics,
+    nearest_scores,
+)
 from tests.awkward_values.calls import Call, constructor
 
 COMMON = {
@@ -67,6 +73,13 @@ def calls(metric, settings, rows=batch):
     ]
 
 
+def filled():
+    """The argument of `nearest_scores`."""
+    metrics = RetrievalMetrics((1,))
+    metrics.update(**batch())
+    return {"metrics": metrics}
+
+
 def rows_to_expand():
     gallery = torch.tensor([[1.0, 0.1], [0.6, 0.8], [-1.0, 0.5], [0.1, 1.0]])
     return {"queries": torch.eye(2), "gallery": gallery, "self_index": torch.tensor([0, -1])}
@@ -83,6 +96,7 @@ CALLS = {
         RandomGalleryMetrics, {"ks": (1, 2), "draws": 2, "seed": 0, "map_ks": (2,), "alpha": 1.0, **TABLE}
     ),
     "RevisitedMetrics": calls(RevisitedMetrics, {**revisited_lists(), "ks": (1, 2)}, revisited_batch),
+    "nearest_scores": [Call("nearest_scores", nearest_scores, filled, use=lambda scores: scores.negatives)],
     "QueryExpansion": [
         constructor("QueryExpansion", use=lambda expand: expand(**rows_to_expand())),
         Call("QueryExpansion", QueryExpansion(k=2), rows_to_expand, signature=QueryExpansion.__call__),

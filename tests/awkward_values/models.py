@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_retrieval import multi_scale
 from lightning_retrieval.models import (
+    AdaptedEmbedder,
     Embedder,
     GeM,
     GlobalAvgPool,
@@ -109,6 +110,15 @@ CALLS = {
         ),
     ],
     "Preparation": preparation_calls(),
+    "AdaptedEmbedder": [
+        Call(
+            "AdaptedEmbedder",
+            AdaptedEmbedder,
+            lambda: {"embedder": nn.Flatten(), "from_dim": 2 * 32 * 32, "embedding_dim": 3, "hidden_dim": 2},
+            use=lambda network: network(torch.rand(2, 2, 32, 32)),
+            without={"from_dim": "must be the dimension of the embedder's embeddings"},
+        ),
+    ],
     "GlyphNet": [
         Call("GlyphNet", GlyphNet, lambda: {"width": 2}, use=lambda network: network(images())),
         Call("GlyphNet", GlyphNet(width=2), lambda: {"images": images()}, signature=GlyphNet.forward, maps=True),

@@ -10,8 +10,12 @@ from tests.awkward_values.calls import Call
 
 def built():
     index = RetrievalIndex(dim=3)
-    index.add(torch.eye(3), torch.tensor([5, 6, 7]), ["a.jpg", "b.jpg", "c.jpg"])
+    index.add(torch.eye(3), torch.tensor([5, 6, 7]), ["a.jpg", "b.jpg", "c.jpg"], columns={"stock": [1, 2, 3]})
     return index
+
+
+def searching():
+    return {"queries": torch.ones(2, 3), "k": 1, "where": "stock > 0", "group_by": "stock"}
 
 
 def ids():
@@ -53,8 +57,8 @@ def saved_index():
 def store():
     """An index in Milvus Lite, which the first call makes."""
     if not Path("saved.db").exists():
-        made = MilvusStore.create("saved.db", "birds", 3)
-        made.add(torch.eye(3))
+        made = MilvusStore.create("saved.db", "birds", 3, columns={"stock": "number"})
+        made.add(torch.eye(3), columns={"stock": [1, 2, 3]})
         made.publish()
         made.close()
     return "saved.db"
@@ -94,10 +98,11 @@ CALLS = {
                 "factory": "Flat",
                 "parameters": "",
                 "about": {"checkpoint": "last.ckpt"},
+                "columns": {"stock": "number"},
             },
             signature=MilvusStore.create,
         ),
-        Call("MilvusStore", searched, lambda: {"queries": torch.ones(2, 3), "k": 1}, signature=MilvusStore.search),
+        Call("MilvusStore", searched, searching, signature=MilvusStore.search),
     ],
     "RetrievalIndex": [
         Call(
@@ -108,14 +113,19 @@ CALLS = {
         Call(
             "RetrievalIndex",
             after("add"),
-            lambda: {"embeddings": torch.ones(2, 3), "ids": torch.arange(2), "paths": ["d.jpg", "e.jpg"]},
+            lambda: {
+                "embeddings": torch.ones(2, 3),
+                "ids": torch.arange(2),
+                "paths": ["d.jpg", "e.jpg"],
+                "columns": {"stock": [4, 5]},
+            },
             signature=RetrievalIndex.add,
             use=len,
         ),
         Call(
             "RetrievalIndex",
             result_of("search"),
-            lambda: {"queries": torch.ones(2, 3), "k": 1},
+            searching,
             signature=RetrievalIndex.search,
         ),
         Call(
@@ -132,12 +142,14 @@ CALLS = {
                 "embeddings": torch.eye(300),
                 "ids": torch.arange(300),
                 "paths": ["d.jpg"] * 300,
+                "columns": {"stock": list(range(300))},
                 "rows_in_memory": 100_000,
             },
             signature=RetrievalIndex.build_on_disk,
         ),
         Call("RetrievalIndex", after("remove"), lambda: {"ids": ids()}, signature=RetrievalIndex.remove, use=len),
         Call("RetrievalIndex", result_of("paths"), lambda: {"ids": ids()}, signature=RetrievalIndex.paths),
+        Call("RetrievalIndex", result_of("columns"), lambda: {"ids": ids()}, signature=RetrievalIndex.columns),
         Call("RetrievalIndex", after("save"), lambda: {"folder": "folder"}, signature=RetrievalIndex.save),
         Call(
             "RetrievalIndex",

@@ -18,7 +18,7 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from PIL import Image
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.cli.page import result_page
+from lightning_retrieval.cli.search import result_page
 from lightning_retrieval.cli.search_images import Hit, QueryResult, search_images
 from lightning_retrieval.models import Preparation
 from tests.browser import Browser

@@ -93,8 +93,8 @@ def test_a_failure_leaves_the_earlier_index_as_it_is(embeddings, tmp_path, monke
     index_embeddings(embeddings, Path("glyphs"), store=f"milvus:{uri}")[0].close()
     add = MilvusStore.add
 
-    def add_and_fail(self, *args):
-        add(self, *args)
+    def add_and_fail(self, *args, **columns):
+        add(self, *args, **columns)
         raise OSError("the disk is full")
 
     monkeypatch.setattr(MilvusStore, "add", add_and_fail)

@@ -73,7 +73,7 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
     assert len(filled) == ROWS
 
 
-@pytest.mark.parametrize("name", ["add", "search", "search_with_paths", "remove", "paths", "set_parameters"])
+@pytest.mark.parametrize("name", ["add", "search", "search_with_paths", "remove", "paths", "columns", "set_parameters"])
 def test_its_methods_take_what_those_of_retrieval_index_take(name):
     of_store = str(inspect.signature(getattr(MilvusStore, name)))  # jaxtyping makes a class for each annotation
     assert of_store == str(inspect.signature(getattr(RetrievalIndex, name)))
@@ -273,7 +273,7 @@ def test_requests_hold_all_rows_in_order_and_few_bytes(monkeypatch):
     monkeypatch.setattr("lightning_retrieval.search.rows.BLOCK", 100)
     for most, sizes in ((4 * 8 * 30, [30, 30, 30, 10] * 2 + [30, 20]), (1, [1] * 250)):
         monkeypatch.setattr(milvus_store, "BATCH_BYTES", most)
-        requests = list(insertions(torch.randn(250, 8), np.arange(250) ** 2, [f"{i}.jpg" for i in range(250)]))
+        requests = list(insertions(torch.randn(250, 8), np.arange(250) ** 2, [f"{i}.jpg" for i in range(250)], {}))
         assert list(map(len, requests)) == sizes
         inserted = [(row["id"], row["path"]) for request in requests for row in request]
         assert inserted == [(i**2, f"{i}.jpg") for i in range(250)]

@@ -1,5 +1,6 @@
 """Checkpoints of adapters are small, and give the same model again."""
 
+import copy
 import functools
 import socket
 import time
@@ -9,6 +10,7 @@ import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.models import AdaptedEmbedder
 from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
 from tests.lightning_retrieval.models.hugging_face_folders import SMALL
 from tests.lightning_retrieval.training.small_training import Log, fit, trainer
@@ -74,6 +76,17 @@ def test_a_checkpoint_holds_no_frozen_weights_and_gives_the_same_model_again(ada
     again = RetrievalModule.load_from_checkpoint(path, weights_only=True)
     assert_same_state(again, module)
     assert any(value.abs().max() > 0 for name, value in again.state_dict().items() if "lora_B" in name)
+
+
+@pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
+def test_a_checkpoint_holds_the_frozen_adapters_below_a_new_head(adapters, tmp_path):
+    embedder = copy.deepcopy(adapters[0].embedder)
+    module = RetrievalModule(AdaptedEmbedder(embedder, from_dim=8, embedding_dim=4), SmoothAPLoss())
+    path = save_checkpoint(tmp_path / "m.ckpt", module)
+    names = torch.load(path, weights_only=True)["state_dict"]
+    of_backbone = {name for name in names if name.startswith("embedder.embedder.backbone")}
+    assert of_backbone == {name for name in module.state_dict() if "lora_" in name}
+    assert_same_state(RetrievalModule.load_from_checkpoint(path, weights_only=True), module)
 
 
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects

@@ -1,0 +1,445 @@
+"""Columns of metadata of an index, conditions on them, and searches for one row of each group.
+
+A condition is written like an expression of Python that compares columns with values, such as
+`price <= 20 and brand not in ['Acme', 'Ajax']`:
+
+    condition:   comparison | not condition | condition and condition | condition or condition | (condition)
+    comparison:  column operator value | column in [value, ...] | column not in [value, ...]
+    operator:    == != < <= > >=
+
+The text of a condition is data. Python's parser splits it into its parts, but nothing is evaluated: everything except
+these forms is invalid. What Milvus gets is written from the parts.
+"""
+
+import ast
+import json
+import keyword
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_retrieval.checks import check_mapping, check_string, short_repr
+from lightning_retrieval.files import DigestStream
+from lightning_retrieval.packed_strings import PackedStrings
+
+Kind = Literal["text", "number"]
+COLUMN_KINDS: tuple[Kind, ...] = ("text", "number")
+Values = Sequence[Any] | Tensor | NDArray[Any]  # the values of a new column: strings, or numbers
+LARGEST_INTEGER = 2**53  # all integers up to this one are exact in float64
+LIST = "columns.json"
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda text, texts: text in texts,
+}
+SYMBOLS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.In: "in"}
+SYMBOLS[ast.NotIn] = "in"
+EXAMPLE = "price <= 20 and brand in ['a', 'b']"
+ROWS_PER_GROUP, FEWEST_ROWS = 4, 32  # the first search for k groups finds at least this many rows
+
+
+class Column(NamedTuple):
+    """A value for each row: a number, or for text the position of the text in `texts`."""
+
+    values: NDArray[Any]
+    texts: PackedStrings | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Whether the values are numbers or text."""
+        if self.texts is None:
+            return "number"
+        return "text"
+
+    def select(self, rows: NDArray[np.intp]) -> "Column":
+        """The column of some rows."""
+        return Column(self.values[rows], self.texts)
+
+    def listed(self, rows: NDArray[np.intp]) -> list[Any]:
+        """The values of some rows, as Python's objects."""
+        values: list[Any] = self.values[rows].tolist()
+        if self.texts is None:
+            return values
+        return [self.texts[position] for position in values]
+
+    def joined(self, other: "Column") -> "Column":
+        """This column, followed by another one of the same kind."""
+        if self.texts is None or other.texts is None:
+            return Column(np.concatenate([self.values, other.values]))
+        positions = {text: position for position, text in enumerate(self.texts)}
+        moved = [positions.setdefault(text, len(positions)) for text in other.texts]
+        values = np.concatenate([self.values, np.array(moved, np.int64)[other.values]])
+        return Column(values, PackedStrings(positions))
+
+
+def kinds_of(columns: Mapping[str, Column]) -> dict[str, Kind]:
+    """The kind of each column."""
+    return {name: column.kind for name, column in columns.items()}
+
+
+def shown_kinds(kinds: Mapping[str, Kind]) -> str:
+    """The names of columns with their kinds, for error messages."""
+    return ", ".join(f"{name} ({kind})" for name, kind in kinds.items()) or "none"
+
+
+def check_column_name(owner: str, name: Any) -> None:
+    """Raise unless a column may have this name.
+
+    Raises:
+        ValueError: if a condition could not contain the name.
+    """
+    is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
+    if not is_name or keyword.iskeyword(name):
+        raise ValueError(
+            f"{owner}: `columns` must have names of letters, digits and _ that do not begin with a digit and are no "
+            f"keyword of Python, such as class, got {short_repr(name)}; rename the column."
+        )
+
+
+def new_columns(owner: str, columns: Mapping[str, Values] | None, rows: int) -> dict[str, Column]:
+    """The columns of new rows.
+
+    Args:
+        owner: prefix of error messages.
+        columns: by name, the values of all rows; None for no columns.
+        rows: number of rows.
+
+    Raises:
+        ValueError: if a name is invalid, the number of values is not `rows`, or a number is not finite or not exact in
+            64 bits.
+        TypeError: if `columns` is not a mapping of sequences, each of strings or of numbers.
+    """
+    if columns is None:
+        return {}
+    check_mapping(owner, "columns", columns)
+    made = {}
+    for name, values in columns.items():
+        check_column_name(owner, name)
+        made[name] = _column(owner, name, values, rows)
+    return made
+
+
+def _column(owner: str, name: str, values: Values, rows: int) -> Column:
+    listed: Any = values
+    if isinstance(values, (Tensor, np.ndarray)):
+        listed = values.tolist()
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise TypeError(f"{owner}: `columns` must have a sequence of values for {name}, got {short_repr(values)}.")
+    if len(listed) != rows:
+        raise ValueError(
+            f"{owner}: `columns` must have one value for each of {rows} rows, got {len(listed)} for {name}."
+        )
+    types = set(map(type, listed))
+    if types <= {str}:
+        positions: dict[str, int] = {}
+        of_rows = [positions.setdefault(text, len(positions)) for text in listed]
+        return Column(np.array(of_rows, np.int64), PackedStrings(positions))
+    if not types <= {int, float}:
+        shown = ", ".join(sorted(kind.__name__ for kind in types))
+        raise TypeError(f"{owner}: `columns` must hold only strings or only numbers for {name}, got {shown}.")
+    if not all(map(is_exact, listed)):
+        raise ValueError(f"{owner}: `columns` must hold finite numbers, integers up to 2**53, for {name}, got others.")
+    return Column(np.array(listed, np.float64))
+
+
+def is_exact(value: float) -> bool:
+    """Whether a number is finite and, if it is an integer, exact in float64."""
+    if isinstance(value, int):
+        return abs(value) <= LARGEST_INTEGER
+    return math.isfinite(value)
+
+
+def check_same_columns(owner: str, kinds: Mapping[str, Kind], new: Mapping[str, Kind]) -> None:
+    """Raise unless new rows have the columns of the index.
+
+    Raises:
+        ValueError: if names or kinds differ.
+    """
+    if new != kinds:
+        raise ValueError(
+            f"{owner}: `columns` must be the columns of the index, {shown_kinds(kinds)}, got {shown_kinds(new)}."
+        )
+
+
+def column_writers(columns: Mapping[str, Column]) -> dict[str, Callable[[DigestStream], None]]:
+    """For each file, by name, a function that writes its content to a stream. Without columns, there is no file."""
+    if not columns:
+        return {}
+    listed = json.dumps(kinds_of(columns)).encode()
+    writers: dict[str, Callable[[DigestStream], None]] = {LIST: partial(_write, data=listed)}
+    for number, column in enumerate(columns.values()):
+        writers[f"column-{number}.npy"] = partial(np.save, arr=column.values)
+        if column.texts is not None:
+            writers[f"column-{number}-texts.npy"] = partial(np.save, arr=column.texts.data)
+            writers[f"column-{number}-ends.npy"] = partial(np.save, arr=column.texts.ends)
+    return writers
+
+
+def _write(stream: DigestStream, data: bytes) -> None:
+    stream.write(data)
+
+
+def read_columns(owner: str, files: Mapping[str, Path], rows: int, mode: Literal["r"] | None) -> dict[str, Column]:
+    """Read the files that `column_writers` wrote, or map the values into memory.
+
+    Args:
+        owner: prefix of error messages.
+        files: the files of an index by name.
+        rows: number of rows of the index.
+        mode: mode of `np.load`.
+
+    Raises:
+        ValueError: if the files do not match; also an error of another type for damaged files.
+    """
+    columns: dict[str, Column] = {}
+    if LIST not in files:
+        return columns
+    for number, (name, kind) in enumerate(json.loads(files[LIST].read_bytes()).items()):
+        check_column_name(owner, name)
+        values: NDArray[Any] = np.load(files[f"column-{number}.npy"], mode)
+        texts = None
+        if kind == "text":
+            data, ends = np.load(files[f"column-{number}-texts.npy"]), np.load(files[f"column-{number}-ends.npy"])
+            texts = PackedStrings.from_arrays(data, ends)
+        is_known = texts is None or not rows or bool(0 <= values.min() <= values.max() < len(texts))
+        dtype = {"text": np.int64, "number": np.float64}[kind]
+        if values.shape != (rows,) or values.dtype != dtype or not is_known:
+            raise ValueError(f"the column {name} does not hold {kind} for each of {rows} rows")
+        columns[name] = Column(values, texts)
+    return columns
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison of a column with a value, or with several values if `operator` is "in"."""
+
+    column: str
+    operator: str
+    value: str | float | frozenset[str] | frozenset[float]
+
+
+@dataclass(frozen=True)
+class Combined:
+    """All of the conditions (`word` is "and"), one of them ("or"), or the opposite of the only one ("not")."""
+
+    word: str
+    conditions: tuple["Condition", ...]
+
+
+Condition = Compared | Combined
+
+
+def parse_where(owner: str, where: str | None, kinds: Mapping[str, Kind]) -> Condition | None:
+    """Parse a condition.
+
+    Args:
+        owner: prefix of error messages.
+        where: the text of the condition; None for no condition.
+        kinds: the kinds of the index's columns.
+
+    Raises:
+        ValueError: if the text is not a condition, names a column that the index does not have, or compares text with a
+            number.
+        TypeError: if the text is not a string.
+    """
+    if where is None:
+        return None
+    check_string(owner, "where", where)
+    try:
+        return _condition(ast.parse(where.strip(), mode="eval").body, kinds)
+    except SyntaxError as error:
+        reason = f"which cannot be read ({error.msg})"
+    except (MemoryError, RecursionError):
+        reason = "which is nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(f"{owner}: `where` must be a condition such as {EXAMPLE}, got {short_repr(where)}, {reason}.")
+
+
+def check_group(owner: str, group_by: str | None, kinds: Mapping[str, Kind]) -> None:
+    """Raise unless results can be grouped by a column; None for no groups.
+
+    Raises:
+        ValueError: if the index does not have this column.
+        TypeError: if the name is not a string.
+    """
+    if group_by is None:
+        return
+    check_string(owner, "group_by", group_by)
+    if group_by not in kinds:
+        raise ValueError(f"{owner}: `group_by` must be a column of the index, {shown_kinds(kinds)}, got {group_by!r}.")
+
+
+def _condition(node: ast.expr, kinds: Mapping[str, Kind]) -> Condition:
+    """The condition of a node of Python's syntax tree; raises a ValueError with the reason if it is none."""
+    if isinstance(node, ast.BoolOp):
+        word = type(node.op).__name__.lower()  # "and" or "or"
+        return Combined(word, tuple(_condition(part, kinds) for part in node.values))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return Combined("not", (_condition(node.operand, kinds),))
+    return _comparison(node, kinds)
+
+
+def _comparison(node: ast.expr, kinds: Mapping[str, Kind]) -> Condition:
+    """The comparison of a node; raises a ValueError with the reason if it is none."""
+    if not isinstance(node, ast.Compare) or len(node.ops) > 1 or not isinstance(node.left, ast.Name):
+        raise ValueError("which is not made of comparisons of a column with a value")
+    column, compared, symbol = node.left.id, node.comparators[0], SYMBOLS.get(type(node.ops[0]))
+    if column not in kinds:
+        raise ValueError(f"but the index has no column {column}, only {shown_kinds(kinds)}")
+    if symbol is None:
+        raise ValueError(f"where {column} must precede one of {', '.join(OPERATORS)}")
+    if symbol != "in":
+        return Compared(column, symbol, _value(compared, column, kinds))
+    if not isinstance(compared, (ast.List, ast.Tuple)) or not compared.elts:
+        raise ValueError(f"where in must precede a list of values of {column}")
+    contained = Compared(column, "in", frozenset(_value(part, column, kinds) for part in compared.elts))
+    if isinstance(node.ops[0], ast.NotIn):
+        return Combined("not", (contained,))
+    return contained
+
+
+def _value(node: ast.expr, column: str, kinds: Mapping[str, Kind]) -> Any:
+    """The value of a literal: text, or a number as float64."""
+    try:
+        value = ast.literal_eval(node)
+    except (TypeError, ValueError):
+        value = None
+    kind = kinds[column]
+    if kind == "text" and isinstance(value, str):
+        return value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == "number" and is_number and is_exact(value):
+        return float(value)
+    raise ValueError(f"where {column} must be compared with a {kind}, not with {short_repr(ast.unparse(node))}")
+
+
+def matching_rows(condition: Condition, columns: Mapping[str, Column]) -> Bool[np.ndarray, " rows"]:
+    """Whether each row meets a condition that `parse_where` returned for these columns."""
+    if isinstance(condition, Combined):
+        parts = [matching_rows(part, columns) for part in condition.conditions]
+        if condition.word == "not":
+            return ~parts[0]
+        join = {"and": np.logical_and, "or": np.logical_or}[condition.word]
+        joined: NDArray[np.bool_] = join.reduce(parts)
+        return joined
+    column, compare = columns[condition.column], OPERATORS[condition.operator]
+    if column.texts is not None:
+        of_texts = np.array([compare(text, condition.value) for text in column.texts], np.bool_)
+        matches: NDArray[np.bool_] = of_texts[column.values]
+    elif isinstance(condition.value, frozenset):
+        matches = np.isin(column.values, list(map(float, condition.value)))
+    else:
+        matches = compare(np.asarray(column.values), condition.value)
+    return matches
+
+
+def milvus_filter(condition: Condition, prefix: str) -> str:
+    """Write a condition in the language of Milvus.
+
+    Args:
+        condition: condition that `parse_where` returned.
+        prefix: prefix of the columns' names in Milvus, so that none of them is a word of that language.
+    """
+    if isinstance(condition, Combined):
+        parts = [f"({milvus_filter(part, prefix)})" for part in condition.conditions]
+        if condition.word == "not":
+            return f"not {parts[0]}"
+        return f" {condition.word} ".join(parts)
+    value = condition.value
+    written = _milvus_literal(value)
+    if isinstance(value, frozenset):
+        written = f"[{', '.join(sorted(map(_milvus_literal, value)))}]"
+    return f"{prefix}{condition.column} {condition.operator} {written}"
+
+
+def _milvus_literal(value: Any) -> str:
+    """A value as Milvus reads it. Milvus Lite knows few escape sequences, so only four characters are escaped."""
+    if not isinstance(value, str):
+        return repr(value)
+    for character, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r")):
+        value = value.replace(character, escaped)
+    return f'"{value}"'
+
+
+class Found(NamedTuple):
+    """A row that a search has found for a query, with the value of the column by which results are grouped."""
+
+    similarity: float
+    id: int
+    group: Any = None
+    path: str = ""
+
+
+Search = Callable[[Tensor, int, Condition | None], list[list[Found]]]
+
+
+def search_groups(
+    search: Search,
+    queries: Float[Tensor, "query dim"],
+    k: int,
+    *,
+    group_by: str,
+    condition: Condition | None,
+    most: int,
+) -> list[list[Found]]:
+    """For each query, the nearest row of each of the k nearest groups; fewer if there are fewer groups.
+
+    A search for the nearest rows may find many rows of one group. It is therefore repeated for rows of other groups,
+    until there are k groups or no more rows.
+
+    Args:
+        search: maps queries, a number of rows and a condition to the rows found for each query.
+        queries: the embeddings to search for.
+        k: number of groups.
+        group_by: name of the column of the groups.
+        condition: condition that all rows meet; None for no condition.
+        most: maximum number of rows of a search.
+
+    Cost:
+        One search for 4 k rows of all queries. For each query with fewer than k groups among these rows, further
+        searches, each for twice as many rows; each finds at least one more group.
+    """
+    rows = min(most, max(FEWEST_ROWS, ROWS_PER_GROUP * k))
+    results = []
+    for query, found in enumerate(search(queries, rows, condition)):
+        wanted = rows
+        nearest: dict[Any, Found] = {}
+        while True:
+            known = len(nearest)
+            for row in found:
+                nearest.setdefault(row.group, row)
+            if len(nearest) >= k or len(found) < wanted or len(nearest) == known:
+                break
+            wanted = min(most, 2 * wanted)
+            others: Condition = Combined("not", (Compared(group_by, "in", frozenset(nearest)),))
+            if condition is not None:
+                others = Combined("and", (condition, others))
+            (found,) = search(queries[query : query + 1], wanted, others)
+        # An approximate index may find a nearer row in a later search.
+        results.append(sorted(nearest.values(), key=lambda row: -row.similarity)[:k])
+    return results
+
+
+def as_tensors(results: Sequence[Sequence[Found]], k: int) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+    """The similarities and ids of the rows found for each query; -inf and -1 if there are fewer than k."""
+    similarities = torch.full((len(results), k), -torch.inf)
+    ids = torch.full((len(results), k), -1, dtype=torch.int64)
+    for query, found in enumerate(results):
+        similarities[query, : len(found)] = torch.tensor([row.similarity for row in found])
+        ids[query, : len(found)] = torch.tensor([row.id for row in found], dtype=torch.int64)
+    return similarities, ids
