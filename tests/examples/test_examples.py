@@ -297,6 +297,15 @@ UNTESTED_HERE = {"README.md", "compare.py", "hours.py", "intervals.py", "results
 UNTESTED_HERE.update(path.name for path in EXAMPLES.glob("study*.py"))
 
 
+def test_the_study_of_thresholds_prints_means_and_intervals(run_python, tmp_path):
+    script = EXAMPLES / "study_thresholds.py"
+    printed = run_python(script, "--seeds", "0", "1", "--images", "256", folder=tmp_path)
+    table = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    assert [line[0].strip("| ") for line in table] == ["", "---", "SupAP", "SupAP and calibration", "difference"]
+    assert all(len(line) == 5 for line in table)
+    assert re.fullmatch(r"[+-]0\.\d{4} \([+-]\d\.\d{4} to [+-]\d\.\d{4}\)", table[-1][1])
+
+
 def test_each_example_is_run():
     run_here = {"glyphs.yaml", *re.findall(r"[\w]+\.(?:py|sh|yaml)", Path(__file__).read_text())}
     assert {path.name for path in EXAMPLES.glob("*.*")} - UNTESTED_HERE <= run_here
