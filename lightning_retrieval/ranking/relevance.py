@@ -262,7 +262,7 @@ class SharedTags(Relevance):
 
     def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
         super().check_columns(owner, name, columns)
-        if bool((columns < NO_TAG).any()):
+        if bool((columns.long() < NO_TAG).any()):  # uint8 has no NO_TAG
             raise ValueError(
                 f"{owner}: `{name}` must be tags >= 0, or {NO_TAG} in rows with fewer tags, got {int(columns.min())}."
             )
