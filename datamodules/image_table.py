@@ -285,8 +285,8 @@ class ImageTable(ImageDataModule):
     `sampler="tags"` and a rule of relevance. In a Parquet file, the tags of an image may be a list.
 
     Training ignores roles, unless some training images are queries, some are gallery images, and not all are both.
-    Batches then have `roles`, for the rule `GalleryOnly`. The images that `val_fraction` holds out are evaluated without
-    roles; for validation by roles, give the split `val`.
+    Batches then have `roles`, for the rule `GalleryOnly`. The images that `val_fraction` holds out are evaluated
+    without roles; for validation by roles, give the split `val`.
 
     Args:
         root: the folder that the paths are relative to.
