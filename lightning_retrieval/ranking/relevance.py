@@ -238,7 +238,7 @@ class SharedTags(Relevance):
     """Relevant are images that share at least some number of tags with the query.
 
     Reads the entry `tags` of a batch: (batch, T) integers >= 0, in any order; -1 fills rows with fewer than T tags.
-    A tag that occurs twice in a row counts once.
+    A tag that occurs twice in a row counts once. T must be the same in all batches of a memory or of an evaluation.
 
     Args:
         at_least: number of tags that relevant images share, >= 1.
