@@ -327,7 +327,7 @@ class ImageDataModule(RetrievalDataModule):
             return self.evaluation_set("val", self.splits["val"])
         if not self.val_fraction:
             return self.test_set
-        return self.evaluation_set("val", self._split("train")[self._held_out])
+        return self.evaluation_set("val", self._held_out_images())
 
     @cached_property
     def test_set(self) -> ImageSet | dict[str, ImageSet]:
@@ -421,6 +421,10 @@ class ImageDataModule(RetrievalDataModule):
             cure = "; train on another data module, and evaluate on this one."
         found = ", ".join(map(repr, self.splits))
         raise ValueError(f"{type(self).__name__}: has no split {name!r}, only {found}{cure}")
+
+    def _held_out_images(self) -> ImageIndex:
+        """The images of the split `"train"` whose classes are held out for validation."""
+        return self._split("train")[self._held_out]
 
     @cached_property
     def _held_out(self) -> NDArray[np.bool_]:

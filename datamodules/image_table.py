@@ -285,7 +285,8 @@ class ImageTable(ImageDataModule):
     `sampler="tags"` and a rule of relevance. In a Parquet file, the tags of an image may be a list.
 
     Training ignores roles, unless some training images are queries, some are gallery images, and not all are both.
-    Batches then have `roles`, for the rule `GalleryOnly`.
+    Batches then have `roles`, for the rule `GalleryOnly`. The images that `val_fraction` holds out are evaluated
+    without roles; for validation by roles, give the split `val`.
 
     Args:
         root: the folder that the paths are relative to.
@@ -340,6 +341,12 @@ class ImageTable(ImageDataModule):
     def sources(self) -> list[Path]:
         """The table."""
         return [self._table_path()]
+
+    def _held_out_images(self) -> ImageIndex:
+        """The held-out images, without roles: their classes need not have both queries and gallery images."""
+        images = super()._held_out_images()
+        images.roles = None
+        return images
 
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of the table, by split."""

@@ -238,7 +238,7 @@ class SharedTags(Relevance):
     """Relevant are images that share at least some number of tags with the query.
 
     Reads the entry `tags` of a batch: (batch, T) integers >= 0, in any order; -1 fills rows with fewer than T tags.
-    A tag that occurs twice in a row counts once.
+    A tag that occurs twice in a row counts once. T must be the same in all batches of a memory or of an evaluation.
 
     Args:
         at_least: number of tags that relevant images share, >= 1.
@@ -262,7 +262,7 @@ class SharedTags(Relevance):
 
     def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
         super().check_columns(owner, name, columns)
-        if bool((columns < NO_TAG).any()):
+        if bool((columns.long() < NO_TAG).any()):  # uint8 has no NO_TAG
             raise ValueError(
                 f"{owner}: `{name}` must be tags >= 0, or {NO_TAG} in rows with fewer tags, got {int(columns.min())}."
             )

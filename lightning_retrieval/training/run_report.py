@@ -19,7 +19,7 @@ import torch
 from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.contrib.logging import logging_redirect_tqdm  # type: ignore[import-untyped]
 
@@ -255,7 +255,8 @@ class _FirstStep:
         ignored = [name for name in RULES if name in batch]
         if self.relevance is not None:
             ignored = [name for name in ignored if name not in self.relevance.reads]
-        if "roles" in ignored and bool((batch["roles"] == Role.BOTH).all()):
+        roles = batch.get("roles")
+        if "roles" in ignored and isinstance(roles, Tensor) and bool((roles == Role.BOTH).all()):
             ignored.remove("roles")
         if ignored:
             cures = " or ".join(f"relevance={RULES[name]}" for name in ignored)

@@ -272,6 +272,15 @@ def test_training_images_have_roles_if_some_are_queries_and_some_are_gallery(tmp
     assert (None if roles is None else roles.tolist()) == wanted
 
 
+def test_images_that_are_held_out_of_training_have_no_roles(tmp_path):
+    roles = ["query", "gallery"] * 4
+    training = [(f"{i}.jpg", str(i // 2), "train", role) for i, role in enumerate(roles)]
+    root = write_csv(tmp_path, ROLE, *training, ("t.jpg", "b", "test", ""))
+    data = ImageTable(root, "images.csv", val_fraction=0.5, **QUICK)
+    assert data.train_set.index.roles is not None
+    assert data.val_set.index.roles is None
+
+
 def test_the_tags_of_a_parquet_file_may_be_lists(tmp_path):
     tags = [["red", "long dress"], [], None, ["red", None]]
     columns = {"image": [f"{i}.jpg" for i in range(4)], "tags": tags, "split": ["train", "train", "test", "test"]}

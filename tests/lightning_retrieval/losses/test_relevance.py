@@ -125,6 +125,9 @@ def test_labels_of_every_kind_of_integer_are_columns():
     case.columns = case.columns.int()
     case.settings["ref_labels"] = case.settings["ref_labels"].to(torch.uint8)
     assert_same(case.by_rule(SmoothAPLoss()), case.of_scores(SmoothAPLoss()))
+    x, tags = torch.randn(4, 3), torch.tensor([[0, 2], [0, 1], [1, 1], [2, 1]])
+    of_bytes = SmoothAPLoss()(x, tags.byte(), relevance=SharedTags())
+    assert torch.equal(of_bytes, SmoothAPLoss()(x, tags, relevance=SharedTags()))
 
 
 @pytest.mark.refusal

@@ -192,6 +192,8 @@ def test_the_first_step_names_the_rule_and_what_it_ignores():
     _, notice = first_step(None, **both)
     assert notice.startswith(ignores.format("cameras and tags"))
     assert notice.endswith("give relevance=OtherCamera() or relevance=SharedTags(), or a rule of your own.")
+    _, notice = first_step(OtherCamera(), roles=["query"] * 27, tags=["a; b"] * 27)  # anything, since no rule reads it
+    assert notice.startswith(ignores.format("roles and tags"))
 
 
 def test_the_first_batch_is_compared_with_the_labels_of_the_sampler():
