@@ -185,9 +185,8 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         seed: determines the batches and the augmentation, together with the epoch. None means the seed of
             `seed_everything`, or 0 if `seed_everything` was not called.
         sampler: the sampler of the training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, with two
-            categories per batch, from the training set's `categories`), `"all_classes"` (`AllClassesSampler`, with P K
-            images per batch) or `"tags"` (`TagSampler`, from the training set's `tags`); or a `GlobalBatchSampler` made
-            with the labels or tags of the training set. Such a sampler ignores P and K.
+            categories per batch), `"all_classes"` (`AllClassesSampler`), `"tags"` (`TagSampler`), or a
+            `GlobalBatchSampler` made with the labels or tags of the training set, which ignores P and K.
         pin_memory: whether batches are copied to page-locked memory, which makes the transfer to a GPU faster; if None,
             only if there is a GPU.
         persistent_workers: whether workers stay alive between epochs; None means True if there are workers.

@@ -15,6 +15,7 @@ from tests.awkward_values.calls import Call, constructor
 COMMON = {
     "query_expansion": QueryExpansion(k=1),
     "database_augmentation": DatabaseAugmentation(k=1),
+    "relevance": None,
 }
 TABLE = {"extra_metrics": ("precision@2", "mINP"), "map_divisor": "R", "dims": (1, 2)}
 
