@@ -148,7 +148,12 @@ def _column(owner: str, name: str, values: Values, rows: int) -> Column:
     if types <= {str}:
         positions: dict[str, int] = {}
         of_rows = [positions.setdefault(text, len(positions)) for text in listed]
-        return Column(np.array(of_rows, np.int64), PackedStrings(positions))
+        try:
+            return Column(np.array(of_rows, np.int64), PackedStrings(positions))
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{owner}: `columns` must hold valid Unicode for {name}, got {short_repr(error.object)}."
+            ) from None
     if not types <= {int, float}:
         shown = ", ".join(sorted(kind.__name__ for kind in types))
         raise TypeError(f"{owner}: `columns` must hold only strings or only numbers for {name}, got {shown}.")

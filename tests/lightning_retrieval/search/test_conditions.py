@@ -408,6 +408,7 @@ def test_tensors_and_arrays_may_be_columns():
         ),
         ({"a": "xy"}, TypeError, "`columns` must have a sequence of values for a, got 'xy'"),
         ([1, 2], TypeError, "`columns` must be a dict, got"),
+        ({"a": ["\ud800"] * 2}, ValueError, "must hold valid Unicode for a, got '"),
     ],
 )
 def test_what_is_not_a_column(columns, error, sentence):
