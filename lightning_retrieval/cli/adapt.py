@@ -161,7 +161,7 @@ def adapt_head(
     if not output.parent.is_dir() or output.is_dir():
         raise ValueError(f"{OWNER}: `output` must be a file in an existing folder, got {output}.")
     folder = EmbeddingFolder.load(OWNER, embeddings)
-    module = _embedding_module(folder.manifest, checkpoint)
+    module = _embedding_module(folder.manifest, checkpoint, output)
     if embedding_dim is None:
         embedding_dim = folder.manifest.dim
     embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
@@ -175,9 +175,14 @@ def adapt_head(
     return _compare(embedder.head, held_out, epochs)
 
 
-def _embedding_module(manifest: EmbeddingManifest, checkpoint: Path | None) -> RetrievalModule:
-    """The module that made the embeddings; raises unless a head can follow it."""
-    module = load_checkpoint(OWNER, recorded_checkpoint(OWNER, manifest.about, checkpoint, made="embeddings were"))
+def _embedding_module(manifest: EmbeddingManifest, checkpoint: Path | None, output: Path) -> RetrievalModule:
+    """The module that made the embeddings; raises unless a head can follow it in another file."""
+    found = recorded_checkpoint(OWNER, manifest.about, checkpoint, made="embeddings were")
+    if output.exists() and output.samefile(found):
+        raise ValueError(
+            f"{OWNER}: `output` must not be the checkpoint that made the embeddings, got {output}; give another file."
+        )
+    module = load_checkpoint(OWNER, found)
     is_whitened = module.whitening is not None and module.whitening.learned is not None
     if is_whitened or tuple(module.eval_scales) != (1,):
         raise ValueError(
@@ -192,6 +197,8 @@ def _labels_of_table(table: Path | None) -> Mapping[str, str] | None:
     if table is None:
         return None
     read, row_of = read_image_rows(OWNER, "labels", table, ("image", "label"))
+    if "label" not in read:
+        raise ValueError(f"{OWNER}: `labels` must be a table with the column label, got {table} with tags; add labels.")
     return {image: read["label"][row] for image, row in row_of.items() if read["label"][row]}
 
 
@@ -226,7 +233,7 @@ def _fit(
     with Progress("Training", total=max_epochs, units="epochs") as progress:
         for epoch in range(1, max_epochs + 1):
             for chosen in lists():
-                value = batch_loss(head(trained.embeddings[chosen]), trained.labels[chosen], ids=chosen)
+                value = _value(batch_loss, head(trained.embeddings[chosen]), trained.labels[chosen], chosen)
                 if not bool(value.isfinite()):
                     raise ValueError(f"{OWNER}: `lr` must give a finite loss, got {value.item()}; lower it.")
                 optimizer.zero_grad()
@@ -240,6 +247,20 @@ def _fit(
                 break
     head.load_state_dict(best_state)
     return epoch
+
+
+def _value(
+    loss: nn.Module, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, " batch"], ids: Int[Tensor, " batch"]
+) -> Tensor:
+    """The loss of a list. A loss with a parameter for each class fails if it has too few, or of another dimension."""
+    try:
+        value: Tensor = loss(embeddings, labels, ids=ids)
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"{OWNER}: `loss` must accept embeddings of {embeddings.shape[1]} numbers and labels up to "
+            f"{int(labels.max())}, but failed ({first_line(error)}); give other `loss_args`."
+        ) from error
+    return value
 
 
 def _start_with_principal_directions(head: Head, embeddings: Float[Tensor, "rows dim"]) -> None:

@@ -31,6 +31,7 @@ from lightning_retrieval.cli.stores import (
     close_index,
     model_difference,
     new_index,
+    opened_index,
 )
 from lightning_retrieval.datamodules.table_file import find_missing
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
@@ -48,6 +49,7 @@ NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
     """Run the command: print what was written, and return the images that could not be read."""
     settings = vars(options)
+    had_threshold = _has_threshold(options.output, options.store)
     if options.embeddings is not None:
         made, unreadable = index_embeddings(**{name: settings[name] for name in EMBEDDINGS_OPTIONS})
     else:
@@ -60,8 +62,19 @@ def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
             "threshold {value:.4f}: false-match rate {false_match_rate:.4f}, miss rate {miss_rate:.4f} with "
             "{images} images".format(**made.about[THRESHOLD])
         )
+    elif had_threshold and THRESHOLD not in made.about:
+        print("the replaced index had a threshold, the new one has none: choose one with --validation")
     close_index(made)
     return unreadable
+
+
+def _has_threshold(output: Path, store: str | None) -> bool:
+    """Whether there is an index with a threshold that the command will replace or update."""
+    try:
+        with opened_index(output, store) as earlier:
+            return THRESHOLD in earlier.about
+    except (FileNotFoundError, ValueError):  # there is no index, or none that can be read
+        return False
 
 
 def _summary(made: EmbeddingStore) -> str:
@@ -236,7 +249,7 @@ def choose_threshold(
     Raises:
         FileNotFoundError: if the folder holds no embeddings.
         ValueError: if only one of the arguments is given, the rate is not from 0 to 1, the embeddings are of another
-            model, an image has no label, or all labels are the same.
+            model, an image has no label, all labels are the same, or each label has one image.
     """
     if validation is None and false_match_rate is None:
         return {}
@@ -252,6 +265,11 @@ def choose_threshold(
     metrics = RetrievalMetrics()
     metrics.update(*map(torch.from_numpy, folder.labelled("validation")))
     scores = nearest_scores(metrics)
+    if len(scores.positives) == 0:
+        raise ValueError(
+            f"{owner}: `validation` must have several images of a label, got {validation}, in which each label has "
+            "one; embed more images."
+        )
     value = scores.threshold(false_match_rate)
     false_matches, misses = float(scores.false_match_rates(value)), float(scores.miss_rates(value))
     rates = {"false_match_rate": false_matches, "miss_rate": misses}

@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import torch
 from PIL import Image, ImageOps
 
 from lightning_retrieval.cli.embedding import UnreadableImage
@@ -46,10 +47,11 @@ def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         )
     with opened_index(options.index, options.store) as index:
         results, unreadable = _search_in(index, options)
-    if options.json:
-        print(json.dumps(_plain(results, unreadable), indent=1))
-    else:
-        print("\n\n".join(_table(result) for result in results))
+        if options.json:
+            shown = json.dumps(_plain(results, unreadable, index), indent=1)
+        else:
+            shown = "\n\n".join(_table(result) for result in results)
+    print(shown)
     return unreadable
 
 
@@ -109,11 +111,17 @@ def _table(result: QueryResult) -> str:
     return "\n".join([printable(result.query), "rank  similarity  distance  path", *rows])
 
 
-def _plain(results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage]) -> dict[str, Any]:
-    """The results as plain values for JSON."""
+def _plain(
+    results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage], index: EmbeddingStore
+) -> dict[str, Any]:
+    """The results as plain values for JSON, with the metadata that the index has."""
     queries = []
     for result in results:
         hits = [{**vars(hit), "distance": hit.distance} for hit in result.hits]
+        if hits and index.column_kinds:
+            columns = index.columns(torch.tensor([hit.id for hit in result.hits]))
+            for row, hit in enumerate(hits):
+                hit["metadata"] = {name: values[row] for name, values in columns.items()}
         described: dict[str, Any] = {"query": result.query, "results": hits}
         if result.threshold is not None:
             described |= {"threshold": result.threshold, "nearest": result.nearest}

@@ -49,6 +49,7 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 SYMBOLS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.In: "in"}
 SYMBOLS[ast.NotIn] = "in"
 EXAMPLE = "price <= 20 and brand in ['a', 'b']"
+MOST_NESTED = 100  # conditions inside each other; every function below can recurse so deeply
 ROWS_PER_GROUP, FEWEST_ROWS = 4, 32  # the first search for k groups finds at least this many rows
 
 
@@ -147,7 +148,12 @@ def _column(owner: str, name: str, values: Values, rows: int) -> Column:
     if types <= {str}:
         positions: dict[str, int] = {}
         of_rows = [positions.setdefault(text, len(positions)) for text in listed]
-        return Column(np.array(of_rows, np.int64), PackedStrings(positions))
+        try:
+            return Column(np.array(of_rows, np.int64), PackedStrings(positions))
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{owner}: `columns` must hold valid Unicode for {name}, got {short_repr(error.object)}."
+            ) from None
     if not types <= {int, float}:
         shown = ", ".join(sorted(kind.__name__ for kind in types))
         raise TypeError(f"{owner}: `columns` must hold only strings or only numbers for {name}, got {shown}.")
@@ -284,13 +290,15 @@ def check_group(owner: str, group_by: str | None, kinds: Mapping[str, Kind]) -> 
         raise ValueError(f"{owner}: `group_by` must be a column of the index, {shown_kinds(kinds)}, got {group_by!r}.")
 
 
-def _condition(node: ast.expr, kinds: Mapping[str, Kind]) -> Condition:
+def _condition(node: ast.expr, kinds: Mapping[str, Kind], depth: int = 0) -> Condition:
     """The condition of a node of Python's syntax tree; raises a ValueError with the reason if it is none."""
+    if depth > MOST_NESTED:
+        raise ValueError("which is nested too deeply")
     if isinstance(node, ast.BoolOp):
         word = type(node.op).__name__.lower()  # "and" or "or"
-        return Combined(word, tuple(_condition(part, kinds) for part in node.values))
+        return Combined(word, tuple(_condition(part, kinds, depth + 1) for part in node.values))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return Combined("not", (_condition(node.operand, kinds),))
+        return Combined("not", (_condition(node.operand, kinds, depth + 1),))
     return _comparison(node, kinds)
 
 

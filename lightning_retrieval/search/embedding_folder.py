@@ -365,7 +365,7 @@ class EmbeddingFolder:
             labels: the label of each path; if None, the labels in the files.
 
         Raises:
-            ValueError: if a file is missing or damaged, or a row has no label.
+            ValueError: if a file is missing or damaged, or a row has no label or is not finite.
 
         Cost:
             Memory for 8 D bytes for each row, and 4 D bytes of them afterwards.
@@ -382,13 +382,23 @@ class EmbeddingFolder:
             else:
                 found += map(labels.get, rows.paths)
         unlabelled = [path for path, label in zip(paths, found) if label is None]
+        given, cure = name, "embed a table with the columns image and label"
+        if labels is not None:
+            given, cure = "labels", "add their rows to the table"
         if unlabelled or not found:
             raise ValueError(
-                f"{self.owner}: `{name}` must have a label for each image, got {self.path}, in which {len(unlabelled)} "
-                f"of {len(found)} have none ({first_of(unlabelled)}); embed a table with the columns image and label."
+                f"{self.owner}: `{given}` must have a label for each image, got {self.path}, in which "
+                f"{len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)}); {cure}."
+            )
+        rows_of_all = np.concatenate(embeddings)
+        invalid = [paths[row] for row in np.flatnonzero(~np.isfinite(rows_of_all).all(axis=1))]
+        if invalid:
+            raise ValueError(
+                f"{self.owner}: `{name}` must hold finite numbers, got {self.path}, in which {len(invalid)} of "
+                f"{len(found)} rows have NaN or inf ({first_of(invalid)}); embed these images with another model."
             )
         numbers = {label: number for number, label in enumerate(dict.fromkeys(found))}
-        return np.concatenate(embeddings), np.array([numbers[label] for label in found])
+        return rows_of_all, np.array([numbers[label] for label in found])
 
     def unreadable(self) -> list[tuple[str, str]]:
         """Path and reason of each image that could not be read, from all complete shards.

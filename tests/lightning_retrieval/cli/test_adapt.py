@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.adapt import adapt_head, lists_of_epoch
+from lightning_retrieval.cli.adapt import adapt_head, lists_of_epoch, named_loss
 from lightning_retrieval.cli.demo import PageAnswers
 from lightning_retrieval.cli.embed import embed_images
 from lightning_retrieval.cli.embedding import load_checkpoint
@@ -160,7 +160,12 @@ def test_what_cannot_be_adapted_raises(checkpoint, tmp_path, capsys):
     output = tmp_path / "a.ckpt"
     two = tmp_path / "two.csv"
     two.write_text("image,label\n0.jpg,a\n0.jpg,b\n")
+    some = tmp_path / "some.csv"
+    some.write_text("image,label\n0.jpg,a\n1.jpg,\n")
+    tags = tmp_path / "tags.csv"
+    tags.write_text("image,tags\n0.jpg,a b\n")
     options = {
+        f"--labels={tags}": "`--labels` must be a table with the column label",
         "--loss=system": "`--loss` names the class pytorch_metric_learning.losses.system",
         "--loss=os.system": "`--loss` names os.system",
         "--loss=lightning_retrieval.RetrievalIndex": "`--loss` and `--loss_args` must name a loss and its arguments",
@@ -170,12 +175,16 @@ def test_what_cannot_be_adapted_raises(checkpoint, tmp_path, capsys):
         "--embedding_dim=0": "AdaptedEmbedder: `--embedding_dim` must be an integer >= 1, got 0",
         f"--labels={tmp_path / 'gone.csv'}": "`--labels` must be a CSV or Parquet table",
         f"--labels={two}": "`image` must be different in each row",
+        f"--labels={some}": "`--labels` must have a label for each image",
         f"--output={tmp_path}": "`--output` must be a file in an existing folder",
+        f"--output={checkpoint}": "`--output` must not be the checkpoint that made the embeddings",
     }
     for option, rule in options.items():
         code, _, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, option)
         assert (code, rule in err, err.count("\n")) == (2, True, 1), err
+    infinite = np.where(np.arange(48)[:, None] == 3, np.nan, rows).astype(np.float32)
     folders = {
+        folder_of(tmp_path / "nan", checkpoint, infinite, labels): "1 of 48 rows have NaN or inf (3.jpg)",
         folder_of(tmp_path / "few", checkpoint, rows[:24], labels[:24]): "must be of at least 4 classes with several",
         folder_of(tmp_path / "none", checkpoint, rows, None): "in which 48 of 48 have none",
         folder_of(
@@ -186,6 +195,15 @@ def test_what_cannot_be_adapted_raises(checkpoint, tmp_path, capsys):
         code, _, err = run(capsys, "adapt", "--embeddings", other, "--output", output)
         assert (code, rule in err, err.count("\n")) == (2, True, 1), err
     assert not output.exists()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("classes", "dim"), [(2, DIM), (6, DIM + 1)])
+def test_a_loss_for_fewer_classes_or_another_dimension_raises(checkpoint, tmp_path, classes, dim):
+    folder = folder_of(tmp_path / "e", checkpoint, *points(noise=1.0, classes=6))
+    loss = named_loss("ProxyAnchorLoss", json.dumps({"num_classes": classes, "embedding_size": dim}))
+    with pytest.raises(ValueError, match=f"adapt_head: `loss` must accept embeddings of {DIM} numbers and labels"):
+        adapt_head(folder, tmp_path / "a.ckpt", loss=loss)
 
 
 @pytest.mark.refusal

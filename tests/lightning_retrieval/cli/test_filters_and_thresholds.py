@@ -84,6 +84,8 @@ def test_search_filters_groups_and_hides_what_is_not_similar(glyphs, table, vali
     positions = [paths.index(hit["path"]) for hit in hits]
     assert set(positions) <= allowed
     assert len({position // 2 for position in positions}) == 4
+    for position, hit in zip(positions, hits):
+        assert hit["metadata"] == {"price": position / 4, "code": f"{position:03d}", "product": f'"{position // 2}"'}
 
     (shown,) = json.loads(command(capsys, *searching, "--json", "-k=40")[1])["queries"]
     (every,) = json.loads(command(capsys, *searching, "--json", "-k=40", "--threshold=-1")[1])["queries"]
@@ -119,7 +121,10 @@ def test_metadata_and_threshold_survive_an_update(glyphs, table, validation, pla
             price = dict(zip(index.paths(index.ids), index.columns(index.ids)["price"]))
             assert price == {path: row / 4 for row, path in enumerate(paths_of(glyphs[0] / "images")) if row > 0}
             assert index.about["threshold"]["false_match_rate"] == pytest.approx(rate, abs=0.03)
-    assert command(capsys, *args, "--overwrite")[0] == 0
+    sentence = "the replaced index had a threshold, the new one has none"
+    for had in (True, False):
+        code, out, _ = command(capsys, *args, "--overwrite")
+        assert (code, sentence in out) == (0, had)
 
 
 def test_an_index_of_embeddings_has_metadata(glyphs, embeddings, table, tmp_path):
@@ -260,6 +265,12 @@ def test_thresholds_that_cannot_be_chosen_raise(glyphs, embeddings, other_model,
     assert "`--validation` must be of the model of the index" in error
     assert "they are of another model" in error
     assert not (tmp_path / "i").exists()
+    what = {"images_sha256": "list", "model_sha256": "model", "preparation": {}, "file_format": "npy"}
+    manifest = EmbeddingManifest(images=2, dim=2, shard_size=2, **what)
+    folder = EmbeddingFolder.create("me", tmp_path / "e", manifest)
+    folder.write(0, ShardRows(np.arange(2), np.eye(2, dtype=np.float32), ["a.jpg", "b.jpg"], ["a", "b"]))
+    with pytest.raises(ValueError, match=r"me: `validation` must have several images of a label"):
+        choose_threshold("me", tmp_path / "e", 0.5, {})
 
 
 @pytest.mark.refusal

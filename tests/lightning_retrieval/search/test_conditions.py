@@ -236,6 +236,7 @@ def test_what_a_condition_is_parsed_to():
         ("[brand for brand in 'a']", "which is not made of comparisons"),
         ("(lambda: 1)() == 1", "which is not made of comparisons"),
         ("(" * 1000 + "stock == 1" + ")" * 1000, "which "),
+        ("not " * 500 + "stock == 1", "which is nested too deeply"),
         ("not " * 100_000 + "stock == 1", "which is nested too deeply"),
         ("stock == " + "-" * 100_000 + "1", "which is nested too deeply"),
         ("brand == '\udce9", "surrogates not allowed"),
@@ -407,6 +408,7 @@ def test_tensors_and_arrays_may_be_columns():
         ),
         ({"a": "xy"}, TypeError, "`columns` must have a sequence of values for a, got 'xy'"),
         ([1, 2], TypeError, "`columns` must be a dict, got"),
+        ({"a": ["\ud800"] * 2}, ValueError, "must hold valid Unicode for a, got '"),
     ],
 )
 def test_what_is_not_a_column(columns, error, sentence):
