@@ -29,6 +29,7 @@ from lightning_retrieval.training.trainer_checks import adapt_loss
 
 OWNER = "adapt_head"
 LARGEST_LIST = 16_384
+LONGEST_GRADIENT = 1.0  # norm to which gradients are clipped, as log rank needs
 MOST_OF_A_CLASS = 16  # images of a class in a list
 HELD_OUT = 0.2  # fraction of the classes that are held out
 FEWEST_CLASSES = 4  # two to train on, and two that are held out
@@ -228,7 +229,8 @@ def _fit(
     """Train until the mAP of the held-out classes stops rising, load the best head, and return the number of epochs."""
     _start_with_principal_directions(head, trained.embeddings)
     batch_loss = adapt_loss(OWNER, loss)
-    optimizer = torch.optim.AdamW([*head.parameters(), *batch_loss.parameters()], lr=lr, weight_decay=0)
+    parameters = [*head.parameters(), *batch_loss.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
     best, best_epoch, best_state = _mean_ap(head, held_out), 0, copy.deepcopy(head.state_dict())
     with Progress("Training", total=max_epochs, units="epochs") as progress:
         for epoch in range(1, max_epochs + 1):
@@ -238,6 +240,7 @@ def _fit(
                     raise ValueError(f"{OWNER}: `lr` must give a finite loss, got {value.item()}; lower it.")
                 optimizer.zero_grad()
                 value.backward()
+                nn.utils.clip_grad_norm_(parameters, LONGEST_GRADIENT)
                 optimizer.step()
             progress.update(1)
             found = _mean_ap(head, held_out)

@@ -216,8 +216,8 @@ def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, metavar="C", help="checkpoint of the embeddings, if it was moved")
     parser.add_argument(
         "--loss",
-        default="SmoothAPLoss",
-        help="loss of this library or of pytorch-metric-learning, default SmoothAPLoss",
+        default="LogRankLoss",
+        help="loss of this library or of pytorch-metric-learning, default LogRankLoss",
     )
     parser.add_argument("--loss_args", default="{}", metavar="JSON", help='arguments of the loss, as {"tau": 0.1}')
     parser.add_argument("--embedding_dim", type=int, metavar="D", help="new dimension, default that of the embeddings")
