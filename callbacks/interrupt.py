@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch.distributed as dist
 from pytorch_lightning.utilities import rank_zero_info
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -106,7 +107,10 @@ class CheckpointOnInterrupt(pl.Callback):
     def _is_last_step(self) -> bool:
         if self._store is None:
             return self._requested
-        return bool(self._store.check([_KEY])) and self._steps == int(self._store.get(_KEY))
+        try:
+            return bool(self._store.check([_KEY])) and self._steps == int(self._store.get(_KEY))
+        except dist.DistNetworkError:  # the first process, which holds the store, has ended after the last step
+            return False
 
     def _on_signal(self, *_: Any) -> None:
         if os.getpid() != self._process:  # a data-loader worker ignores the signal, since training still needs it

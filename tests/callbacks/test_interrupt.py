@@ -143,6 +143,20 @@ def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_pa
     assert trainer.saved == [("last-interrupted.ckpt", 4)]
 
 
+def test_the_first_process_may_end_before_the_others_have_ended_their_last_step(tmp_path, monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    others = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    monkeypatch.setattr("lightning_retrieval.callbacks.interrupt._get_default_store", lambda: others)
+    callback, trainer = CheckpointOnInterrupt(), Group(tmp_path)
+    callback.on_train_start(trainer, None)
+    try:
+        callback.on_train_batch_end(trainer, None)
+        del store
+        callback.on_train_batch_end(trainer, None)
+    finally:
+        callback.on_train_end(trainer, None)
+
+
 def test_an_error_leaves_the_handler_of_the_signal_as_it_was(tmp_path):
     callback, trainer, before = CheckpointOnInterrupt(), Group(tmp_path), signal.getsignal(signal.SIGINT)
     trainer.world_size = 1
