@@ -157,20 +157,21 @@ def _image_paths(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def find_checkpoint(owner: str, checkpoint: Path) -> Path:
+def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> Path:
     """The file of a checkpoint. For a folder, this is the best checkpoint of the newest run in it, which is logged.
 
     Args:
         owner: prefix of error messages.
         checkpoint: a file, the folder of a run, or the folder with the runs `version_0`, `version_1` and so on. The
             newest run is the one with the highest number among those that have a file `checkpoints/best.ckpt`.
+        name: name of the argument that gives the checkpoint, for error messages.
 
     Raises:
         FileNotFoundError: if the path does not exist, or the folder has no such file.
     """
     if checkpoint.is_file():
         return checkpoint
-    rule = f"{owner}: `checkpoint` must be a file that training wrote, or the folder of its runs, got {checkpoint}"
+    rule = f"{owner}: `{name}` must be a file that training wrote, or the folder of its runs, got {checkpoint}"
     if not checkpoint.is_dir():
         raise FileNotFoundError(f"{rule}, which does not exist.")
     runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]

@@ -163,10 +163,10 @@ class RetrievalCLI(LightningCLI):
             if path:
                 check_path(self._owner, "--ckpt_path", path)
             if path and Path(path).is_dir() and self.config.subcommand != "fit":
-                path = options.ckpt_path = str(find_checkpoint(self._owner, Path(path)))
+                path = options.ckpt_path = str(find_checkpoint(self._owner, Path(path), "--ckpt_path"))
             check_checkpoint(self._owner, path)
         except (FileNotFoundError, ValueError) as error:
-            self.parser.error(str(error).replace("`checkpoint`", "`--ckpt_path`"))
+            self.parser.error(str(error))
         if path and Path(path).is_file():
             self._checkpoint = self._read_checkpoint(path)
 

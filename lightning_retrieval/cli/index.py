@@ -49,7 +49,9 @@ NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
     """Run the command: print what was written, and return the images that could not be read."""
     settings = vars(options)
-    had_threshold = _has_threshold(options.output, options.store)
+    # `--validation` chooses a threshold, and `--update` keeps it; the earlier index is read only without these two.
+    may_lose_threshold = options.validation is None and not options.update
+    had_threshold = may_lose_threshold and _has_threshold(options.output, options.store)
     if options.embeddings is not None:
         made, unreadable = index_embeddings(**{name: settings[name] for name in EMBEDDINGS_OPTIONS})
     else:
@@ -69,7 +71,7 @@ def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 
 
 def _has_threshold(output: Path, store: str | None) -> bool:
-    """Whether there is an index with a threshold that the command will replace or update."""
+    """Whether there is an index with a threshold that the command will replace."""
     try:
         with opened_index(output, store) as earlier:
             return THRESHOLD in earlier.about
