@@ -161,9 +161,9 @@ def test_the_ddp_benchmark_compares_weights(results_of):
 
 
 @OF_LINUX
-def test_a_run_on_two_nodes_ends_as_an_undisturbed_one_after_a_worker_is_killed(results_of):
-    ((row,), _) = results_of("elastic")
-    assert set(row) == {"kills", "restart", "longest restart", "same weights", "same metrics"}
-    assert row["kills"] == 1
-    assert row["same weights"]
-    assert row["same metrics"]
+def test_a_run_on_two_nodes_goes_on_after_kills(results_of):
+    """The benchmark itself compares weights and metrics with those of an undisturbed run."""
+    rows, _ = results_of("elastic")
+    assert [row["killed"] for row in rows] == ["workers", "first node, started again", "first node"]
+    assert [row["same weights"] for row in rows[:2]] == [True, True]
+    assert all(row["same metrics"] and row["largest difference"] < 1e-9 for row in rows)
