@@ -2,14 +2,17 @@
 
 Several processes must save the checkpoint after the same step, but the signal may reach them in different steps, or
 reach only one of them. They agree on the last step through the key-value store of their process group. If a process has
-received the signal, it writes the number of the next step to the store before it begins this step. After each step, all
-processes read the store. Since a step is a collective operation, no process can complete a step before all processes
-have begun it. So all processes read the number in time.
+received the signal, it writes the number of the next step to the store, waits, and then begins this step. Since a step
+is a collective operation, no process can complete a step before all processes have begun it. A process reads the store
+after a step, unless it has read it less than `seconds_between_reads` ago. The wait is longer than that, so all
+processes read the number in time, and the first process answers each of the others about once a second.
 """
 
+import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +51,16 @@ class CheckpointOnInterrupt(pl.Callback):
         validation, to the same folder.
     """
 
+    seconds_between_reads = 1.0  # the least time between two reads of the store by one process
+
     def __init__(self, option: str = "--ckpt_path last") -> None:
         self.option = check_string("CheckpointOnInterrupt", "option", option)
         self._requested = False
         self._in_step = False
         self._steps = 0  # number of steps completed in this run
         self._store: Any = None  # key-value store, if there are several processes
+        self._read_at = -math.inf  # when this process began to read the store for the last time
+        self._last_step: int | None = None  # the step on which the processes have agreed
         self._process: int | None = None  # id of this process while its signal handler is installed
         self._previous: Any = None
 
@@ -71,6 +78,7 @@ class CheckpointOnInterrupt(pl.Callback):
         self._in_step = True
         if self._store is not None and self._requested:
             self._store.compare_set(_KEY, "", str(self._steps + 1))
+            time.sleep(1.1 * self.seconds_between_reads)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """End training after this step if Ctrl-C was pressed."""
@@ -88,6 +96,7 @@ class CheckpointOnInterrupt(pl.Callback):
         receives = self._process is not None
         if not receives or self._in_step or trainer.global_step == 0 or trainer.fast_dev_run:
             return
+        self._read_at = -math.inf
         together = self._store is None or self._is_last_step()
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         if not folder or not together:
@@ -102,15 +111,27 @@ class CheckpointOnInterrupt(pl.Callback):
         self._requested = False
         self._steps = 0
         self._store = None
+        self._read_at = -math.inf
+        self._last_step = None
         self._previous = None
 
     def _is_last_step(self) -> bool:
         if self._store is None:
             return self._requested
+        now = time.monotonic()
+        if self._last_step is None and now - self._read_at >= self.seconds_between_reads:
+            self._read_at = now
+            self._last_step = self._agreed_step()
+        return self._steps == self._last_step
+
+    def _agreed_step(self) -> int | None:
+        """The step in the store, or None."""
         try:
-            return bool(self._store.check([_KEY])) and self._steps == int(self._store.get(_KEY))
+            if self._store.check([_KEY]):
+                return int(self._store.get(_KEY))
         except dist.DistNetworkError:  # the first process, which holds the store, has ended after the last step
-            return False
+            pass
+        return None
 
     def _on_signal(self, *_: Any) -> None:
         if os.getpid() != self._process:  # a data-loader worker ignores the signal, since training still needs it

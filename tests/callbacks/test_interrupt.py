@@ -72,6 +72,7 @@ class Group:
 def train(rank, signals, folder):
     """Ten steps of a process that receives signals at given moments; at which steps it has saved and ended."""
     callback, trainer = CheckpointOnInterrupt(), Group(folder)
+    callback.seconds_between_reads = 0.1
 
     def moment(name):
         if (rank, trainer.global_step, name) in signals:
@@ -155,6 +156,32 @@ def test_the_first_process_may_end_before_the_others_have_ended_their_last_step(
         callback.on_train_batch_end(trainer, None)
     finally:
         callback.on_train_end(trainer, None)
+
+
+class CountingStore:
+    """A store without keys that counts how often it is asked."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def check(self, _):
+        self.asked += 1
+        return False
+
+
+def test_a_process_asks_the_store_at_most_once_a_second(tmp_path, monkeypatch):
+    store = CountingStore()
+    monkeypatch.setattr("lightning_retrieval.callbacks.interrupt._get_default_store", lambda: store)
+    callback, trainer = CheckpointOnInterrupt(), Group(tmp_path)
+    begin = time.monotonic()
+    callback.on_train_start(trainer, None)
+    try:
+        while time.monotonic() < begin + 1.5:
+            callback.on_train_batch_start(trainer, None)
+            callback.on_train_batch_end(trainer, None)
+    finally:
+        callback.on_train_end(trainer, None)
+    assert store.asked == 2
 
 
 def test_an_error_leaves_the_handler_of_the_signal_as_it_was(tmp_path):
