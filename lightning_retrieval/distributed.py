@@ -67,7 +67,12 @@ def gather_rows(
     if counts is None:
         local_count = torch.tensor([len(rows)], device=rows.device)
         counts = gather_rows(local_count, [1] * world_size()).tolist()
-    return torch.cat(gather_parts(rows, counts, group))
+    if min(counts) < max(counts):
+        return torch.cat(gather_parts(rows, counts, group))
+    local = rows.detach().contiguous()
+    gathered = local.new_empty(sum(counts), *local.shape[1:])
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    return gathered
 
 
 def gather_parts(
