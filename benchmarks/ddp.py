@@ -128,6 +128,7 @@ def _sent_to_others(out: Tensor, tensor: Tensor, out_rows: list[int], rows: list
 # Bytes that a process sends in a collective that sends nothing twice, given the arguments of the collective.
 SENT: dict[str, Callable[..., float]] = {
     "all_gather": lambda parts, tensor: _size(tensor) * (dist.get_world_size() - 1),
+    "all_gather_into_tensor": lambda result, tensor: _size(tensor) * (dist.get_world_size() - 1),
     "all_to_all_single": _sent_to_others,
     "all_reduce": lambda tensor: 2 * _size(tensor) * (dist.get_world_size() - 1) / dist.get_world_size(),
 }
