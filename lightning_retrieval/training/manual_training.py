@@ -4,15 +4,13 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from pytorch_lightning.strategies import ModelParallelStrategy, ParallelStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -132,29 +130,38 @@ class Throughput:
         return images / (now - last_end)
 
 
-def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
-    """Context in which DDP does not sum gradients in backward passes: a step sums them once, after its last chunk.
+def release_ddp(strategy: DDPStrategy, module: Any) -> None:
+    """Let a strategy train a module itself, instead of the module in DDP's wrapper.
+
+    The wrapper checks that all processes have the same parameters, and copies those of the first process to the others.
+    Then it is released: it holds space for all gradients, 4 bytes for each parameter in float32, which a step sums
+    itself, see `GradientSum`.
+
+    Args:
+        strategy: the strategy of a Trainer.
+        module: the LightningModule that is trained. Other modules that the Trainer may train later keep the wrapper.
+    """
+
+    def configure_ddp() -> None:
+        type(strategy).configure_ddp(strategy)
+        if strategy.lightning_module is module:
+            strategy.model = module
+
+    strategy.configure_ddp = configure_ddp  # type: ignore[method-assign]
+
+
+def copy_buffers_of_first_process(trainer: Any) -> None:
+    """Copy the buffers of rank 0 to all ranks, as DDP's wrapper does before each forward pass, unless told not to.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
     """
-    if isinstance(trainer.strategy, ParallelStrategy):
-        return trainer.strategy.block_backward_sync()
-    return nullcontext()
-
-
-def broadcast_buffers_before_forward(trainer: Any) -> None:
-    """Copy the buffers of rank 0 to all ranks: with DDP in its next forward pass, with `ModelParallelStrategy` now.
-
-    `ModelParallelStrategy` itself never copies buffers.
-
-    Args:
-        trainer: a `pytorch_lightning.Trainer`.
-    """
-    if isinstance(trainer.model, DistributedDataParallel):
-        trainer.model.require_forward_param_sync = True
-    elif isinstance(trainer.strategy, ModelParallelStrategy) and world_size() > 1:
-        broadcast_buffers(trainer.lightning_module)
+    strategy = trainer.strategy
+    if world_size() == 1 or not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+        return
+    if isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("broadcast_buffers", True):
+        return
+    broadcast_buffers(trainer.lightning_module)
 
 
 class CheckedSteps:
@@ -290,6 +297,8 @@ class ManualTraining(OptimizedModule):
         owner, strategy = type(self).__name__, self.trainer.strategy
         check_trainer(owner, self.trainer)
         strategy.training_step = CheckedSteps(strategy, self)  # type: ignore[method-assign]
+        if isinstance(strategy, DDPStrategy):
+            release_ddp(strategy, self)
         if isinstance(strategy, ModelParallelStrategy):
             FullCheckpoints(owner, strategy).install()
         # All state of a step is complete when it ends, so a run can be resumed from a checkpoint after any step.
@@ -321,7 +330,7 @@ class ManualTraining(OptimizedModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the optimizers, and copy the buffers of rank 0 to all ranks."""
         super().on_train_batch_start(batch, batch_idx)
-        broadcast_buffers_before_forward(self.trainer)
+        copy_buffers_of_first_process(self.trainer)
         _count_begun_epoch(self.trainer)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -337,7 +346,7 @@ class ManualTraining(OptimizedModule):
 
     def on_validation_start(self) -> None:
         """Copy the buffers of rank 0 to all ranks, and exclude the validation from the throughput."""
-        broadcast_buffers_before_forward(self.trainer)
+        copy_buffers_of_first_process(self.trainer)
         self._throughput.restart()
         if self.trainer.state.fn == TrainerFn.VALIDATING:
             log_settings(self.trainer, {})

@@ -24,7 +24,7 @@ from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run, without_gradient_sync
+from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
@@ -274,7 +274,7 @@ class RetrievalModule(ManualTraining):
             check_processes(self)
         step = self._step_of(batch, labels, ids)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
-        with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
+        with step_random_state(self.seed, step.number, rank()):
             chunk_size = self._chunk_size_for(images)
             part = chunked_backward(
                 self,
