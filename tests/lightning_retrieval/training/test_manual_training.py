@@ -5,6 +5,7 @@ import functools
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -21,6 +22,7 @@ from tests.lightning_retrieval.training.small_training import (
     net,
     trainer,
 )
+from tests.quiet_trainer import quiet_trainer
 
 
 def module_with(**settings):
@@ -161,6 +163,29 @@ class OwnOptimizers(RetrievalModule):
             "frequency": self.lr_scheduler_frequency,
         }
         return [optimizer], [scheduler]
+
+
+@pytest.mark.gpu
+def test_ddp_holds_no_copy_of_the_gradients():
+    """Its wrapper has space for all of them, which a step would not use."""
+    allocated = []
+
+    class Allocated(pl.Callback):
+        def on_train_start(self, *_):
+            allocated.append(torch.cuda.memory_allocated())
+
+        def on_before_optimizer_step(self, *_):
+            allocated.append(torch.cuda.memory_allocated())
+
+    network = nn.Linear(1 << 10, 1 << 13)  # 32 MiB
+    data = DataLoader([(torch.randn(4, 1 << 10), torch.tensor([0, 0, 1, 1]))], batch_size=None)
+    ddp = DDPStrategy(process_group_backend="gloo")
+    before = torch.cuda.memory_allocated()
+    trainer = quiet_trainer(accelerator="gpu", devices=1, strategy=ddp, max_steps=1, callbacks=[Allocated()])
+    trainer.fit(RetrievalModule(network, SmoothAPLoss()), data)
+    at_start, after_backward = ((found - before) / 2**20 for found in allocated)
+    assert 32 <= at_start < 40
+    assert 64 <= after_backward < 72
 
 
 @pytest.mark.parametrize(

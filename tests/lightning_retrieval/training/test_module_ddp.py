@@ -91,8 +91,12 @@ def make_trainer(world: int, folder: Path, *callbacks, **settings) -> pl.Trainer
 # What each process runs, and returns.
 
 
-def train(name: str, world: int, folder: Path) -> dict:
+def train(name: str, rank: int, world: int, folder: Path) -> dict:
+    """A run in which each process but the first begins with other weights and buffers, which must not count."""
     module, log, buffers = make_module(name), Log(), Buffers()
+    with torch.no_grad():
+        for value in (*module.parameters(), *module.buffers()):
+            value += rank
     make_trainer(world, folder, log, buffers, RetrievalEvaluation(ks=(1, 5))).fit(module, datamodule=PointData())
     return {
         "parameters": flat(module.parameters()),
@@ -136,21 +140,28 @@ def validate(world: int, folder: Path) -> dict:
 
 
 def train_with_nan(world: int, folder: Path) -> dict:
-    """The error of a run with an image of NaN in the first batch, in the shard of rank 1, and the parameters then."""
+    """The error of a run with an image of NaN in the first batch, in the shard of rank 1, and the parameters then.
+
+    Also the parameters after another run of the same Trainer, without that image.
+    """
     loader = PointData().train_dataloader()
     sampler = PKSampler(loader.dataset.labels, classes_per_batch=3, samples_per_class=3, seed=1)
     last_of_first_batch = next(iter(sampler))[-1]
+    image = loader.dataset.images[last_of_first_batch].clone()
     loader.dataset.images[last_of_first_batch] = torch.nan
-    module = make_module("plain")
+    module, trainer = make_module("plain"), make_trainer(world, folder)
     with pytest.raises(ValueError, match="NaN") as raised:
-        make_trainer(world, folder).fit(module, loader)
-    return {"message": str(raised.value), "parameters": flat(module.parameters())}
+        trainer.fit(module, loader)
+    parameters = flat(module.parameters())
+    loader.dataset.images[last_of_first_batch] = image
+    trainer.fit(module, loader)
+    return {"message": str(raised.value), "parameters": parameters, "afterwards": flat(module.parameters())}
 
 
 def in_each_process(rank: int, world: int, folder: Path) -> dict:
     warnings.filterwarnings("ignore", "RetrievalModule: BatchNorm sees")
     return {
-        "trained": {name: train(name, world, folder) for name in ALL},
+        "trained": {name: train(name, rank, world, folder) for name in ALL},
         "reports": reports_of_runs(world, folder),
         "evaluated": evaluate(world, folder),
         "validated": validate(world, folder),
@@ -229,3 +240,4 @@ def test_nan_on_one_rank_stops_both(one, two):
     assert second == first.replace("seen on rank 0", "seen on rank 1")
     for rank in two:
         assert torch.equal(rank["nan"]["parameters"], flat(make_module("plain").parameters()))
+        torch.testing.assert_close(rank["nan"]["afterwards"], one["nan"]["afterwards"], rtol=0, atol=1e-10)
