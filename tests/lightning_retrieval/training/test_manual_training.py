@@ -1,10 +1,13 @@
 """What Lightning leaves to a module: clipping, schedulers, results of a step, and layers that callbacks unfreeze."""
 
 import functools
+import os
+from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
@@ -181,8 +184,10 @@ def test_ddp_holds_no_copy_of_the_gradients():
     data = DataLoader([(torch.randn(4, 1 << 10), torch.tensor([0, 0, 1, 1]))], batch_size=None)
     ddp = DDPStrategy(process_group_backend="gloo")
     before = torch.cuda.memory_allocated()
-    trainer = quiet_trainer(accelerator="gpu", devices=1, strategy=ddp, max_steps=1, callbacks=[Allocated()])
-    trainer.fit(RetrievalModule(network, SmoothAPLoss()), data)
+    with mock.patch.dict(os.environ):
+        trainer = quiet_trainer(accelerator="gpu", devices=1, strategy=ddp, max_steps=1, callbacks=[Allocated()])
+        trainer.fit(RetrievalModule(network, SmoothAPLoss()), data)
+    dist.destroy_process_group()
     at_start, after_backward = ((found - before) / 2**20 for found in allocated)
     assert 32 <= at_start < 40
     assert 64 <= after_backward < 72
