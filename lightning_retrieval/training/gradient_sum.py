@@ -20,7 +20,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.distributed import world_size
+from lightning_retrieval.distributed import to_host, world_size
 from lightning_retrieval.training.full_sharding import ShardedParts, is_sharded
 
 BUCKET_BYTES = 25 * 2**20  # the default of DDP
@@ -110,7 +110,7 @@ class GradientSum:
         self._started += 1
 
     def finish(self, values: Float[Tensor, " value"]) -> Float[Tensor, " value"]:
-        """Replace each `.grad` by its sum over the processes, and return the sum of `values`.
+        """Replace each `.grad` by its sum over the processes, and return the sum of `values`, on the CPU.
 
         A process that has no gradient for a parameter adds zero. If no process has a gradient for a parameter, the
         parameter's `.grad` is None afterwards.
@@ -120,7 +120,7 @@ class GradientSum:
                 same collective.
         """
         if world_size() == 1:
-            return values
+            return to_host(values)
         while self._started < len(self._full):
             self._start_next()
         last = self._rest.pop(values.dtype, _Bucket())
@@ -134,11 +134,11 @@ class GradientSum:
         last.start(torch.cat([flags, values]))
         for bucket in buckets:
             bucket.wait()
-        total = last.sums_of_values[len(flags) :]
-        ranks_with_gradient = iter(last.sums_of_values[: len(flags)].tolist())
+        sums = to_host(last.sums_of_values)
+        ranks_with_gradient = iter(sums[: len(flags)].tolist())
         for bucket in buckets:
             bucket.set_gradients([next(ranks_with_gradient) > 0 for _ in bucket.parameters])
-        return total
+        return sums[len(flags) :]
 
 
 class _Bucket:

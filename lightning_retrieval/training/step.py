@@ -372,7 +372,7 @@ class TrainingStep:
         terms = {"train/loss": part, **self.terms}
         is_invalid = ~torch.isfinite(self.batch.embeddings).all()
         parts = torch.stack([term.to(part) for term in (*terms.values(), is_invalid)])
-        totals = to_host(gradients.finish(parts))
+        totals = gradients.finish(parts)
         if totals[-1] > 0:
             self._check_finite()
             raise ValueError(
