@@ -27,6 +27,8 @@ class CheckpointedModule(pl.LightningModule):
 
     # The preparation of images in evaluation, as plain data; None if the data module did not record it.
     preparation: dict[str, Any] | None = None
+    # The same for the queries, if another network embeds them.
+    query_preparation: dict[str, Any] | None = None
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
         """Save the arguments of a constructor as hyperparameters, in the form of plain values.

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -29,6 +29,7 @@ from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
+from lightning_retrieval.training.sides import Directions
 from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
 from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
@@ -82,6 +83,12 @@ class RetrievalModule(ManualTraining):
         memory_weight: weight of the second loss of `"two_terms"`; None means 1, as in the code of XBM and ROADMAP.
         relevance: which images are relevant to a query and which are in its list: `OtherCamera()`, `SharedTags()` or
             another rule. Batches must be dicts with the entries that the rule reads. None means equal labels.
+        query_embedder: maps queries to embeddings (batch, D), for example a `TextEmbedder`; `embedder` then maps
+            candidates. Batches must be `{"queries": batch, "candidates": batch}`. None means that `embedder` embeds
+            both sides.
+        directions: what the loss of a batch with two sides ranks: `"queries"` ranks the candidates for each query;
+            `"both"` also ranks the queries for each candidate, and the loss is the mean of both directions.
+        query_lr_factor: learning rate of the parameters of `query_embedder` divided by that of `embedder`, > 0.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
             scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
@@ -126,17 +133,26 @@ class RetrievalModule(ManualTraining):
         memory_mode: MemoryMode = "one_list",
         memory_weight: float | None = None,
         relevance: Relevance | None = None,
+        query_embedder: nn.Module | None = None,
+        directions: Directions = "queries",
+        query_lr_factor: float = 1.0,
         gather: bool = True,
         eval_scales: Sequence[float] = (1.0,),
         eval_scales_pooling: Literal["mean", "gem"] = "mean",
         whitening: Whitening | None = None,
     ) -> None:
         super().__init__()
-        modules = {"embedder": embedder, "loss": loss, "memory": memory, "whitening": whitening}
+        modules = {"embedder": embedder, "query_embedder": query_embedder, "loss": loss, "memory": memory}
+        modules["whitening"] = whitening
         objects = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "relevance": relevance}
         self._keep_hyperparameters(objects, inspect.currentframe())
         owner = type(self).__name__
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
+        self.query_embedder: nn.Module | None = None
+        if query_embedder is not None:
+            self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
+        self.directions: Directions = check_choice(owner, "directions", directions, get_args(Directions))
+        self.query_lr_factor = check_positive(owner, "query_lr_factor", query_lr_factor)
         self.loss = adapt_loss(owner, rebuild(owner, "loss", loss, nn.Module))
         self._set_optimizer(
             optimizer,
@@ -178,6 +194,16 @@ class RetrievalModule(ManualTraining):
         Override this method if embedding is more than one call of `embedder`.
         """
         embeddings: Tensor = self.embedder(images)
+        return embeddings
+
+    def forward_queries(self, inputs: Tensor) -> Float[Tensor, "batch dim"]:
+        """Embed each query of a batch with two sides, by `query_embedder`; without it, by `forward`.
+
+        Override this method if embedding a query is more than one call of `query_embedder`.
+        """
+        if self.query_embedder is None:
+            return self(inputs)  # type: ignore[no-any-return]
+        embeddings: Tensor = self.query_embedder(inputs)
         return embeddings
 
     def embed(self, images: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
