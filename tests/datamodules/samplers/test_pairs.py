@@ -1,4 +1,4 @@
-"""PairSampler: its contract for each side is checked with dictionaries and loops, independently of the implementation."""
+"""PairSampler: its contract for each side is checked with dictionaries and loops, whatever the implementation."""
 
 import math
 from collections import Counter
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:PairSampler. skipped .* classes 
 
 
 def make(queries=QUERIES, candidates=CANDIDATES, P=2, Q=1, K=2, seed=0, epoch=0) -> PairSampler:
-    sampler = PairSampler(
-        queries, candidates, classes_per_batch=P, queries_per_class=Q, samples_per_class=K, seed=seed
-    )
+    sampler = PairSampler(queries, candidates, classes_per_batch=P, queries_per_class=Q, samples_per_class=K, seed=seed)
     sampler.set_epoch(epoch)
     return sampler
 
