@@ -28,7 +28,7 @@ from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_s
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
-from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone, trained_parameters
+from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone, trainable_parameters, trained_parameters
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.sides import (
@@ -188,6 +188,7 @@ class RetrievalModule(ManualTraining):
         self.memory = None if memory is None else rebuild(owner, "memory", memory, CrossBatchMemory)
         self.memory_weight = check_memory(owner, self.loss, self.memory, memory_mode, memory_weight)
         self.memory_mode: MemoryMode = memory_mode
+        self._check_candidates_learn()
         self.relevance = check_relevance(owner, self.loss, relevance)
         self.whitening = None if whitening is None else rebuild(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
@@ -232,6 +233,16 @@ class RetrievalModule(ManualTraining):
             check_references(owner, self.loss, "two sides")
         if self.query_embedder is not None and self.frozen_side is not None:
             {"queries": self.query_embedder, "candidates": self.embedder}[self.frozen_side].requires_grad_(False)
+
+    def _check_candidates_learn(self) -> None:
+        """Raise if the network of candidates is trained, but no candidate has a gradient."""
+        is_detached = self.memory_mode == "one_list_detached" and self.directions == "queries"
+        if self.query_embedder is not None and is_detached and trainable_parameters(self.embedder):
+            raise ValueError(
+                f"{type(self).__name__}: with `query_embedder` and directions='queries', memory_mode="
+                "'one_list_detached' leaves `embedder` without a gradient, got an `embedder` to train; give another "
+                "memory_mode, directions='both' or frozen_side='candidates'."
+            )
 
     def _set_clipping(self, limit: float | None, algorithm: Any) -> None:
         """Check the arguments of the constructor about clipping and store them as attributes."""
