@@ -51,7 +51,11 @@ def pairs(steps=3, dtype=torch.float64):
         batches.append(
             {
                 "queries": (torch.randn(QUERIES, 5, generator=generator, dtype=dtype), queries % 4, queries),
-                "candidates": (torch.randn(CANDIDATES, 6, generator=generator, dtype=dtype), candidates % 3, candidates),
+                "candidates": (
+                    torch.randn(CANDIDATES, 6, generator=generator, dtype=dtype),
+                    candidates % 3,
+                    candidates,
+                ),
             }
         )
     return batches
@@ -268,3 +272,127 @@ def test_one_network_adds_the_gradients_of_both_sides(chunk_size):
     assert not torch.equal(plain[0].weight, net()[0].weight)
     torch.testing.assert_close(norm.running_var, plain[-1].running_var)
     assert int(norm.num_batches_tracked) == (0 if chunk_size else 6)
+
+
+# --- A side that is not trained
+
+
+def with_norm_and_dropout(make):
+    torch.manual_seed(9)
+    return nn.Sequential(*make(0.5), nn.BatchNorm1d(4)).double()
+
+
+class Calls(RetrievalModule):
+    """Counts the forward passes of each side."""
+
+    calls = 0, 0
+
+    def forward(self, images):
+        self.calls = self.calls[0], self.calls[1] + 1
+        return super().forward(images)
+
+    def forward_queries(self, inputs):
+        self.calls = self.calls[0] + 1, self.calls[1]
+        return self.query_embedder(inputs)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("side", ["queries", "candidates"])
+def test_a_frozen_side_is_embedded_once_in_evaluation_mode(side, chunk_size):
+    """So its embeddings stay those of an index; the other side learns as beside constant embeddings."""
+    queries, candidates = query_net(), net()
+    if side == "queries":
+        queries = with_norm_and_dropout(query_net)
+    else:
+        candidates = with_norm_and_dropout(net)
+    frozen, before = (queries, candidates)[side == "candidates"], {}
+    before = copy.deepcopy(frozen.state_dict())
+    plain_queries, plain_candidates = copy.deepcopy(queries), copy.deepcopy(candidates)
+    (plain_queries, plain_candidates)[side == "candidates"].eval().requires_grad_(False)
+    plain_run(SmoothAPLoss(tau=0.1), pairs(), "both", networks=(plain_queries, plain_candidates))
+    settings = {"frozen_side": side, "chunk_size": chunk_size, "directions": "both", "optimizer": SGD}
+    module = Calls(candidates, SmoothAPLoss(tau=0.1), query_embedder=queries, **settings)
+    fit(module, pairs())
+    assert_same(queries, plain_queries)
+    assert_same(candidates, plain_candidates)
+    assert frozen[-1].training
+    for name, value in frozen.state_dict().items():
+        assert torch.equal(value, before[name])
+    chunks = {"queries": 3, "candidates": 4}[side] if chunk_size else 1
+    assert module.calls[side == "candidates"] == 3 * chunks
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_a_frozen_side_stays_frozen_when_a_checkpoint_is_loaded(by_argument, tmp_path):
+    settings = {"frozen_side": "candidates"} if by_argument else {}
+    networks = query_net(), net().requires_grad_(by_argument)
+    module = module_of(SmoothAPLoss(tau=0.1), networks=networks, **settings)
+    fit(module, pairs()).save_checkpoint(tmp_path / "frozen.ckpt")
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "frozen.ckpt", embedder=net(), query_embedder=query_net())
+    fit(loaded, pairs())
+    assert torch.equal(loaded.embedder[0].weight, net()[0].weight)
+    assert not torch.allclose(loaded.query_embedder[0].weight, module.query_embedder[0].weight)
+
+
+class Tied(RetrievalModule):
+    """A subclass that embeds candidates with a layer besides `embedder`."""
+
+    def __init__(self, embedder, loss, **settings):
+        super().__init__(embedder, loss, **settings)
+        torch.manual_seed(4)
+        self.extra = nn.Linear(4, 4).double()
+
+    def forward(self, images):
+        return self.extra(super().forward(images))
+
+
+def test_a_frozen_network_with_a_trained_layer_behind_it():
+    module = Tied(net(), SmoothAPLoss(tau=0.1), query_embedder=query_net(), frozen_side="candidates", optimizer=SGD)
+    plain = nn.Sequential(net().requires_grad_(False), copy.deepcopy(module.extra))
+    queries, _, _ = plain_run(SmoothAPLoss(tau=0.1), pairs(), networks=(query_net(), plain))
+    fit(module, pairs())
+    assert_same(module.extra, plain[1])
+    assert_same(module.query_embedder, queries)
+
+
+# --- What raises, and what is logged
+
+
+class NotRanked(nn.Module):
+    """A loss that ranks only the batch."""
+
+    def forward(self, embeddings, labels):
+        return embeddings.sum()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "sentence", "settings"),
+    [
+        (
+            ValueError,
+            r"`query_lr_factor` and `frozen_side` need a `query_embedder`, got 2.0 ",
+            {"query_lr_factor": 2.0},
+        ),
+        (ValueError, r"need a `query_embedder`, got 1.0 and 'queries' without one", {"frozen_side": "queries"}),
+        (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0, "query_embedder": net()}),
+        (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both", "query_embedder": net()}),
+        (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
+        (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
+        (
+            TypeError,
+            r"with two sides the loss must rank references .* NotRanked",
+            {"loss": NotRanked(), "directions": "both"},
+        ),
+        (ValueError, r"`chunk_size` must have the keys .* got \{'queries': 3\}", {"chunk_size": {"queries": 3}}),
+        (ValueError, r"`chunk_size\['queries'\]` .* got 0", {"chunk_size": {"queries": 0, "candidates": None}}),
+        (
+            ValueError,
+            r"memory_mode='one_list_detached' leaves `embedder` without a gradient",
+            {"query_embedder": net(), "memory": CrossBatchMemory(9), "memory_mode": "one_list_detached"},
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_two_sides(error, sentence, settings):
+    with pytest.raises(error, match=rf"^RetrievalModule: .*{sentence}"):
+        RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
