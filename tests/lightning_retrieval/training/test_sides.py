@@ -15,7 +15,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_metric_learning.losses import MultiSimilarityLoss, NTXentLoss, TripletMarginLoss
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_retrieval import (
     CrossBatchMemory,
@@ -32,6 +32,7 @@ from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.full_sharding import full_tensor
 from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
 from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net, warnings_with
+from tests.quiet_trainer import quiet_trainer
 
 QUERIES, CANDIDATES = 7, 10  # rows of a batch, of which the sizes of chunks are 3 + 3 + 1 and 4 + 4 + 2, for example
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -396,3 +397,104 @@ class NotRanked(nn.Module):
 def test_settings_that_do_not_fit_two_sides(error, sentence, settings):
     with pytest.raises(error, match=rf"^RetrievalModule: .*{sentence}"):
         RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
+
+
+# --- Several processes, of which the second has fewer queries and more candidates
+
+FIRST = {"queries": 5, "candidates": 3}  # rows of the first of two processes
+RUNS = {
+    "memory": {"memory": CrossBatchMemory(16), "chunk_size": {"queries": 2, "candidates": 3}},
+    "sum": {"loss": ROADMAPLoss(0.3), "chunk_size": 2, "keep_graphs": 3, "gradient_clip_val": 0.1},
+    "third-party": {"loss": MultiSimilarityLoss(), "directions": "queries"},
+    "scheduled": {"loss": WeightedSum({"pairs": (Before(0.5), MultiSimilarityLoss()), "ap": (After(0.5), HAPLoss())})},
+    "frozen": {"frozen_side": "candidates", "memory": CrossBatchMemory(16), "memory_mode": "two_terms"},
+    "one network": {"query_embedder": None, "chunk_size": 2},
+    "rule": {"relevance": OtherCamera(), "directions": "queries"},
+}
+SHARDED = ["memory", "sum", "frozen", "one network"]
+
+
+class Shares(IterableDataset):
+    """Each process's rows of the batches; the whole batches for one process."""
+
+    def __init__(self, name, world):
+        self.name, self.world = name, world
+
+    def __iter__(self):
+        for batch in pairs():
+            shares = {}
+            for side, columns in batch.items():
+                rows = slice(None)
+                if self.world > 1:
+                    rows = [slice(FIRST[side]), slice(FIRST[side], None)][dist.get_rank()]
+                shares[side] = self.form(side, *(column[rows] for column in columns))
+            yield shares
+
+    def form(self, side, inputs, labels, ids):
+        if self.name == "one network" and side == "queries":
+            inputs = torch.cat([inputs, inputs[:, :1]], 1)
+        if self.name == "empty" and side == "candidates" and dist.get_rank() == 1:
+            return inputs[:0], labels[:0], ids[:0]
+        if self.name == "rule":
+            return {"images": inputs, "labels": labels, "ids": ids, "cameras": ids % 2}
+        return inputs, labels, ids
+
+
+def run_of(name, world, sharded=False):
+    settings = {"loss": SmoothAPLoss(tau=0.1), "query_embedder": query_net(), "directions": "both", "optimizer": ADAM}
+    module = RetrievalModule(net(), **copy.deepcopy({**settings, **RUNS.get(name, {})}))
+    strategy, plugins = "auto", None
+    if world > 1:
+        strategy = "ddp"
+    if sharded:
+        strategy, plugins = ModelParallelStrategy(world, 1, save_distributed_checkpoint=False), [DoublePrecision()]
+    log = Log()
+    trainer = quiet_trainer(max_steps=3, devices=world, strategy=strategy, plugins=plugins, callbacks=[log, Whole()])
+    trainer.fit(module, DataLoader(Shares(name, world), batch_size=None))
+    return {"weights": module.whole, "losses": log.losses, "memory": module.memory and len(module.memory)}
+
+
+class Whole(pl.Callback):
+    """Keeps the full weights at the end of a run."""
+
+    def on_train_end(self, trainer, module):
+        module.whole = [full_tensor(parameter.detach()).clone() for parameter in module.parameters()]
+
+
+def message_of(name, world):
+    with pytest.raises(ValueError) as raised:
+        run_of(name, world)
+    return str(raised.value)
+
+
+def in_each_process(rank, world):
+    full_sharding.SMALLEST_BLOCK = 10  # so that the small networks have blocks
+    found = {name: run_of(name, world) for name in RUNS}
+    if world > 1:
+        found |= {f"sharded {name}": run_of(name, world, sharded=True) for name in SHARDED}
+        found["empty"] = message_of("empty", world)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(run_processes):
+    return run_processes(in_each_process, 1, backend=None, timeout=200)[0]
+
+
+@pytest.fixture(scope="module")
+def two(run_processes):
+    return run_processes(in_each_process, 2, backend=None, timeout=200)
+
+
+@pytest.mark.parametrize("name", [*RUNS, *(f"sharded {name}" for name in SHARDED)])
+def test_two_processes_train_as_one(name, one, two):
+    wanted = one[name.removeprefix("sharded ")]
+    for found in two:
+        torch.testing.assert_close(found[name]["weights"], wanted["weights"], rtol=0, atol=1e-12)
+        assert found[name]["losses"] == pytest.approx(wanted["losses"], abs=1e-6)
+        assert found[name]["memory"] == wanted["memory"]
+
+
+def test_a_side_that_is_empty_in_one_process_raises_in_all(two):
+    for found in two:
+        assert "at least one query and one candidate, got [[5, 3], [2, 0]] queries and candidates" in found["empty"]
