@@ -63,5 +63,6 @@ def test_checkpoints_of_python(name, tmp_path, monkeypatch):
     for key, value in saved["state_dict"].items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(state[key], value), key
-    added_later = {"relevance": None}
+    added_later = {"relevance": None, "query_embedder": None, "directions": "queries", "query_lr_factor": 1.0}
+    added_later["frozen_side"] = None
     assert dict(module.hparams) == {**saved["hyper_parameters"], **added_later}

@@ -2,9 +2,9 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_auto, check_bool, check_choice, check_integer, check_positive, check_tensor
+from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive, check_tensor
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
@@ -26,12 +27,38 @@ from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_s
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
-from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone
+from lightning_retrieval.training.optimizers import (
+    FrozenBackbone,
+    check_backbone,
+    trainable_parameters,
+)
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
-from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
+from lightning_retrieval.training.sides import (
+    SIDES,
+    Directions,
+    EmbeddedSide,
+    Side,
+    check_chunk_size,
+    embedded_sides,
+    frozen_side_of,
+    is_two_sided,
+    joined_rows,
+    rows_of_side,
+    side_of_module,
+    two_sided_backward,
+)
+from lightning_retrieval.training.step import (
+    ChunkSizeSearch,
+    LocalRows,
+    TrainingStep,
+    Unpacked,
+    unpack,
+    unpack_sides,
+)
 from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
+    check_first_batch,
     check_memory,
     check_memory_start,
     check_processes,
@@ -56,9 +83,11 @@ class RetrievalModule(ManualTraining):
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
         loss: a loss of this library or of pytorch-metric-learning, or any module called as `loss(embeddings, labels)`.
         chunk_size: number of images embedded at a time, >= 1. None embeds the whole shard at once. `"auto"` tries,
-            before the first step, which largest number fits into the memory of the device.
+            before the first step, which largest number fits into the memory of the device. For batches with two sides,
+            `{"queries": 256, "candidates": 64}` gives each side its own chunk size.
         keep_graphs: number of chunks, >= 1, that keep their graphs and are therefore embedded once instead of twice.
-            More such chunks take less time and more memory; gradients do not change.
+            More such chunks take less time and more memory; gradients do not change. For batches with two sides, the
+            candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.
         optimizer: class or function that is called with the parameter groups, such as
             `functools.partial(torch.optim.SGD, lr=0.1)`.
         lr_scheduler: class or function that is called with the optimizer, or None.
@@ -72,7 +101,8 @@ class RetrievalModule(ManualTraining):
             2019: 10).
         layer_decay: learning rate of each layer of `embedder.backbone` divided by that of the next layer, from 0.01
             to 1 (ELECTRA, BEiT: 0.65 to 0.9); the last layer has the base learning rate.
-        freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0.
+        freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0. This setting,
+            `head_lr_factor` and `layer_decay` also apply to `query_embedder`, as far as it has a `backbone` or `head`.
         seed: seed of the random numbers of a step (for example, dropout), which depend on (seed, step, rank). None
             means the seed of `seed_everything`, or 0 without such a seed.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
@@ -82,6 +112,15 @@ class RetrievalModule(ManualTraining):
         memory_weight: weight of the second loss of `"two_terms"`; None means 1, as in the code of XBM and ROADMAP.
         relevance: which images are relevant to a query and which are in its list: `OtherCamera()`, `SharedTags()` or
             another rule. Batches must be dicts with the entries that the rule reads. None means equal labels.
+        query_embedder: maps queries to embeddings (batch, D), for example a `TextEmbedder`; `embedder` then maps
+            candidates. Batches must be `{"queries": batch, "candidates": batch}`. None means that `embedder` embeds
+            both sides.
+        directions: what the loss of a batch with two sides ranks: `"queries"` ranks the candidates for each query;
+            `"both"` also ranks the queries for each candidate, and the loss is the mean of both directions.
+        query_lr_factor: learning rate of the parameters of `query_embedder` divided by that of `embedder`, > 0.
+        frozen_side: side whose network is not trained: `"candidates"` trains queries for an index that exists, or texts
+            for a fixed image encoder (LiT, CVPR 2022). Such a network stays in evaluation mode. None trains both,
+            unless one of the networks has no parameter that requires a gradient.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
             scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
@@ -109,7 +148,7 @@ class RetrievalModule(ManualTraining):
         embedder: nn.Module,
         loss: nn.Module,
         *,
-        chunk_size: int | Literal["auto"] | None = None,
+        chunk_size: int | Literal["auto"] | dict[str, int | Literal["auto"] | None] | None = None,
         keep_graphs: int = 1,
         optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
@@ -126,18 +165,26 @@ class RetrievalModule(ManualTraining):
         memory_mode: MemoryMode = "one_list",
         memory_weight: float | None = None,
         relevance: Relevance | None = None,
+        query_embedder: nn.Module | None = None,
+        directions: Directions = "queries",
+        query_lr_factor: float = 1.0,
+        frozen_side: Side | None = None,
         gather: bool = True,
         eval_scales: Sequence[float] = (1.0,),
         eval_scales_pooling: Literal["mean", "gem"] = "mean",
         whitening: Whitening | None = None,
     ) -> None:
         super().__init__()
-        modules = {"embedder": embedder, "loss": loss, "memory": memory, "whitening": whitening}
+        modules = {"embedder": embedder, "query_embedder": query_embedder, "loss": loss, "memory": memory}
+        modules["whitening"] = whitening
+        if frozen_side is None:  # kept as a hyperparameter, because a checkpoint does not hold what was frozen
+            frozen_side = frozen_side_of(embedder, query_embedder)
         objects = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "relevance": relevance}
         self._keep_hyperparameters(objects, inspect.currentframe())
         owner = type(self).__name__
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
         self.loss = adapt_loss(owner, rebuild(owner, "loss", loss, nn.Module))
+        self._set_sides(query_embedder, directions, query_lr_factor, frozen_side)
         self._set_optimizer(
             optimizer,
             lr_scheduler,
@@ -148,29 +195,75 @@ class RetrievalModule(ManualTraining):
         self.memory = None if memory is None else rebuild(owner, "memory", memory, CrossBatchMemory)
         self.memory_weight = check_memory(owner, self.loss, self.memory, memory_mode, memory_weight)
         self.memory_mode: MemoryMode = memory_mode
+        self._check_candidates_learn()
         self.relevance = check_relevance(owner, self.loss, relevance)
         self.whitening = None if whitening is None else rebuild(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
-        self.chunk_size = chunk_size
-        if chunk_size is not None:
-            self.chunk_size = check_auto(owner, "chunk_size", chunk_size, least=1)
+        self.chunk_size = check_chunk_size(owner, chunk_size)
         self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
         self.gather = check_bool(owner, "gather", gather)
-        self.gradient_clip_val = gradient_clip_val
-        if gradient_clip_val is not None:
-            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", gradient_clip_val)
-        self.gradient_clip_algorithm = check_choice(
-            owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
-        )
+        self._set_clipping(gradient_clip_val, gradient_clip_algorithm)
         self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
         self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
         self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
         if freeze_backbone_epochs > 0:
-            check_backbone(owner, "freeze_backbone_epochs", self.embedder)
-        self._frozen_backbone = FrozenBackbone(self.freeze_backbone_epochs)
+            check_backbone(owner, "freeze_backbone_epochs", self._networks())
+        self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
-        self._chunk_size_search = ChunkSizeSearch()
+        self._chunk_size_search = {"queries": ChunkSizeSearch(), "candidates": ChunkSizeSearch()}
+
+    def _set_sides(self, query_embedder: Any, directions: Any, query_lr_factor: Any, frozen_side: Any) -> None:
+        """Check these arguments of the constructor and store them as attributes; freeze the network of `frozen_side`.
+
+        Args:
+            query_embedder: a module, its description as plain data, or None.
+            directions: the argument of the constructor.
+            query_lr_factor: the argument of the constructor.
+            frozen_side: the argument of the constructor.
+        """
+        owner = type(self).__name__
+        self.query_embedder: nn.Module | None = None
+        if query_embedder is not None:
+            self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
+        self.directions: Directions = check_choice(owner, "directions", directions, get_args(Directions))
+        self.query_lr_factor = check_positive(owner, "query_lr_factor", query_lr_factor)
+        self.frozen_side: Side | None = None
+        if frozen_side is not None:
+            self.frozen_side = check_choice(owner, "frozen_side", frozen_side, SIDES)
+        if query_embedder is None and (query_lr_factor != 1 or frozen_side is not None):
+            raise ValueError(
+                f"{owner}: `query_lr_factor` and `frozen_side` need a `query_embedder`, got {query_lr_factor} and "
+                f"{frozen_side!r} without one; give it, or leave both out."
+            )
+        if query_embedder is not None or directions == "both":
+            check_references(owner, self.loss, "two sides")
+        if self.query_embedder is not None and self.frozen_side is not None:
+            {"queries": self.query_embedder, "candidates": self.embedder}[self.frozen_side].requires_grad_(False)
+
+    def _check_candidates_learn(self) -> None:
+        """Raise if the network of candidates is trained, but no candidate has a gradient."""
+        is_detached = self.memory_mode == "one_list_detached" and self.directions == "queries"
+        if self.query_embedder is not None and is_detached and trainable_parameters(self.embedder):
+            raise ValueError(
+                f"{type(self).__name__}: with `query_embedder` and directions='queries', memory_mode="
+                "'one_list_detached' leaves `embedder` without a gradient, got an `embedder` to train; give another "
+                "memory_mode, directions='both' or frozen_side='candidates'."
+            )
+
+    def _set_clipping(self, limit: float | None, algorithm: Any) -> None:
+        """Check the arguments of the constructor about clipping and store them as attributes."""
+        owner = type(self).__name__
+        self.gradient_clip_val = limit
+        if limit is not None:
+            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", limit)
+        self.gradient_clip_algorithm = check_choice(owner, "gradient_clip_algorithm", algorithm, ("norm", "value"))
+
+    def _networks(self) -> list[nn.Module]:
+        """The network of images and candidates and, if there is one, that of queries."""
+        if self.query_embedder is None:
+            return [self.embedder]
+        return [self.embedder, self.query_embedder]
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed each image independently. Losses and metrics normalise the returned embeddings.
@@ -178,6 +271,16 @@ class RetrievalModule(ManualTraining):
         Override this method if embedding is more than one call of `embedder`.
         """
         embeddings: Tensor = self.embedder(images)
+        return embeddings
+
+    def forward_queries(self, inputs: Tensor) -> Float[Tensor, "batch dim"]:
+        """Embed each query of a batch with two sides, by `query_embedder`; without it, by `forward`.
+
+        Override this method if embedding a query is more than one call of `query_embedder`.
+        """
+        if self.query_embedder is None:
+            return self(inputs)  # type: ignore[no-any-return]
+        embeddings: Tensor = self.query_embedder(inputs)
         return embeddings
 
     def embed(self, images: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
@@ -190,15 +293,31 @@ class RetrievalModule(ManualTraining):
         """
         check_tensor(type(self).__name__, "images", images)
         check_bool(type(self).__name__, "whiten", whiten)
-        if images.dtype == torch.uint8:
-            preparation = preparation_of(self)
-            if preparation is not None:
-                images = preparation.normalize(images).to(self.dtype)
-        only_original_size = self.eval_scales == (1,)
+        return self._embedded(self, _normalized(self, images, self.dtype), whiten)
+
+    def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
+        """Embed queries for evaluation and prediction, as `embed` does, by `forward_queries`.
+
+        Args:
+            inputs: as for `forward_queries`. Images of uint8 are first normalised as the queries of the module's
+                evaluation were. `eval_scales` apply to images only.
+            whiten: as for `embed`; both sides share one whitening.
+        """
+        check_tensor(type(self).__name__, "inputs", inputs)
+        check_bool(type(self).__name__, "whiten", whiten)
+        inputs = _normalized(side_of_module(self, "queries"), inputs, self.dtype)
+        is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
+        if self.query_embedder is None and not is_overridden:
+            return self.embed(inputs, whiten)
+        return self._embedded(self.forward_queries, inputs, whiten)
+
+    def _embedded(self, embed: Callable[[Tensor], Tensor], inputs: Tensor, whiten: bool) -> Tensor:
+        """Embed normalised inputs at each of `eval_scales`, then apply `whitening`."""
+        only_original_size = self.eval_scales == (1,) or inputs.dtype == torch.int64  # tokens have no size
         if only_original_size:
-            embeddings: Tensor = self(images)
+            embeddings = embed(inputs)
         else:
-            embeddings = multi_scale(self, images, self.eval_scales, **SCALE_POOLING[self.eval_scales_pooling])
+            embeddings = multi_scale(embed, inputs, self.eval_scales, **SCALE_POOLING[self.eval_scales_pooling])
         if whiten and self.whitening is not None and self.whitening.learned is not None:
             embeddings = self.whitening(embeddings)
         return embeddings
@@ -219,7 +338,13 @@ class RetrievalModule(ManualTraining):
         `monitor` in manual optimization.
         """
         head = getattr(self.embedder, "head", None)
-        return self._make_optimizer(head=head, head_lr_factor=self.head_lr_factor, layer_decay=self.layer_decay)
+        return self._make_optimizer(
+            head=head,
+            head_lr_factor=self.head_lr_factor,
+            layer_decay=self.layer_decay,
+            query_embedder=self.query_embedder,
+            query_lr_factor=self.query_lr_factor,
+        )
 
     def configure_model(self) -> None:
         """Shard the network over the processes, with Lightning's `ModelParallelStrategy`.
@@ -233,7 +358,7 @@ class RetrievalModule(ManualTraining):
         self.shard_network(mesh["data_parallel"])
 
     def shard_network(self, mesh: Any) -> None:
-        """Shard the embedder over the processes of a mesh: each element of its lists of layers, and the rest together.
+        """Shard each network over the processes of a mesh: each element of its lists of layers, and the rest together.
 
         Override this method to shard other modules, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`.
         Parameters that are not sharded are replicated on all processes, as under DDP.
@@ -241,7 +366,8 @@ class RetrievalModule(ManualTraining):
         Args:
             mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension.
         """
-        shard_blocks(self.embedder, mesh)
+        for network in self._networks():
+            shard_blocks(network, mesh)
 
     def on_train_start(self) -> None:
         """Check that the memory's warm-up can end, and that the run has an end if weights of the loss depend on it.
@@ -251,12 +377,17 @@ class RetrievalModule(ManualTraining):
         super().on_train_start()
         check_memory_start(self)
         check_schedule(self, steps_of_run(self.trainer))
-        self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
+        self._freeze_backbones()
 
     def on_train_epoch_start(self) -> None:
         """Freeze the backbone in the first `freeze_backbone_epochs`, and unfreeze it afterwards."""
         super().on_train_epoch_start()
-        self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
+        self._freeze_backbones()
+
+    def _freeze_backbones(self) -> None:
+        """Freeze or unfreeze the backbones of all networks for this epoch."""
+        for network, frozen in zip(self._networks(), self._frozen_backbones):
+            frozen.set_epoch(network, self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute gradients in chunks, sum them over processes, and step. All state of a step changes here.
@@ -267,27 +398,25 @@ class RetrievalModule(ManualTraining):
         Returns:
             The loss of the global batch, without a graph, on the CPU.
         """
-        images, labels, ids = self.unpack_batch(batch)
+        batches, unpacked = unpack_sides(self, batch)
         sharded = ShardedParts(self)
         self.zero_grad()
         if self._is_first_step:
             check_processes(self)
-        step = self._step_of(batch, labels, ids)
+        step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):
-            chunk_size = self._chunk_size_for(images)
-            part = chunked_backward(
-                self,
-                images,
-                step.loss,
-                chunk_size,
-                keep_graphs=self.keep_graphs,
-                least_chunks=self._least_chunks(images, chunk_size, sharded),
-                backward=self.manual_backward,
-                last_backward=gradients.overlapped,
-            )
+            sides = embedded_sides(self, [inputs for inputs, _, _ in unpacked], sharded, self._chunk_size_search)
+            contexts = {"backward": self.manual_backward, "last_backward": gradients.overlapped}
+            end_of_candidates: Callable[[], AbstractContextManager[None]] = nullcontext
+            if self.query_embedder is not None:  # the gradients of the candidates' network are then complete
+                end_of_candidates = sharded.summed
+            if len(sides) == 1:
+                part = chunked_backward(self, sides[0].inputs, step.loss, **sides[0].settings, **contexts)
+            else:
+                part = two_sided_backward(*sides, step.loss, end_of_candidates=end_of_candidates, **contexts)
         if self._is_first_step:
-            self._finish_first_step(step, chunk_size, batch)
+            self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
@@ -295,18 +424,28 @@ class RetrievalModule(ManualTraining):
         self._log_step({**terms, **step.weights}, step.images)
         return terms["train/loss"]
 
-    def _step_of(self, batch: Any, labels: Tensor, ids: Tensor | None) -> TrainingStep:
-        """The step of a batch, before its images are embedded."""
-        columns, check_batch = labels, None
-        if self.relevance is not None:
-            columns = self.relevance.columns(labels, batch)
+    def _step_of(self, batches: Sequence[Any], unpacked: Sequence[Unpacked]) -> TrainingStep:
+        """The step of a batch, before its images are embedded.
+
+        Args:
+            batches: the batch of each side, as the loader yields it.
+            unpacked: inputs, labels and ids of each side.
+        """
+        sides, check_batch = [], None
+        for batch, (_, labels, ids) in zip(batches, unpacked):
+            columns = labels
+            if self.relevance is not None:
+                columns = self.relevance.columns(labels, batch)
+            sides.append(LocalRows(columns, ids))
         if self._is_first_step:
-            check_batch = functools.partial(check_first_batch, self, labels)
+            check_batch = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked])
+        candidates = None
+        if len(sides) > 1:
+            candidates = sides[1]
         return TrainingStep(
             type(self).__name__,
             self.loss,
-            columns,
-            ids,
+            *sides[0],
             self.global_step,
             self.seed,
             gather=self.gather,
@@ -316,45 +455,48 @@ class RetrievalModule(ManualTraining):
             fraction=min(self.global_step / steps_of_run(self.trainer), 1.0),
             relevance=self.relevance,
             check_batch=check_batch,
+            candidates=candidates,
+            directions=self.directions,
         )
 
-    def _finish_first_step(self, step: TrainingStep, chunk_size: int, batch: Any) -> None:
+    def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""
-        report_first_step(self, step, chunk_size, batch)
+        report_first_step(self, step, sides, batches)
         record_preparation(self)
         self._is_first_step = False
-
-    def _chunk_size_for(self, images: Tensor) -> int:
-        """The number of images of a batch to embed at a time."""
-        if self.chunk_size is None:
-            return len(images)
-        if isinstance(self.chunk_size, str):
-            return min(self._chunk_size_search.find(self, images, self.keep_graphs), len(images))
-        return min(self.chunk_size, len(images))
-
-    def _least_chunks(self, images: Tensor, chunk_size: int, sharded: ShardedParts) -> int:
-        """The least number of chunks to embed: if the network is sharded, the most that any process needs; else 1."""
-        if self.chunk_size is None:
-            return 1
-        return sharded.least_chunks(math.ceil(len(images) / chunk_size), images.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras.
 
+        For a batch with two sides, or one of them, these are the rows of queries, then of candidates. Their roles are 1
+        and 2; ids and instances are numbered apart, `2 * id` for queries and `2 * id + 1` for candidates.
+
         Under a rule `relevance` other than `OtherCamera` and `GalleryOnly`, labels are the columns that the rule reads,
         and there are no cameras, because the rule alone decides which images are in a list.
         """
-        output = self._embed_batch(batch)
         rule = rule_of_evaluation(self.relevance)
-        if rule is not None:
-            output["labels"] = rule.columns(output["labels"], batch)
-            output.pop("cameras", None)
-        return output
+        if is_two_sided(batch):
+            return self._embed_sides(batch, rule)
+        output = self._embed_batch(batch, self.embed)
+        return _with_columns(output, batch, rule)
 
-    def _embed_batch(self, batch: Any) -> dict[str, Tensor]:
+    def _embed_sides(self, batch: Any, rule: Relevance | None) -> dict[str, Tensor]:
+        """The output for a batch with two sides, or for one of them: the rows of queries, then of candidates."""
+        outputs = []
+        for side in SIDES:
+            if side not in batch:
+                continue
+            embed = self.embed
+            if side == "queries":
+                embed = self.embed_queries
+            output = _with_columns(self._embed_batch(batch[side], embed), batch[side], rule)
+            outputs.append(rows_of_side(output, side))
+        return joined_rows(outputs)
+
+    def _embed_batch(self, batch: Any, embed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Embeddings, labels and any ids, roles, instances and cameras of a batch."""
         images, labels, ids = self.unpack_batch(batch)
-        output = {"embeddings": self.embed(images), "labels": labels}
+        output = {"embeddings": embed(images), "labels": labels}
         if isinstance(batch, dict):
             output |= {name: batch[name] for name in ("roles", "instances", "cameras") if name in batch}
         if ids is not None:
@@ -372,6 +514,29 @@ class RetrievalModule(ManualTraining):
         """
         if isinstance(batch, Tensor):
             return {"embeddings": self.embed(batch)}
+        if is_two_sided(batch):
+            return self._embed_sides(batch, None)
         if rule_of_evaluation(self.relevance) is not None:
-            return self._embed_batch(batch)
+            return self._embed_batch(batch, self.embed)
         return self.validation_step(batch, batch_idx, dataloader_idx)
+
+
+# Functions of the evaluation steps.
+
+
+def _normalized(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Tensor:
+    """Normalise images of uint8 as a module, or one of its sides, was evaluated."""
+    if inputs.dtype != torch.uint8:
+        return inputs
+    preparation = preparation_of(side)
+    if preparation is None:
+        return inputs
+    return preparation.normalize(inputs).to(dtype)
+
+
+def _with_columns(output: dict[str, Tensor], batch: Any, rule: Relevance | None) -> dict[str, Tensor]:
+    """The output of a batch with the columns that a rule reads as labels."""
+    if rule is not None:
+        output["labels"] = rule.columns(output["labels"], batch)
+        output.pop("cameras", None)
+    return output

@@ -1,0 +1,326 @@
+"""The two sides of a batch: queries and candidates, such as texts and images, which two networks may embed."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_retrieval.checks import check_auto, short_repr
+from lightning_retrieval.ranking.labels import Role
+from lightning_retrieval.training.chunked import chunked_backward, embed_in_chunks
+from lightning_retrieval.training.full_sharding import ShardedParts
+from lightning_retrieval.training.optimizers import trained_parameters
+
+Side = Literal["queries", "candidates"]
+Directions = Literal["queries", "both"]
+ChunkSize = int | Literal["auto"] | None
+SIDES: tuple[Side, ...] = get_args(Side)
+
+
+def is_two_sided(batch: Any) -> bool:
+    """Whether a batch is a dict of sides: `{"queries": batch, "candidates": batch}`, or one of them in evaluation."""
+    return isinstance(batch, Mapping) and len(batch) > 0 and batch.keys() <= set(SIDES)
+
+
+@dataclass(frozen=True)
+class ModuleSide:
+    """What a data module needs to know of one side of a `RetrievalModule`.
+
+    Args:
+        embedder: the network of this side.
+        preparation: the transform of this side's earlier evaluation, as plain data, or None.
+    """
+
+    embedder: nn.Module
+    preparation: dict[str, Any] | None
+
+
+def side_of_module(module: Any, side: Side) -> Any:
+    """One side of a module, for `RunPreparation.follow`.
+
+    Args:
+        module: any `LightningModule`.
+        side: the side. The candidates' side of a `RetrievalModule` is the module itself; the queries' side too, unless
+            queries have their own network or were prepared in their own way.
+    """
+    query_embedder = getattr(module, "query_embedder", None)
+    recorded = getattr(module, "query_preparation", None)
+    if side == "candidates" or (query_embedder is None and recorded is None):
+        return module
+    return ModuleSide(query_embedder or module.embedder, recorded)
+
+
+def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
+    """The output of an evaluation step for one side, with its roles, and with ids and instances of its own.
+
+    Args:
+        output: the output for the batch of the side. Images with the role 0, which are unreadable, keep it.
+        side: the side.
+    """
+    number = SIDES.index(side)
+    labels = output["labels"]
+    roles = torch.full(labels.shape[:1], number + 1, device=labels.device)
+    if "roles" in output:
+        roles[output["roles"] == Role.JUNK] = int(Role.JUNK)
+    numbered = {name: 2 * output[name] + number for name in ("ids", "instances") if name in output}
+    embeddings = output["embeddings"]
+    # The networks of the two sides may return different types under autocast.
+    embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+    return {**output, **numbered, "embeddings": embeddings, "roles": roles}
+
+
+def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of several outputs of a step, with the entries that all of them have."""
+    joined = {}
+    for name in outputs[0]:
+        if all(name in output for output in outputs):
+            joined[name] = torch.cat([output[name] for output in outputs])
+    return joined
+
+
+def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
+    """Return the argument `chunk_size` of a module: a value for both sides, or a dict with a value for each side.
+
+    Args:
+        owner: prefix of error messages.
+        chunk_size: the argument.
+
+    Raises:
+        ValueError: if a number is < 1, or a dict does not have the two sides as keys.
+        TypeError: if a value is not an integer, None or `"auto"`.
+    """
+    if not isinstance(chunk_size, Mapping):
+        return _check_one_size(owner, "chunk_size", chunk_size)
+    if chunk_size.keys() != set(SIDES):
+        raise ValueError(
+            f"{owner}: a dict as `chunk_size` must have the keys queries and candidates, got {short_repr(chunk_size)}."
+        )
+    return {side: _check_one_size(owner, f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
+
+
+def _check_one_size(owner: str, name: str, size: Any) -> ChunkSize:
+    if size is None:
+        return None
+    return check_auto(owner, name, size, least=1)
+
+
+def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
+    """The chunk size of one side.
+
+    Args:
+        chunk_size: the argument `chunk_size` of a module.
+        side: the side. A batch of one side has the chunk size of the candidates.
+    """
+    if isinstance(chunk_size, Mapping):
+        return chunk_size[side]
+    return chunk_size
+
+
+def frozen_side_of(embedder: Any, query_embedder: Any) -> Side | None:
+    """The side whose network has parameters, but none that requires a gradient; None if there are not two networks.
+
+    Args:
+        embedder: the argument of a module's constructor: a network, or its description as plain data.
+        query_embedder: the same for the queries, or None.
+    """
+    if query_embedder is None:
+        return None
+    networks: dict[Side, Any] = {"candidates": embedder, "queries": query_embedder}
+    for side, network in networks.items():
+        if isinstance(network, nn.Module):
+            needs_gradient = {parameter.requires_grad for parameter in network.parameters()}
+            if needs_gradient == {False}:
+                return side
+    return None
+
+
+class EmbeddedSide(NamedTuple):
+    """How one side of a batch is embedded in a training step.
+
+    Args:
+        embed: maps the inputs of this side to embeddings.
+        inputs: the inputs of this process.
+        chunk_size: as for `chunked_backward`.
+        keep_graphs: as for `chunked_backward`.
+        least_chunks: as for `chunked_backward`.
+        frozen: the network of this side if none of its parameters requires a gradient, else None. A frozen network is
+            in evaluation mode and embeds each input once, without a graph.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    inputs: Tensor
+    chunk_size: int
+    keep_graphs: int = 1
+    least_chunks: int = 1
+    frozen: nn.Module | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks that are embedded."""
+        return max(math.ceil(len(self.inputs) / self.chunk_size), self.least_chunks)
+
+    @property
+    def graphs(self) -> int:
+        """Largest number of graphs that are kept."""
+        if self.frozen is not None:
+            return 0
+        return min(self.keep_graphs, self.chunks)
+
+    @property
+    def passes(self) -> int:
+        """Number of forward and backward passes."""
+        if self.frozen is not None:
+            return self.chunks
+        return 3 * self.chunks - self.graphs
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `chunked_backward` that are numbers."""
+        return {"chunk_size": self.chunk_size, "keep_graphs": self.keep_graphs, "least_chunks": self.least_chunks}
+
+    def back_propagate(
+        self,
+        loss: Callable[[Tensor], Tensor],
+        *,
+        backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+        last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Tensor:
+        """Do the same as `chunked_backward`, except for a frozen network."""
+        if self.frozen is None:
+            return chunked_backward(
+                self.embed, self.inputs, loss, **self.settings, backward=backward, last_backward=last_backward
+            )
+        with evaluation_mode(self.frozen):
+            embeddings = embed_in_chunks(self.embed, self.inputs, self.chunk_size, least_chunks=self.least_chunks)
+        value = loss(embeddings)
+        if value.requires_grad:
+            backward(value)
+        return value.detach()
+
+
+def embedded_sides(
+    module: Any, inputs: Sequence[Tensor], sharded: ShardedParts, searches: Mapping[Side, Any]
+) -> list[EmbeddedSide]:
+    """How the images of a batch, or its queries and candidates, are embedded in a step.
+
+    Args:
+        module: a `RetrievalModule`.
+        inputs: the inputs of each side in this process.
+        sharded: the modules that are sharded over the processes.
+        searches: the `ChunkSizeSearch` of each side.
+    """
+    candidates = _embedded_side(module, "candidates", inputs[-1], module.keep_graphs, sharded, searches)
+    if len(inputs) == 1:
+        return [candidates]
+    left = max(module.keep_graphs - candidates.graphs, 0)
+    return [_embedded_side(module, "queries", inputs[0], left, sharded, searches), candidates]
+
+
+def _embedded_side(
+    module: Any, side: Side, inputs: Tensor, keep_graphs: int, sharded: ShardedParts, searches: Mapping[Side, Any]
+) -> EmbeddedSide:
+    """How one side is embedded.
+
+    Args:
+        module: as for `embedded_sides`.
+        side: the side. The images of a batch of one side are embedded as candidates.
+        inputs: the inputs of this process.
+        keep_graphs: number of chunks that may keep their graphs. A side without chunks keeps its graph.
+        sharded: as for `embedded_sides`.
+        searches: as for `embedded_sides`.
+    """
+    embed: Callable[[Tensor], Tensor] = module
+    if side == "queries":
+        embed = module.forward_queries
+    frozen = _frozen_network(module, side)
+    chunk_size = chunk_size_of(module.chunk_size, side)
+    if chunk_size is None:
+        return EmbeddedSide(embed, inputs, len(inputs), max(keep_graphs, 1), frozen=frozen)
+    if isinstance(chunk_size, str):
+        if side == "queries":  # the search knows nothing of the graphs of candidates
+            keep_graphs = 0
+        chunk_size = searches[side].find(module, embed, inputs, max(keep_graphs, 1))
+    chunk_size = min(chunk_size, len(inputs))
+    least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
+    return EmbeddedSide(embed, inputs, chunk_size, keep_graphs, least_chunks, frozen)
+
+
+def _frozen_network(module: Any, side: Side) -> nn.Module | None:
+    """The network of a side if there are two networks and none of its parameters is trained, else None.
+
+    A subclass may embed a side with more than its network. Therefore, a network does not count as frozen while a
+    parameter is trained that belongs neither to the other network nor to the loss.
+    """
+    if module.query_embedder is None:
+        return None
+    network: nn.Module = module.embedder
+    other = module.query_embedder
+    if side == "queries":
+        network, other = other, network
+    elsewhere = {*other.parameters(), *module.loss.parameters()}
+    of_network = set(network.parameters())
+    for _, parameter in trained_parameters(module):
+        if parameter in of_network or parameter not in elsewhere:
+            return None
+    return network
+
+
+def two_sided_backward(
+    queries: EmbeddedSide,
+    candidates: EmbeddedSide,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+    end_of_candidates: Callable[[], AbstractContextManager[None]] = nullcontext,
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Tensor:
+    """`chunked_backward` for a loss of two sides: the graphs of only one side exist at a time.
+
+    Both sides are embedded, the queries first. The backward pass then goes through the candidates, and at last through
+    the queries. With `keep_graphs=0` for the queries, no graph of a query exists while candidates have graphs.
+
+    Args:
+        queries: the side whose embeddings are the first argument of `loss`.
+        candidates: the side whose embeddings are the second argument of `loss`.
+        loss: maps the embeddings of both sides to a scalar.
+        backward: back-propagates the scalar, as for `chunked_backward`.
+        end_of_candidates: returns a context for the last backward pass of the candidates.
+        last_backward: returns a context for the last backward pass of the queries, which completes all gradients.
+
+    Returns:
+        The value of the loss, without a graph.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
+        >>> text, image = torch.nn.Linear(3, 2), torch.nn.Linear(5, 2)
+        >>> texts = EmbeddedSide(text, torch.randn(4, 3), chunk_size=2, keep_graphs=0)
+        >>> images = EmbeddedSide(image, torch.randn(6, 5), chunk_size=2)
+        >>> value = two_sided_backward(texts, images, lambda q, c: (q @ c.T).var())
+        >>> text.weight.grad.shape, image.weight.grad.shape
+        (torch.Size([2, 3]), torch.Size([2, 5]))
+    """
+
+    def loss_of_queries(query_embeddings: Tensor) -> Tensor:
+        def loss_of_candidates(candidate_embeddings: Tensor) -> Tensor:
+            return loss(query_embeddings, candidate_embeddings)
+
+        return candidates.back_propagate(loss_of_candidates, backward=backward, last_backward=end_of_candidates)
+
+    return queries.back_propagate(loss_of_queries, last_backward=last_backward)
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode within a context; on exit, each submodule returns to its previous mode."""
+    was_training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in was_training.items():
+            part.training = training
