@@ -5,6 +5,7 @@ its evaluation uses, and `ImageEmbedder.embed` returns the embeddings batch by b
 fatal.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,7 +174,7 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
 
     Raises:
         FileNotFoundError: if the recorded file does not exist.
-        ValueError: if the file is the checkpoint of another network.
+        ValueError: if the file is the checkpoint of another network, or images were prepared otherwise.
     """
     if given is None:
         given = Path(str(about.get("checkpoint")))
@@ -186,8 +187,11 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
     sha256 = file_digest(checkpoint)
     if sha256 == about.get("checkpoint_sha256"):
         return checkpoint
-    network = network_digest(load_checkpoint(owner, checkpoint))
-    if not is_same_network(about, {"checkpoint_sha256": sha256, NETWORK: network}):
+    module = load_checkpoint(owner, checkpoint)
+    prepared = json.loads(json.dumps(module.preparation))  # in the form that `about` has in a file
+    is_prepared_alike = prepared in (None, about.get("preparation"))
+    network = {"checkpoint_sha256": sha256, NETWORK: network_digest(module)}
+    if not (is_prepared_alike and is_same_network(about, network)):
         raise ValueError(
             f"{owner}: `checkpoint` must be the one that the {made} made with, because embeddings of different models "
             f"cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or embed the images "
