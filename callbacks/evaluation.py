@@ -27,7 +27,7 @@ from lightning_retrieval.callbacks.evaluation_sets import (
 from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_counts, check_strings
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
-from lightning_retrieval.metrics.retrieval import extra_metric
+from lightning_retrieval.metrics.retrieval import REVERSE, extra_metric
 from lightning_retrieval.models import Embedder
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
@@ -203,6 +203,9 @@ class RetrievalEvaluation(pl.Callback):
     stopping work. Several evaluation sets are logged as `val/0/mAP` and `val/1/mAP`, or with the names of a dict of
     data loaders, as `val/small/mAP`. The sanity check is skipped, because it covers only a few batches.
 
+    If the data set has two sides (its attribute `two_sided` is True, as that of the sets of `Pairs`), the queries are
+    also ranked for each candidate, and logged as `val/reverse/mAP` and so on.
+
     A data set with another evaluation protocol has a method `metrics(ks, **settings)` that returns another
     `EmbeddingMetric`, as `lightning_retrieval.callbacks.evaluation_sets.MetricProvider` declares.
 
@@ -301,7 +304,8 @@ class RetrievalEvaluation(pl.Callback):
         whitening = getattr(pl_module, "whitening", None)
         # A learned whitening does not fit the pooled features, which have another dimension or distribution.
         is_whitened = whitening is not None and whitening.learned is not None
-        if isinstance(embedder, Embedder) and not is_whitened:
+        has_one_network = getattr(pl_module, "query_embedder", None) is None
+        if isinstance(embedder, Embedder) and has_one_network and not is_whitened:
             with embedder.without_head():
                 self.results["backbone"] = self._test_untrained(trainer, pl_module, ())
             logged |= {f"backbone/{name}": value for name, value in self.results["backbone"].items()}
@@ -395,6 +399,7 @@ class RetrievalEvaluation(pl.Callback):
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, MetricProvider):
             return dataset.metrics(self.ks, **settings)
+        settings["reverse"] = getattr(dataset, "two_sided", False)
         settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics, "dims": dims}
         return RetrievalMetrics(self.ks, self.map_ks, **settings)
 
@@ -434,12 +439,16 @@ def _warn_of_large_ks(evaluation_set: EvaluationSet) -> None:
     metrics = evaluation_set.metrics
     if not isinstance(metrics, RetrievalMetrics):
         return
-    too_large = [f"R@{k}" for k in metrics.ks if k > metrics.ranked_images]
-    if too_large:
-        rank_zero_warn(
-            f"RetrievalEvaluation: {evaluation_set.prefix}{', '.join(too_large)} have a k above the number of ranked "
-            f"images, {metrics.ranked_images}, so they are 1; give smaller `ks`."
-        )
+    ranked = {"": metrics.ranked_images}
+    if metrics.reverse:
+        ranked[REVERSE] = metrics.ranked_queries
+    for direction, images in ranked.items():
+        too_large = [f"R@{k}" for k in metrics.ks if k > images]
+        if too_large:
+            rank_zero_warn(
+                f"RetrievalEvaluation: {evaluation_set.prefix}{direction}{', '.join(too_large)} have a k above the "
+                f"number of ranked images, {images}, so they are 1; give smaller `ks`."
+            )
 
 
 def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:

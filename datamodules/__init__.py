@@ -25,6 +25,7 @@ from lightning_retrieval.datamodules.image_table import ImageTable as ImageTable
 from lightning_retrieval.datamodules.item_seeds import item_generator as item_generator
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader as RetrievalDataLoader
 from lightning_retrieval.datamodules.loader import resume_position as resume_position
+from lightning_retrieval.datamodules.pairs import Pairs as Pairs
 from lightning_retrieval.datamodules.readers.cub import CUB200 as CUB200
 from lightning_retrieval.datamodules.readers.ijbc import IJBC as IJBC
 from lightning_retrieval.datamodules.readers.in_shop import InShop as InShop
@@ -39,6 +40,7 @@ from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampl
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler as GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler as RandomBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler as CategorySampler
+from lightning_retrieval.datamodules.samplers.pairs import PairSampler as PairSampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
 from lightning_retrieval.datamodules.samplers.tags import TagSampler as TagSampler
 from lightning_retrieval.preparation.training_transforms import training_transform as training_transform

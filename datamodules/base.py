@@ -34,6 +34,7 @@ from lightning_retrieval.datamodules.samplers.tags import TagSampler
 from lightning_retrieval.distributed import together
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_or_default
+from lightning_retrieval.training.sides import Side
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack as Unpack
@@ -203,6 +204,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     """
 
     published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # published counts of each set
+    side: Side = "candidates"  # the side of batches that this data is, if `Pairs` pairs it with other data
 
     def __init__(
         self,
@@ -273,6 +275,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
 
     def train_dataloader(self) -> RetrievalDataLoader:
         """Return a loader of the batches of `train_sampler`; it begins at the batch where a resumed run continues."""
+        self._follow_module()
         self._images_of_run = self._training_images()
         dataset = self._set_of_loader(self.train_set)
         return training_loader(self.trainer, dataset, self.train_sampler(), **self._loader_settings(dataset))
@@ -335,8 +338,12 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     def _evaluation_loader(self, dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
             return {name: self._evaluation_loader(part) for name, part in dataset.items()}
+        self._follow_module()
         dataset = self._set_of_loader(dataset)
         return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings(dataset))
+
+    def _follow_module(self) -> None:
+        """Adapt to the model of the run before a loader is created. Override this if the data depends on the model."""
 
     def _set_of_loader(self, dataset: Any) -> Any:
         """Return the dataset that a loader reads. Override this if loaders need the images in another form."""

@@ -25,13 +25,13 @@ from lightning_retrieval.datamodules.image_check import (
 )
 from lightning_retrieval.datamodules.image_index import ImageIndex, read_cached, record_warnings, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet, OnError
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.distributed import together, world_size
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparation, normalized_batch
 from lightning_retrieval.preparation.pixels import Interpolation
 from lightning_retrieval.preparation.serialised import Transform
 from lightning_retrieval.preparation.training_transforms import PAPER_NAMES, PaperName
+from lightning_retrieval.training.sides import side_of_module
 
 
 def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> None:
@@ -364,20 +364,11 @@ class ImageDataModule(RetrievalDataModule):
         """
         return self.image_set(index, self.eval_transform)
 
-    def train_dataloader(self) -> RetrievalDataLoader:
-        """A loader of the training batches; images are prepared for the model of the run."""
-        self._follow_module()
-        return super().train_dataloader()
-
     def val_dataloader(self) -> Any:
         """A loader of the validation set in order; no loader if there are only training images."""
         if set(self.splits) == {"train"} and not self.val_fraction:
             return []
         return super().val_dataloader()
-
-    def _evaluation_loader(self, dataset: Any) -> Any:
-        self._follow_module()
-        return super()._evaluation_loader(dataset)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to the device with the hook of the module, and normalise images of uint8 there."""
@@ -396,7 +387,8 @@ class ImageDataModule(RetrievalDataModule):
         """Adapt the transforms to the model of the run. The data sets may have been created before the model."""
         if self.trainer is None:
             return
-        self._run_preparation.follow(self.trainer.lightning_module, predicts=self.trainer.state.fn == "predict")
+        module = side_of_module(self.trainer.lightning_module, self.side)
+        self._run_preparation.follow(module, predicts=self.trainer.state.fn == "predict")
 
     def _prepare_run(self, train_transform: Transform | None, eval_transform: Transform | None) -> RunPreparation:
         """The preparation of images in a run, according to the arguments of the constructor."""

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -120,6 +120,21 @@ class ImageSet(Dataset[dict[str, Any]]):
         if self.index.tags is None:
             return None
         return torch.from_numpy(self.index.tags)
+
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """The names of the classes 0, 1, ..., or None."""
+        return self.index.names
+
+    @property
+    def tag_names(self) -> Sequence[str] | None:
+        """The names of the tags 0, 1, ..., or None."""
+        return self.index.tag_names
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The names of the optional entries that items have."""
+        return tuple(name for name in _FOR_RELEVANCE if getattr(self.index, name) is not None)
 
     @property
     def skipped(self) -> list[str]:

@@ -6,7 +6,7 @@ the batch sampler here is a `DistributedSampler` that yields batches.
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.checks import check_bool, check_instance, check_integer, short_repr
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
-from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
+from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
+from lightning_retrieval.training.sides import Side
 
 
 def shard_bounds(size: int, shard: int, shards: int) -> tuple[int, int]:
@@ -27,6 +28,15 @@ def shard_bounds(size: int, shard: int, shards: int) -> tuple[int, int]:
     begin = shard * smaller + min(shard, num_larger)
     end = (shard + 1) * smaller + min(shard + 1, num_larger)
     return begin, end
+
+
+def shard_positions(sections: Iterable[Section], shard: int, shards: int) -> Integers:
+    """The positions of a shard in a global batch: its part of each section, split as by `torch.tensor_split`."""
+    parts = []
+    for section in sections:
+        begin, end = shard_bounds(section.end - section.begin, shard, shards)
+        parts.append(np.arange(section.begin + begin, section.begin + end))
+    return np.concatenate(parts)
 
 
 class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
@@ -87,16 +97,30 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
         this_rank = rank()
         first = self.first_batch
         for number, batch in itertools.islice(enumerate(self.batch_sampler), first, None):
-            if len(batch) < world:
-                raise ValueError(
-                    f"RetrievalDataLoader: a batch must have an image for each process, got {len(batch)} images for "
-                    f"{world} processes; enlarge the batch or use fewer processes."
-                )
+            sections = self.batch_sampler.sections(batch)
+            _check_rows(sections, world)
             if number == first:
                 self.first_drawn = batch
-            begin, end = shard_bounds(len(batch), this_rank, world)
-            seeds = augmentation_seeds(seed, epoch, number, np.arange(begin, end)).tolist()
-            yield [SeededIndex(index, item_seed) for index, item_seed in zip(batch[begin:end], seeds, strict=True)]
+            positions = shard_positions(sections.values(), this_rank, world)
+            seeds = augmentation_seeds(seed, epoch, number, positions).tolist()
+            yield [
+                SeededIndex(batch[position], item_seed)
+                for position, item_seed in zip(positions.tolist(), seeds, strict=True)
+            ]
+
+
+def _check_rows(sections: Mapping[Side | None, Section], processes: int) -> None:
+    """Raise unless each section of a batch has a row for each process."""
+    for side, section in sections.items():
+        rows = section.end - section.begin
+        if rows < processes:
+            what = "images"
+            if side is not None:
+                what = side
+            raise ValueError(
+                f"RetrievalDataLoader: a batch must have an image for each process, got {rows} {what} for "
+                f"{processes} processes; enlarge the batch or use fewer processes."
+            )
 
 
 def resume_position(trainer: pl.Trainer) -> dict[str, int]:
@@ -299,7 +323,9 @@ class RetrievalDataLoader(DataLoader[Any]):
             self._rank_sampler.next_batch += 1
             yield batch
 
-    def check_first_batch(self, labels: Tensor, ids: Tensor | None, *, gathered: bool = True) -> None:
+    def check_first_batch(
+        self, labels: Tensor, ids: Tensor | None, *, gathered: bool = True, side: Side | None = None
+    ) -> None:
         """Compare the first batch of the latest iteration with the images that the sampler drew.
 
         `RetrievalModule` calls this method.
@@ -308,6 +334,7 @@ class RetrievalDataLoader(DataLoader[Any]):
             labels: labels of the batch, of shape (batch,) or (batch, levels).
             ids: ids of the batch, of shape (batch,), or None.
             gathered: whether the labels and ids are of the whole global batch, or only of this process's shard.
+            side: the side of the batch that the labels and ids are of; None for a batch without sides.
 
         Raises:
             ValueError: if several images have the same id, or the sampler was made with other labels. Other labels only
@@ -315,11 +342,16 @@ class RetrievalDataLoader(DataLoader[Any]):
         """
         check_bool(type(self).__name__, "gathered", gathered)
         sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
+        section = sampler.sections(drawn).get(side)
+        if section is None or not drawn:  # a `collate_fn` of the user may have made or removed the sides
+            return
+        shard, shards = 0, 1
         if not gathered:
-            begin, end = shard_bounds(len(drawn), rank(), world_size())
-            drawn = drawn[begin:end]
+            shard, shards = rank(), world_size()
+        drawn = [drawn[position] for position in shard_positions([section], shard, shards)]
         if ids is not None:
-            _check_ids(sampler, drawn, ids.tolist())
+            _check_ids(sampler, [index - section.first_index for index in drawn], ids.tolist())
+            ids = ids + section.first_index
         problem = _difference_of_labels(sampler, drawn, labels.reshape(len(labels), -1), ids)
         if problem is None:
             return

@@ -7,7 +7,7 @@ global batch into one shard per rank, so a run has the same batches with one pro
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.item_seeds import as_array
+from lightning_retrieval.training.sides import Side
 
 Integers = NDArray[np.signedinteger[Any]]
 Labels = Tensor | NDArray[Any] | Sequence[int]
@@ -81,6 +82,20 @@ def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[
         )
     images = order[slice_positions(starts[kept], sizes[kept], order.dtype)]
     return images, labels[order[starts[kept]]], sizes[kept], len(sizes)
+
+
+class Section(NamedTuple):
+    """The rows of one side in a batch.
+
+    Attributes:
+        begin: position of the first row in the batch.
+        end: position after the last row.
+        first_index: index of the side's first item in the data set of both sides; ids of the side count from there.
+    """
+
+    begin: int
+    end: int
+    first_index: int = 0
 
 
 class GlobalBatchSampler(Sampler[list[int]], ABC):
@@ -151,6 +166,14 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         by_index = np.argsort(self.images[positions])
         of_batch: Integers = classes[by_index][position_in_drawn]
         return of_batch
+
+    def sections(self, batch: Sequence[int]) -> dict[Side | None, Section]:
+        """The rows of each side in a batch, which are split over the processes one side at a time.
+
+        Args:
+            batch: dataset indices, as the sampler draws them. A batch without sides has one section, None.
+        """
+        return {None: Section(0, len(batch))}
 
     @property
     def sampler(self) -> "GlobalBatchSampler":

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import (
+    check_bool,
     check_choice,
     check_integer,
     check_matrix,
@@ -26,12 +27,14 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
-from lightning_retrieval.metrics.gathering import Rows, merge_duplicates
+from lightning_retrieval.metrics.gathering import CollectedRows, Rows, merge_duplicates
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
 from lightning_retrieval.ranking.ranks import PositiveRanks
 from lightning_retrieval.ranking.rows import float64_device
+
+REVERSE = "reverse/"  # prefix of the metrics that rank the queries for each gallery image
 
 
 class QueryMetric(NamedTuple):
@@ -191,6 +194,8 @@ class RetrievalMetrics(EmbeddingMetric):
             more weight.
         dims: numbers of dimensions, in ascending order. All metrics are also computed from only these first dimensions
             of each embedding; for models trained with `NestedLoss`.
+        reverse: whether to also rank the queries for each gallery image, as for texts and images that search each
+            other. The names of these metrics begin with `"reverse/"`, such as `"reverse/mAP"`.
         settings: settings of `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`,
             `relevance`) and of `torchmetrics.Metric`. With `relevance`, relevance has one level, so there is no H-AP.
 
@@ -229,10 +234,12 @@ class RetrievalMetrics(EmbeddingMetric):
         extra_metrics: Sequence[str] = (),
         alpha: float = 1.0,
         dims: Sequence[int] = (),
+        reverse: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
+        self.reverse = check_bool(owner, "reverse", reverse)
         self.dims = check_dims(owner, dims, may_be_empty=True)
         if not isinstance(ks, Sequence) or len(ks) == 0:
             raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {short_repr(ks)}.")
@@ -246,6 +253,8 @@ class RetrievalMetrics(EmbeddingMetric):
         self._extra = [extra_metric(owner, name) for name in self.extra_metrics]
         self.alpha = check_positive(owner, "alpha", alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
+        self.ranked_queries = 0  # number of queries in the longest list of the other direction
+        self._reverse_values: dict[str, Tensor] = {}  # like `_cached_values`, for the other direction
         self.has_one_label = False  # whether all images of the last `compute` had the same label
 
     def compute(self) -> dict[str, Tensor]:
@@ -257,13 +266,23 @@ class RetrievalMetrics(EmbeddingMetric):
                 relevant candidate. Labels of several levels add `"H-AP"`, `"ASI"` and `"NDCG-levels"`, means over the
                 queries with a candidate that shares any label, and `"mAP/level1"` and so on, the mAP if images that
                 share the label of this level are relevant. Each of `dims` adds the same metrics of the first
-                dimensions, named `"mAP/16d"` and so on. If all queries are skipped, values are NaN and a warning is
-                issued.
+                dimensions, named `"mAP/16d"` and so on. With `reverse`, all of these follow again as `"reverse/mAP"`
+                and so on. If all queries are skipped, values are NaN and a warning is issued.
         """
         collected, _ = self._gather_collected()
+        results, self._cached_values = self._of_direction(collected)
+        if self.reverse:
+            longest = self.ranked_images
+            of_reverse, self._reverse_values = self._of_direction(_with_swapped_roles(collected))
+            self.ranked_images, self.ranked_queries = longest, self.ranked_images
+            results |= {f"{REVERSE}{name}": value for name, value in of_reverse.items()}
+        return results
+
+    def _of_direction(self, collected: CollectedRows) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The metrics of the gallery's ranking for each query, and the values of each query."""
         rows = merge_duplicates(collected)
-        self._cached_values = self._query_values(rows)
-        of_all_dims = self._means(rows, self._cached_values)
+        values = self._query_values(rows)
+        of_all_dims = self._means(rows, values)
         results = dict(of_all_dims)
         for dim in self.dims:
             means = of_all_dims
@@ -273,14 +292,17 @@ class RetrievalMetrics(EmbeddingMetric):
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
         is_first_label = rows.labels[:, 0] == rows.labels[0, 0]
         self.has_one_label = self.relevance is None and bool(is_first_label.all())
-        is_skipped = self._cached_values["AP"].isnan()
+        is_skipped = values["AP"].isnan()
         if bool(is_skipped.all()):
             self._warn_of_no_positive(len(is_skipped))
         results["skipped_queries"] = is_skipped.sum().double()
-        return results
+        return results, values
 
-    def per_query(self) -> dict[str, Tensor]:
+    def per_query(self, reverse: bool = False) -> dict[str, Tensor]:
         """The values of each query, in the order of the queries' ids, for the analysis of failures.
+
+        Args:
+            reverse: whether to return the values of each gallery image, for which the queries are ranked.
 
         Returns:
             Tensors of shape (query,) by name. `"ids"` and `"labels"` are int64; there are no labels if `relevance` is
@@ -291,13 +313,21 @@ class RetrievalMetrics(EmbeddingMetric):
                 are NaN if the query has no relevant candidate. All processes must call this method, unless they have
                 already called `compute`, and all get the values of all queries. `dims` has no effect here.
         """
+        if check_bool(type(self).__name__, "reverse", reverse) and not self.reverse:
+            raise ValueError(
+                f"{type(self).__name__}: `reverse` needs metrics made with reverse=True, got reverse=False."
+            )
         if self._cached_values is None:
             self.compute()
+        if reverse:
+            return dict(self._reverse_values)
         return dict(self._cached_values or {})
 
     def extra_repr(self) -> str:
         at_k = f"ks={self.ks}, map_ks={self.map_ks}, map_divisor={self.map_divisor!r}"
         settings = f"{at_k}, extra_metrics={self.extra_metrics}, alpha={self.alpha}, dims={self.dims}"
+        if self.reverse:
+            settings += ", reverse=True"
         if self.relevance is None:
             return settings
         return f"{settings}, relevance={self.relevance}"
@@ -341,6 +371,14 @@ class RetrievalMetrics(EmbeddingMetric):
             f"{cure}.",
             stacklevel=3,
         )
+
+
+def _with_swapped_roles(collected: CollectedRows) -> CollectedRows:
+    """The same rows, in which queries are the gallery and the gallery are queries."""
+    roles = collected.roles
+    is_query, is_gallery = has_role(roles, Role.QUERY), has_role(roles, Role.GALLERY)
+    swapped = is_query * int(Role.GALLERY) + is_gallery * int(Role.QUERY)
+    return collected._replace(roles=swapped)
 
 
 def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) -> Bool[Tensor, " row"]:
@@ -390,6 +428,11 @@ class RandomGalleryMetrics(RetrievalMetrics):
         super().__init__(ks, **settings)
         self.draws = check_integer(type(self).__name__, "draws", draws, least=1, most=1_000_000)
         self.seed = check_integer(type(self).__name__, "seed", seed, least=0)
+        if self.reverse:
+            raise ValueError(
+                f"{type(self).__name__}: `reverse` must be False, because galleries are drawn at random, got True; "
+                "use RetrievalMetrics."
+            )
         if self.relevance is not None and not self.relevance.has_classes:
             raise ValueError(
                 f"{type(self).__name__}: `relevance` must be a rule with classes, of each of which one image is drawn, "

@@ -212,12 +212,15 @@ class RunPreparation:
 
 
 def record_preparation(module: Any) -> None:
-    """Store the evaluation transform of a run in its module, for its checkpoints and its later runs.
+    """Store the evaluation transforms of a run in its module, for its checkpoints and its later runs.
 
     Args:
         module: a `LightningModule`; its `preparation` becomes None if the data module of the run does not define one.
+            Its `query_preparation` is the transform of queries, None unless the data has two sides.
     """
-    module.preparation = getattr(module.trainer.datamodule, "serialised_preparation", None)
+    datamodule = module.trainer.datamodule
+    module.preparation = getattr(datamodule, "serialised_preparation", None)
+    module.query_preparation = getattr(datamodule, "serialised_query_preparation", None)
 
 
 def normalized_batch(batch: Any, normalize: Callable[[Tensor], Tensor]) -> Any:

@@ -19,7 +19,8 @@ from lightning_retrieval.training import checkpoint_files
 
 # LightningCLI stores one of these names in the hyperparameters.
 INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
-PREPARATION = "preparation"  # key of a checkpoint: the preparation of images in evaluation
+# Keys of a checkpoint and names of attributes: the preparation of images in evaluation, and that of queries.
+PREPARATIONS = ("preparation", "query_preparation")
 
 
 class CheckpointedModule(pl.LightningModule):
@@ -27,7 +28,7 @@ class CheckpointedModule(pl.LightningModule):
 
     # The preparation of images in evaluation, as plain data; None if the data module did not record it.
     preparation: dict[str, Any] | None = None
-    # The same for the queries, if another network embeds them.
+    # The same for the queries of data with two sides.
     query_preparation: dict[str, Any] | None = None
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
@@ -93,10 +94,11 @@ class CheckpointedModule(pl.LightningModule):
             self.trainer.precision_plugin.convert_module(self)
         checkpoint_files.unfreeze(self, checkpoint.get(checkpoint_files.TRAINABLE, ()))
         checkpoint_files.add_base_weights(type(self).__name__, self, checkpoint)
-        preparation = checkpoint.get(PREPARATION)
-        if preparation is not None:
-            check_serialised_transform(type(self).__name__, preparation)
-        self.preparation = preparation
+        for name in PREPARATIONS:
+            preparation = checkpoint.get(name)
+            if preparation is not None:
+                check_serialised_transform(type(self).__name__, preparation)
+            setattr(self, name, preparation)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
@@ -105,8 +107,9 @@ class CheckpointedModule(pl.LightningModule):
             checkpoint[checkpoint_files.TRAINABLE] = [
                 name for name, value in self.named_parameters() if value.requires_grad
             ]
-        if self.preparation is not None:
-            checkpoint[PREPARATION] = self.preparation
+        for name in PREPARATIONS:
+            if getattr(self, name) is not None:
+                checkpoint[name] = getattr(self, name)
         if self.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
             described = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self._with_complete_parts(described)

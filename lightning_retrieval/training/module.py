@@ -29,7 +29,14 @@ from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
-from lightning_retrieval.training.sides import Directions
+from lightning_retrieval.training.sides import (
+    SIDES,
+    Directions,
+    is_two_sided,
+    joined_rows,
+    rows_of_side,
+    side_of_module,
+)
 from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
 from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
@@ -216,15 +223,31 @@ class RetrievalModule(ManualTraining):
         """
         check_tensor(type(self).__name__, "images", images)
         check_bool(type(self).__name__, "whiten", whiten)
-        if images.dtype == torch.uint8:
-            preparation = preparation_of(self)
-            if preparation is not None:
-                images = preparation.normalize(images).to(self.dtype)
-        only_original_size = self.eval_scales == (1,)
+        return self._embedded(self, _normalized(self, images, self.dtype), whiten)
+
+    def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
+        """Embed queries for evaluation and prediction, as `embed` does, by `forward_queries`.
+
+        Args:
+            inputs: as for `forward_queries`. Images of uint8 are first normalised as the queries of the module's
+                evaluation were. `eval_scales` apply to images only.
+            whiten: as for `embed`; both sides share one whitening.
+        """
+        check_tensor(type(self).__name__, "inputs", inputs)
+        check_bool(type(self).__name__, "whiten", whiten)
+        inputs = _normalized(side_of_module(self, "queries"), inputs, self.dtype)
+        is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
+        if self.query_embedder is None and not is_overridden:
+            return self.embed(inputs, whiten)
+        return self._embedded(self.forward_queries, inputs, whiten)
+
+    def _embedded(self, embed: Callable[[Tensor], Tensor], inputs: Tensor, whiten: bool) -> Tensor:
+        """Embed normalised inputs at each of `eval_scales`, then apply `whitening`."""
+        only_original_size = self.eval_scales == (1,) or inputs.dtype == torch.int64  # tokens have no size
         if only_original_size:
-            embeddings: Tensor = self(images)
+            embeddings = embed(inputs)
         else:
-            embeddings = multi_scale(self, images, self.eval_scales, **SCALE_POOLING[self.eval_scales_pooling])
+            embeddings = multi_scale(embed, inputs, self.eval_scales, **SCALE_POOLING[self.eval_scales_pooling])
         if whiten and self.whitening is not None and self.whitening.learned is not None:
             embeddings = self.whitening(embeddings)
         return embeddings
@@ -367,20 +390,35 @@ class RetrievalModule(ManualTraining):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras.
 
+        For a batch with two sides, or one of them, these are the rows of queries, then of candidates. Their roles are 1
+        and 2; ids and instances are numbered apart, `2 * id` for queries and `2 * id + 1` for candidates.
+
         Under a rule `relevance` other than `OtherCamera` and `GalleryOnly`, labels are the columns that the rule reads,
         and there are no cameras, because the rule alone decides which images are in a list.
         """
-        output = self._embed_batch(batch)
         rule = rule_of_evaluation(self.relevance)
-        if rule is not None:
-            output["labels"] = rule.columns(output["labels"], batch)
-            output.pop("cameras", None)
-        return output
+        if is_two_sided(batch):
+            return self._embed_sides(batch, rule)
+        output = self._embed_batch(batch, self.embed)
+        return _with_columns(output, batch, rule)
 
-    def _embed_batch(self, batch: Any) -> dict[str, Tensor]:
+    def _embed_sides(self, batch: Any, rule: Relevance | None) -> dict[str, Tensor]:
+        """The output for a batch with two sides, or for one of them: the rows of queries, then of candidates."""
+        outputs = []
+        for side in SIDES:
+            if side not in batch:
+                continue
+            embed = self.embed
+            if side == "queries":
+                embed = self.embed_queries
+            output = _with_columns(self._embed_batch(batch[side], embed), batch[side], rule)
+            outputs.append(rows_of_side(output, side))
+        return joined_rows(outputs)
+
+    def _embed_batch(self, batch: Any, embed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Embeddings, labels and any ids, roles, instances and cameras of a batch."""
         images, labels, ids = self.unpack_batch(batch)
-        output = {"embeddings": self.embed(images), "labels": labels}
+        output = {"embeddings": embed(images), "labels": labels}
         if isinstance(batch, dict):
             output |= {name: batch[name] for name in ("roles", "instances", "cameras") if name in batch}
         if ids is not None:
@@ -398,6 +436,29 @@ class RetrievalModule(ManualTraining):
         """
         if isinstance(batch, Tensor):
             return {"embeddings": self.embed(batch)}
+        if is_two_sided(batch):
+            return self._embed_sides(batch, None)
         if rule_of_evaluation(self.relevance) is not None:
-            return self._embed_batch(batch)
+            return self._embed_batch(batch, self.embed)
         return self.validation_step(batch, batch_idx, dataloader_idx)
+
+
+# Functions of the evaluation steps.
+
+
+def _normalized(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Tensor:
+    """Normalise images of uint8 as a module, or one of its sides, was evaluated."""
+    if inputs.dtype != torch.uint8:
+        return inputs
+    preparation = preparation_of(side)
+    if preparation is None:
+        return inputs
+    return preparation.normalize(inputs).to(dtype)
+
+
+def _with_columns(output: dict[str, Tensor], batch: Any, rule: Relevance | None) -> dict[str, Tensor]:
+    """The output of a batch with the columns that a rule reads as labels."""
+    if rule is not None:
+        output["labels"] = rule.columns(output["labels"], batch)
+        output.pop("cameras", None)
+    return output

@@ -1,10 +1,13 @@
 """The two sides of a batch: queries and candidates, such as texts and images, which two networks may embed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from lightning_retrieval.ranking.labels import Role
 
 Side = Literal["queries", "candidates"]
 Directions = Literal["queries", "both"]
@@ -30,13 +33,43 @@ class ModuleSide:
 
 
 def side_of_module(module: Any, side: Side) -> Any:
-    """One side of a module, for `RunPreparation.follow`; the module itself if both sides share a network.
+    """One side of a module, for `RunPreparation.follow`.
 
     Args:
         module: any `LightningModule`.
-        side: the side. The candidates' side of a `RetrievalModule` is the module itself.
+        side: the side. The candidates' side of a `RetrievalModule` is the module itself; the queries' side too, unless
+            queries have their own network or were prepared in their own way.
     """
     query_embedder = getattr(module, "query_embedder", None)
-    if side == "candidates" or query_embedder is None:
+    recorded = getattr(module, "query_preparation", None)
+    if side == "candidates" or (query_embedder is None and recorded is None):
         return module
-    return ModuleSide(query_embedder, getattr(module, "query_preparation", None))
+    return ModuleSide(query_embedder or module.embedder, recorded)
+
+
+def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
+    """The output of an evaluation step for one side, with its roles, and with ids and instances of its own.
+
+    Args:
+        output: the output for the batch of the side. Images with the role 0, which are unreadable, keep it.
+        side: the side.
+    """
+    number = SIDES.index(side)
+    labels = output["labels"]
+    roles = torch.full(labels.shape[:1], number + 1, device=labels.device)
+    if "roles" in output:
+        roles[output["roles"] == Role.JUNK] = int(Role.JUNK)
+    numbered = {name: 2 * output[name] + number for name in ("ids", "instances") if name in output}
+    embeddings = output["embeddings"]
+    # The networks of the two sides may return different types under autocast.
+    embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+    return {**output, **numbered, "embeddings": embeddings, "roles": roles}
+
+
+def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of several outputs of a step, with the entries that all of them have."""
+    joined = {}
+    for name in outputs[0]:
+        if all(name in output for output in outputs):
+            joined[name] = torch.cat([output[name] for output in outputs])
+    return joined

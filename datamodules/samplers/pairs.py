@@ -1,0 +1,161 @@
+"""Batches of two sides: for each of P classes, some queries and some candidates."""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lightning_retrieval.checks import check_integer
+from lightning_retrieval.datamodules.samplers.base import (
+    GlobalBatchSampler,
+    Integers,
+    Labels,
+    Section,
+    group_equal_values,
+    integer_array,
+    slice_positions,
+)
+from lightning_retrieval.datamodules.samplers.pk import shuffled_queue_table
+from lightning_retrieval.training.sides import Side
+
+
+class PairSampler(GlobalBatchSampler):
+    """Batches of P classes with some queries and some candidates of each class, for data with two sides.
+
+    The rows of the data set are all queries, then all candidates. A batch holds the queries of its P classes, then the
+    candidates of the same classes in the same order.
+
+    An epoch has as many batches as the side that needs more of them, where a side with N rows in shared classes and K
+    rows per class in a batch needs ceil(N / (P K)). Within an epoch, every class is drawn once before any class is
+    drawn twice; within a class, the same holds for the queries and for the candidates. A batch holds a row more than
+    once only if its class has fewer rows of that side than a batch takes from it; the numbers of occurrences of these
+    rows then differ by at most one.
+
+    Args:
+        query_labels: one integer for each query, in the order of the data set; any integers.
+        candidate_labels: the same for each candidate. Classes with rows on one side only are skipped; one warning gives
+            their number.
+        classes_per_batch: P, at least 1 and at most the number of classes on both sides. With 1 a batch holds no
+            negatives.
+        queries_per_class: number of queries of each class in a batch, >= 1.
+        samples_per_class: number of candidates of each class in a batch, >= 1.
+        seed: an integer >= 0. The seed and the epoch determine every batch.
+
+    Raises:
+        TypeError: if the labels or another argument are not integers.
+        ValueError: if the labels of a side are empty or not one-dimensional, no class is on both sides, or a number is
+            out of its range.
+
+    Example:
+        >>> sampler = PairSampler([7, 5, 5], [5, 5, 7, 7], classes_per_batch=2, samples_per_class=2)
+        >>> len(sampler)
+        1
+        >>> [sorted(batch[:2]) in ([0, 1], [0, 2]) and sorted(batch[2:]) for batch in sampler]  # candidates: 3 to 6
+        [[3, 4, 5, 6]]
+
+    The full epoch is drawn at its first batch. This takes about 8 bytes and a few tenths of a microsecond per row.
+
+    Relations:
+        `Pairs` makes this sampler. `PKSampler` draws batches of one side. With several processes,
+        `RetrievalDataLoader` gives each process its shard of the queries and its shard of the candidates.
+    """
+
+    draws_classes = True
+
+    def __init__(
+        self,
+        query_labels: Labels,
+        candidate_labels: Labels,
+        *,
+        classes_per_batch: int,
+        queries_per_class: int = 1,
+        samples_per_class: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.classes_per_batch = check_integer(self.name, "classes_per_batch", classes_per_batch, 1)
+        self.queries_per_class = check_integer(self.name, "queries_per_class", queries_per_class, 1)
+        self.samples_per_class = check_integer(self.name, "samples_per_class", samples_per_class, 1)
+        queries = integer_array(self.name, "query_labels", query_labels)
+        candidates = integer_array(self.name, "candidate_labels", candidate_labels)
+        shared = np.intersect1d(queries, candidates)
+        self._check_classes(shared, np.union1d(queries, candidates))
+        labels = np.concatenate([queries, candidates])
+        rows = np.flatnonzero(np.isin(labels, shared))
+        super().__init__(labels[rows], seed=seed)
+        self.dataset_size = len(labels)
+        self.num_queries = len(queries)
+        self.images = rows[self.images]
+        self._rows_of_side = (_RowsOfSide(queries, shared, 0), _RowsOfSide(candidates, shared, len(queries)))
+
+    def _check_classes(self, shared: Integers, classes: Integers) -> None:
+        if len(shared) == 0:
+            raise ValueError(
+                f"{self.name}: a class must have queries and candidates, got no shared class among {len(classes)}; "
+                "check that the labels of both sides mean the same."
+            )
+        if self.classes_per_batch > len(shared):
+            raise ValueError(
+                f"{self.name}: `classes_per_batch` must be at most the number of classes with queries and candidates, "
+                f"got {self.classes_per_batch} for {len(shared)} such classes; lower it."
+            )
+        skipped = len(classes) - len(shared)
+        if skipped:
+            warnings.warn(
+                f"{self.name}: skipped {skipped} of {len(classes)} classes in training because they have only queries "
+                "or only candidates.",
+                stacklevel=3,
+            )
+
+    def sections(self, batch: Sequence[int]) -> dict[Side | None, Section]:
+        queries = self.classes_per_batch * self.queries_per_class
+        return {"queries": Section(0, queries, 0), "candidates": Section(queries, len(batch), self.num_queries)}
+
+    def __len__(self) -> int:
+        needed = []
+        for rows, count in zip(self._rows_of_side, (self.queries_per_class, self.samples_per_class)):
+            needed.append(math.ceil(len(rows.items) / (self.classes_per_batch * count)))
+        return max(needed)
+
+    def draw(self, generator: np.random.Generator) -> Iterator[Integers]:
+        P, classes = self.classes_per_batch, len(self.class_sizes)
+        groups = len(self) * P
+        rounds = math.ceil(groups / classes)
+        class_queue = shuffled_queue_table(
+            generator, np.arange(classes), np.array([classes]), group_size=P, length=groups
+        )[0]
+        of_side = []
+        for rows, count in zip(self._rows_of_side, (self.queries_per_class, self.samples_per_class)):
+            of_side.append(rows.draw(generator, rounds, count))
+        for begin in range(0, groups, P):
+            # Each class occurs once in each round of the class queue. In round r it contributes its r-th rows.
+            batch_classes = class_queue[begin : begin + P]
+            batch_rounds = np.arange(begin, begin + P) // classes
+            queries, candidates = (table[batch_classes, batch_rounds].reshape(-1) for table in of_side)
+            yield np.concatenate([queries, candidates])
+
+
+class _RowsOfSide:
+    """The rows of one side that are in shared classes, grouped by class, the smallest class first.
+
+    Args:
+        labels: the label of each row of the side.
+        shared: the labels of the shared classes, ascending.
+        first: index of the first row of the side in the data set.
+    """
+
+    def __init__(self, labels: Integers, shared: Integers, first: int) -> None:
+        rows = np.flatnonzero(np.isin(labels, shared))
+        order, starts = group_equal_values(labels[rows])
+        sizes = np.diff(starts, append=len(rows))
+        self.by_size = np.argsort(sizes, kind="stable")  # shared classes in the order of their sizes
+        self.sizes = sizes[self.by_size]
+        grouped = order[slice_positions(starts[self.by_size], self.sizes, order.dtype)]
+        self.items: Integers = rows[grouped] + first
+
+    def draw(self, generator: np.random.Generator, rounds: int, count: int) -> Integers:
+        """Draw `rounds` groups of `count` rows of each shared class: a table (classes, rounds, count)."""
+        queues = shuffled_queue_table(generator, self.items, self.sizes, group_size=count, length=rounds * count)
+        table = np.empty_like(queues)
+        table[self.by_size] = queues
+        return table.reshape(len(self.sizes), rounds, count)
