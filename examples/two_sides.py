@@ -92,7 +92,7 @@ def ap_and_info_nce(tau: float) -> WeightedSum:
 # For each loss, what creates it from the value of one parameter, and the values that are tried.
 LOSSES: dict[str, tuple[Callable[[float], nn.Module], tuple[float, ...]]] = {
     "InfoNCE": (SupConLoss, (0.07, 0.03, 0.15)),
-    "sigmoid": (SigmoidLoss, (10.0, 5.0, 20.0)),
+    "sigmoid": (SigmoidLoss, (10.0, 20.0, 40.0)),
     "Smooth-AP": (SmoothAPLoss, (0.05, 0.02, 0.01)),
     "ROADMAP": (ROADMAPLoss, (0.5, 0.2, 0.8)),
     "log rank": (LogRankLoss, (0.01, 0.03, 0.1)),
