@@ -5,7 +5,6 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, get_args
 
 import pytorch_lightning as pl
@@ -13,7 +12,7 @@ import torch
 from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_retrieval.callbacks.evaluation_sets import (
     EvaluationSet,
@@ -34,18 +33,7 @@ from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExp
 from lightning_retrieval.ranking.labels import check_dims
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode within a context; on exit, each submodule returns to its previous mode."""
-    was_training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in was_training.items():
-            part.training = training
+from lightning_retrieval.training.sides import evaluation_mode
 
 
 def batches_on_device(trainer: pl.Trainer, loader: Any, description: str, limit: int | None = None) -> Iterator[Any]:

@@ -10,13 +10,14 @@ from pytorch_lightning.utilities import move_data_to_device, rank_zero_info, ran
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_retrieval.callbacks.evaluation import evaluation_mode, log_without_sync
+from lightning_retrieval.callbacks.evaluation import log_without_sync
 from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.random_state import step_random_state
+from lightning_retrieval.training.sides import evaluation_mode
 
 DRIFT = "train/memory_drift"
 _STATE = ("images", "labels", "embeddings", "values", "interval", "measured")

@@ -2,8 +2,8 @@
 
 python examples/upgrade.py
 
-The old network is narrow. The new one is three times as wide and is trained for twice as long. It embeds queries only: the
-candidates of its training are embedded by the old network, which is frozen, so the index of the old network stays
+The old network is narrow. The new one is three times as wide and is trained for twice as long. It embeds queries only:
+the candidates of its training are embedded by the old network, which is frozen, so the index of the old network stays
 valid. As the old network does not change, the embeddings in the memory do not age, and make long lists.
 
 The test ranks characters that are not in the training set: the images in the styles of DejaVu Sans are the queries, and

@@ -133,6 +133,24 @@ class ThirdPartyLoss(BatchLoss):
         )
 
 
+def check_references(owner: str, loss: BatchLoss, needed_by: str) -> None:
+    """Raise if a loss cannot rank references.
+
+    Args:
+        owner: prefix of error messages.
+        loss: the loss.
+        needed_by: the argument or the batch that gives the loss references.
+
+    Raises:
+        TypeError: if a term of the loss cannot rank references.
+    """
+    if loss.terms_without_references:
+        raise TypeError(
+            f"{owner}: with {needed_by} the loss must rank references and exclude the query's own copy, which "
+            f"{', '.join(loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
+        )
+
+
 def as_batch_loss(loss: nn.Module) -> BatchLoss:
     """The loss itself if it has the interface of this library, else wrapped in `ThirdPartyLoss`.
 

@@ -10,8 +10,10 @@ Memory Limited Setup", RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
    gradient of stage 2.
 
 The last `keep_graphs` chunks are embedded only once, because they keep a graph from stage 1. Stage 3 processes the last
-chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time, and the order in which
-gradients are added does not depend on `keep_graphs`.
+chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time (one graph if
+`keep_graphs` is 0), and the order in which gradients are added does not depend on `keep_graphs`.
+
+Two networks are trained by nesting: the loss of one call may be another call, as in `two_sided_backward`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -136,7 +138,7 @@ def chunked_backward(
         inputs: the whole batch, rows first.
         loss: maps the embeddings of the whole batch (B, D) to a scalar. The loss may have parameters.
         chunk_size: number of rows embedded at a time, >= 1; None embeds all rows at once.
-        keep_graphs: number of chunks whose graphs are kept, >= 1; each of these chunks is embedded only once. The
+        keep_graphs: number of chunks whose graphs are kept, >= 0; each of these chunks is embedded only once. The
             number does not affect the gradients.
         least_chunks: minimum number of chunks to embed, >= 1, for networks that wait for other processes in each pass.
             For each missing chunk, the first chunk is embedded again, with a gradient of 0.
@@ -148,7 +150,7 @@ def chunked_backward(
         The value of the loss, without a graph.
 
     Raises:
-        ValueError: if `inputs` is empty or part of a graph, `chunk_size`, `keep_graphs` or `least_chunks` < 1, the
+        ValueError: if `inputs` is empty or part of a graph, `chunk_size` or `least_chunks` < 1, `keep_graphs` < 0, the
             embeddings do not have one row for each input, or the loss is not a scalar.
         TypeError: if `inputs` is not a tensor, `chunk_size`, `keep_graphs` or `least_chunks` is not an integer, or a
             function is not callable.
@@ -175,19 +177,16 @@ def chunked_backward(
     check_callable(_OWNER, "backward", backward)
     check_callable(_OWNER, "last_backward", last_backward)
     check_inputs(_OWNER, inputs)
-    check_integer(_OWNER, "keep_graphs", keep_graphs, least=1)
-    check_integer(_OWNER, "least_chunks", least_chunks, least=1)
-    if chunk_size is None:
-        chunk_size = len(inputs)
-    rows = inputs.split(check_integer(_OWNER, "chunk_size", chunk_size, least=1))
-    repeated = least_chunks - len(rows)
-    chunks = [_Chunk(rows[0], 0)] * repeated + [_Chunk(part, len(part)) for part in rows]
-    statistics = RunningStatistics(embed, len(inputs), watched=len(chunks) > 1)
+    check_integer(_OWNER, "keep_graphs", keep_graphs, least=0)
+    chunks = _chunks_of(inputs, chunk_size, least_chunks)
+    first_kept = max(len(chunks) - keep_graphs, 0)
+    embedded_once = len(chunks) == 1 and first_kept == 0
+    statistics = RunningStatistics(embed, len(inputs), watched=not embedded_once)
 
-    parts, states = _embed_without_graph(embed, chunks[:-keep_graphs], statistics)
-    kept = _embed_with_graph(embed, chunks[-keep_graphs:], statistics)
+    parts, states = _embed_without_graph(embed, chunks[:first_kept], statistics)
+    kept = _embed_with_graph(embed, chunks[first_kept:], statistics)
     statistics.update()
-    embeddings = _joined([*parts, *kept][-len(rows) :], len(inputs))
+    embeddings = _joined([*parts, *kept], chunks, len(inputs)).requires_grad_()
 
     value = loss(embeddings)
     _check_scalar(value)
@@ -195,20 +194,34 @@ def chunked_backward(
         value = value + 0 * embeddings.sum()
     backward(value)
 
-    if embeddings.grad is not None and kept[-1].requires_grad:
-        gradients = embeddings.grad.to(kept[-1].dtype).split(len(rows[0]))
-        gradients = (torch.zeros_like(gradients[0]),) * repeated + gradients
+    if embeddings.grad is not None:
         with statistics.unchanged():  # includes the backward passes, because they run checkpointed layers again
-            contexts = iter([nullcontext] * (len(chunks) - 1) + [last_backward])
-            with next(contexts)():
-                kept.pop().backward(gradients[-1])
-            for chunk, state, gradient in zip(chunks, states, gradients):
-                with state.replayed(), next(contexts)():
-                    embed(chunk.inputs).backward(gradient)
-            for gradient in gradients[len(states) : -1]:
-                with next(contexts)():
-                    kept.pop(0).backward(gradient)
+            _back_propagate(embed, chunks, states, kept, embeddings.grad, last_backward)
     return value.detach()
+
+
+def embed_in_chunks(
+    embed: Callable[[Tensor], Tensor], inputs: Tensor, chunk_size: int | None = None, *, least_chunks: int = 1
+) -> Tensor:
+    """Embed a batch without a graph, one chunk at a time.
+
+    Args:
+        embed: as for `chunked_backward`.
+        inputs: as for `chunked_backward`.
+        chunk_size: as for `chunked_backward`.
+        least_chunks: as for `chunked_backward`.
+
+    Raises:
+        ValueError: if an argument is invalid for `chunked_backward`.
+        TypeError: if an argument is invalid for `chunked_backward`.
+    """
+    check_callable(_OWNER, "embed", embed)
+    check_inputs(_OWNER, inputs)
+    chunks = _chunks_of(inputs, chunk_size, least_chunks)
+    statistics = RunningStatistics(embed, len(inputs))
+    parts, _ = _embed_without_graph(embed, chunks, statistics)
+    statistics.update()
+    return _joined(parts, chunks, len(inputs))
 
 
 class _Chunk(NamedTuple):
@@ -216,6 +229,25 @@ class _Chunk(NamedTuple):
 
     inputs: Tensor
     rows: int
+
+
+def _chunks_of(inputs: Tensor, chunk_size: int | None, least_chunks: int) -> list[_Chunk]:
+    """The chunks of a batch. Missing chunks come first, and repeat the first chunk."""
+    check_integer(_OWNER, "least_chunks", least_chunks, least=1)
+    if chunk_size is None:
+        chunk_size = len(inputs)
+    rows = inputs.split(check_integer(_OWNER, "chunk_size", chunk_size, least=1))
+    repeated = least_chunks - len(rows)
+    return [_Chunk(rows[0], 0)] * repeated + [_Chunk(part, len(part)) for part in rows]
+
+
+def _rows_of_chunks(chunks: Sequence[_Chunk], gradient: Tensor) -> list[Tensor]:
+    """Each chunk's rows of the gradient, which are 0 for a chunk that does not count."""
+    rows = list(gradient.split([chunk.rows for chunk in chunks]))
+    for number, chunk in enumerate(chunks):
+        if chunk.rows == 0:
+            rows[number] = gradient.new_zeros(len(chunk.inputs), gradient.shape[1])
+    return rows
 
 
 def check_inputs(owner: str, inputs: Tensor) -> None:
@@ -256,16 +288,61 @@ def _embed_with_graph(
     return kept
 
 
-def _joined(parts: list[Tensor], rows: int) -> Tensor:
-    """The embeddings of the whole batch as a leaf that collects the gradient of the loss."""
+def _back_propagate(
+    embed: Callable[[Tensor], Tensor],
+    chunks: Sequence[_Chunk],
+    states: Sequence[RandomState],
+    kept: list[Tensor],
+    gradient: Tensor,
+    last_backward: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Back-propagate the rows of each chunk: first those of the last chunk, then those of the others in order.
+
+    Args:
+        embed: as for `chunked_backward`.
+        chunks: all chunks of the batch.
+        states: random states of the first chunks, which are embedded again.
+        kept: embeddings of the other chunks, with their graphs; each is removed when its turn comes.
+        gradient: gradient of the loss with respect to the embeddings of the whole batch.
+        last_backward: as for `chunked_backward`.
+    """
+    gradients = _rows_of_chunks(chunks, gradient)
+    last = len(chunks) - 1
+    contexts = iter([nullcontext] * last + [last_backward])
+    if kept:
+        is_part_of_graph = _backward(kept.pop(), gradients[last], next(contexts))
+    else:
+        with states[last].replayed():
+            is_part_of_graph = _backward(embed(chunks[last].inputs), gradients[last], next(contexts))
+    if not is_part_of_graph:  # the network is frozen
+        return
+    for chunk, state, rows in zip(chunks[:last], states, gradients):
+        with state.replayed():
+            _backward(embed(chunk.inputs), rows, next(contexts))
+    for rows in gradients[len(states) : last]:
+        _backward(kept.pop(0), rows, next(contexts))
+
+
+def _backward(embeddings: Tensor, gradient: Tensor, context: Callable[[], AbstractContextManager[None]]) -> bool:
+    """Back-propagate a chunk; returns False if nothing of the chunk requires a gradient."""
+    if not embeddings.requires_grad:
+        return False
+    with context():
+        embeddings.backward(gradient.to(embeddings.dtype))
+    return True
+
+
+def _joined(parts: list[Tensor], chunks: Sequence[_Chunk], rows: int) -> Tensor:
+    """The embeddings of the whole batch, without a graph and without the chunks that do not count."""
     for part in parts:
         check_tensor(_OWNER, "embed's result", part)
-    embeddings = torch.cat([part.detach() for part in parts])
+    counted = [part.detach() for part, chunk in zip(parts, chunks) if chunk.rows > 0]
+    embeddings = torch.cat(counted)
     if embeddings.ndim != 2 or len(embeddings) != rows:
         raise ValueError(
             f"{_OWNER}: `embed` must return one row for each of the {rows} inputs, got shape {tuple(embeddings.shape)}."
         )
-    return embeddings.requires_grad_()
+    return embeddings
 
 
 def _check_scalar(value: Any) -> None:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_auto, check_bool, check_choice, check_integer, check_positive, check_tensor
+from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive, check_tensor
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
@@ -26,20 +28,33 @@ from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_s
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
-from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone
+from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone, trained_parameters
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.sides import (
     SIDES,
     Directions,
+    EmbeddedSide,
+    Side,
+    check_chunk_size,
+    chunk_size_of,
     is_two_sided,
     joined_rows,
     rows_of_side,
     side_of_module,
+    two_sided_backward,
 )
-from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
+from lightning_retrieval.training.step import (
+    ChunkSizeSearch,
+    LocalRows,
+    TrainingStep,
+    Unpacked,
+    unpack,
+    unpack_sides,
+)
 from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
+    check_first_batch,
     check_memory,
     check_memory_start,
     check_processes,
@@ -64,9 +79,11 @@ class RetrievalModule(ManualTraining):
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
         loss: a loss of this library or of pytorch-metric-learning, or any module called as `loss(embeddings, labels)`.
         chunk_size: number of images embedded at a time, >= 1. None embeds the whole shard at once. `"auto"` tries,
-            before the first step, which largest number fits into the memory of the device.
+            before the first step, which largest number fits into the memory of the device. For batches with two sides,
+            `{"queries": 256, "candidates": 64}` gives each side its own chunk size.
         keep_graphs: number of chunks, >= 1, that keep their graphs and are therefore embedded once instead of twice.
-            More such chunks take less time and more memory; gradients do not change.
+            More such chunks take less time and more memory; gradients do not change. For batches with two sides, the
+            candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.
         optimizer: class or function that is called with the parameter groups, such as
             `functools.partial(torch.optim.SGD, lr=0.1)`.
         lr_scheduler: class or function that is called with the optimizer, or None.
@@ -80,7 +97,8 @@ class RetrievalModule(ManualTraining):
             2019: 10).
         layer_decay: learning rate of each layer of `embedder.backbone` divided by that of the next layer, from 0.01
             to 1 (ELECTRA, BEiT: 0.65 to 0.9); the last layer has the base learning rate.
-        freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0.
+        freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0. This setting,
+            `head_lr_factor` and `layer_decay` also apply to `query_embedder`, as far as it has a `backbone` or `head`.
         seed: seed of the random numbers of a step (for example, dropout), which depend on (seed, step, rank). None
             means the seed of `seed_everything`, or 0 without such a seed.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
@@ -96,6 +114,8 @@ class RetrievalModule(ManualTraining):
         directions: what the loss of a batch with two sides ranks: `"queries"` ranks the candidates for each query;
             `"both"` also ranks the queries for each candidate, and the loss is the mean of both directions.
         query_lr_factor: learning rate of the parameters of `query_embedder` divided by that of `embedder`, > 0.
+        frozen_side: side whose network is not trained: `"candidates"` trains queries for an index that exists, or texts
+            for a fixed image encoder (LiT, CVPR 2022). Such a network stays in evaluation mode. None trains both.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
             scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
@@ -123,7 +143,7 @@ class RetrievalModule(ManualTraining):
         embedder: nn.Module,
         loss: nn.Module,
         *,
-        chunk_size: int | Literal["auto"] | None = None,
+        chunk_size: int | Literal["auto"] | dict[str, int | Literal["auto"] | None] | None = None,
         keep_graphs: int = 1,
         optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
@@ -143,6 +163,7 @@ class RetrievalModule(ManualTraining):
         query_embedder: nn.Module | None = None,
         directions: Directions = "queries",
         query_lr_factor: float = 1.0,
+        frozen_side: Side | None = None,
         gather: bool = True,
         eval_scales: Sequence[float] = (1.0,),
         eval_scales_pooling: Literal["mean", "gem"] = "mean",
@@ -155,12 +176,8 @@ class RetrievalModule(ManualTraining):
         self._keep_hyperparameters(objects, inspect.currentframe())
         owner = type(self).__name__
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
-        self.query_embedder: nn.Module | None = None
-        if query_embedder is not None:
-            self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
-        self.directions: Directions = check_choice(owner, "directions", directions, get_args(Directions))
-        self.query_lr_factor = check_positive(owner, "query_lr_factor", query_lr_factor)
         self.loss = adapt_loss(owner, rebuild(owner, "loss", loss, nn.Module))
+        self._set_sides(query_embedder, directions, query_lr_factor, frozen_side)
         self._set_optimizer(
             optimizer,
             lr_scheduler,
@@ -175,25 +192,60 @@ class RetrievalModule(ManualTraining):
         self.whitening = None if whitening is None else rebuild(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
-        self.chunk_size = chunk_size
-        if chunk_size is not None:
-            self.chunk_size = check_auto(owner, "chunk_size", chunk_size, least=1)
+        self.chunk_size = check_chunk_size(owner, chunk_size)
         self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
         self.gather = check_bool(owner, "gather", gather)
-        self.gradient_clip_val = gradient_clip_val
-        if gradient_clip_val is not None:
-            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", gradient_clip_val)
-        self.gradient_clip_algorithm = check_choice(
-            owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
-        )
+        self._set_clipping(gradient_clip_val, gradient_clip_algorithm)
         self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
         self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
         self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
         if freeze_backbone_epochs > 0:
-            check_backbone(owner, "freeze_backbone_epochs", self.embedder)
-        self._frozen_backbone = FrozenBackbone(self.freeze_backbone_epochs)
+            check_backbone(owner, "freeze_backbone_epochs", self._networks())
+        self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
-        self._chunk_size_search = ChunkSizeSearch()
+        self._chunk_size_search = {"queries": ChunkSizeSearch(), "candidates": ChunkSizeSearch()}
+
+    def _set_sides(self, query_embedder: Any, directions: Any, query_lr_factor: Any, frozen_side: Any) -> None:
+        """Check these arguments of the constructor and store them as attributes; freeze the network of `frozen_side`.
+
+        Args:
+            query_embedder: a module, its description as plain data, or None.
+            directions: the argument of the constructor.
+            query_lr_factor: the argument of the constructor.
+            frozen_side: the argument of the constructor.
+        """
+        owner = type(self).__name__
+        self.query_embedder: nn.Module | None = None
+        if query_embedder is not None:
+            self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
+        self.directions: Directions = check_choice(owner, "directions", directions, get_args(Directions))
+        self.query_lr_factor = check_positive(owner, "query_lr_factor", query_lr_factor)
+        self.frozen_side: Side | None = None
+        if frozen_side is not None:
+            self.frozen_side = check_choice(owner, "frozen_side", frozen_side, SIDES)
+        if query_embedder is None and (query_lr_factor != 1 or frozen_side is not None):
+            raise ValueError(
+                f"{owner}: `query_lr_factor` and `frozen_side` need a `query_embedder`, got {query_lr_factor} and "
+                f"{frozen_side!r} without one; give it, or leave both out."
+            )
+        if query_embedder is not None or directions == "both":
+            check_references(owner, self.loss, "two sides")
+        if self.query_embedder is not None and self.frozen_side is not None:
+            {"queries": self.query_embedder, "candidates": self.embedder}[self.frozen_side].requires_grad_(False)
+
+    def _set_clipping(self, limit: float | None, algorithm: Any) -> None:
+        """Check the arguments of the constructor about clipping and store them as attributes."""
+        owner = type(self).__name__
+        self.gradient_clip_val = limit
+        if limit is not None:
+            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", limit)
+        self.gradient_clip_algorithm = check_choice(owner, "gradient_clip_algorithm", algorithm, ("norm", "value"))
+
+    def _networks(self) -> list[nn.Module]:
+        """The network of images and candidates and, if there is one, that of queries."""
+        if self.query_embedder is None:
+            return [self.embedder]
+        return [self.embedder, self.query_embedder]
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed each image independently. Losses and metrics normalise the returned embeddings.
@@ -268,7 +320,13 @@ class RetrievalModule(ManualTraining):
         `monitor` in manual optimization.
         """
         head = getattr(self.embedder, "head", None)
-        return self._make_optimizer(head=head, head_lr_factor=self.head_lr_factor, layer_decay=self.layer_decay)
+        return self._make_optimizer(
+            head=head,
+            head_lr_factor=self.head_lr_factor,
+            layer_decay=self.layer_decay,
+            query_embedder=self.query_embedder,
+            query_lr_factor=self.query_lr_factor,
+        )
 
     def configure_model(self) -> None:
         """Shard the network over the processes, with Lightning's `ModelParallelStrategy`.
@@ -282,7 +340,7 @@ class RetrievalModule(ManualTraining):
         self.shard_network(mesh["data_parallel"])
 
     def shard_network(self, mesh: Any) -> None:
-        """Shard the embedder over the processes of a mesh: each element of its lists of layers, and the rest together.
+        """Shard each network over the processes of a mesh: each element of its lists of layers, and the rest together.
 
         Override this method to shard other modules, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`.
         Parameters that are not sharded are replicated on all processes, as under DDP.
@@ -290,7 +348,8 @@ class RetrievalModule(ManualTraining):
         Args:
             mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension.
         """
-        shard_blocks(self.embedder, mesh)
+        for network in self._networks():
+            shard_blocks(network, mesh)
 
     def on_train_start(self) -> None:
         """Check that the memory's warm-up can end, and that the run has an end if weights of the loss depend on it.
@@ -300,12 +359,17 @@ class RetrievalModule(ManualTraining):
         super().on_train_start()
         check_memory_start(self)
         check_schedule(self, steps_of_run(self.trainer))
-        self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
+        self._freeze_backbones()
 
     def on_train_epoch_start(self) -> None:
         """Freeze the backbone in the first `freeze_backbone_epochs`, and unfreeze it afterwards."""
         super().on_train_epoch_start()
-        self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
+        self._freeze_backbones()
+
+    def _freeze_backbones(self) -> None:
+        """Freeze or unfreeze the backbones of all networks for this epoch."""
+        for network, frozen in zip(self._networks(), self._frozen_backbones):
+            frozen.set_epoch(network, self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute gradients in chunks, sum them over processes, and step. All state of a step changes here.
@@ -316,27 +380,24 @@ class RetrievalModule(ManualTraining):
         Returns:
             The loss of the global batch, without a graph, on the CPU.
         """
-        images, labels, ids = self.unpack_batch(batch)
+        batches, unpacked = unpack_sides(self, batch)
         sharded = ShardedParts(self)
         self.zero_grad()
         if self._is_first_step:
             check_processes(self)
-        step = self._step_of(batch, labels, ids)
+        step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
-            chunk_size = self._chunk_size_for(images)
-            part = chunked_backward(
-                self,
-                images,
-                step.loss,
-                chunk_size,
-                keep_graphs=self.keep_graphs,
-                least_chunks=self._least_chunks(images, chunk_size, sharded),
-                backward=self.manual_backward,
-                last_backward=gradients.overlapped,
-            )
+            sides = self._embedded_sides([inputs for inputs, _, _ in unpacked], sharded)
+            contexts = {"backward": self.manual_backward, "last_backward": gradients.overlapped}
+            if len(sides) == 1:
+                part = chunked_backward(self, sides[0].inputs, step.loss, **sides[0].settings, **contexts)
+            else:
+                part = two_sided_backward(
+                    *sides, step.loss, end_of_candidates=self._end_of_candidates(sharded), **contexts
+                )
         if self._is_first_step:
-            self._finish_first_step(step, chunk_size, batch)
+            self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
@@ -344,18 +405,28 @@ class RetrievalModule(ManualTraining):
         self._log_step({**terms, **step.weights}, step.images)
         return terms["train/loss"]
 
-    def _step_of(self, batch: Any, labels: Tensor, ids: Tensor | None) -> TrainingStep:
-        """The step of a batch, before its images are embedded."""
-        columns, check_batch = labels, None
-        if self.relevance is not None:
-            columns = self.relevance.columns(labels, batch)
+    def _step_of(self, batches: Sequence[Any], unpacked: Sequence[Unpacked]) -> TrainingStep:
+        """The step of a batch, before its images are embedded.
+
+        Args:
+            batches: the batch of each side, as the loader yields it.
+            unpacked: inputs, labels and ids of each side.
+        """
+        sides, check_batch = [], None
+        for batch, (_, labels, ids) in zip(batches, unpacked):
+            columns = labels
+            if self.relevance is not None:
+                columns = self.relevance.columns(labels, batch)
+            sides.append(LocalRows(columns, ids))
         if self._is_first_step:
-            check_batch = functools.partial(check_first_batch, self, labels)
+            check_batch = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked])
+        candidates = None
+        if len(sides) > 1:
+            candidates = sides[1]
         return TrainingStep(
             type(self).__name__,
             self.loss,
-            columns,
-            ids,
+            *sides[0],
             self.global_step,
             self.seed,
             gather=self.gather,
@@ -365,27 +436,76 @@ class RetrievalModule(ManualTraining):
             fraction=min(self.global_step / steps_of_run(self.trainer), 1.0),
             relevance=self.relevance,
             check_batch=check_batch,
+            candidates=candidates,
+            directions=self.directions,
         )
 
-    def _finish_first_step(self, step: TrainingStep, chunk_size: int, batch: Any) -> None:
+    def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""
-        report_first_step(self, step, chunk_size, batch)
+        report_first_step(self, step, sides, batches)
         record_preparation(self)
         self._is_first_step = False
 
-    def _chunk_size_for(self, images: Tensor) -> int:
-        """The number of images of a batch to embed at a time."""
-        if self.chunk_size is None:
-            return len(images)
-        if isinstance(self.chunk_size, str):
-            return min(self._chunk_size_search.find(self, images, self.keep_graphs), len(images))
-        return min(self.chunk_size, len(images))
+    def _embedded_sides(self, inputs: Sequence[Tensor], sharded: ShardedParts) -> list[EmbeddedSide]:
+        """How the only side, or queries and candidates, are embedded in a step.
 
-    def _least_chunks(self, images: Tensor, chunk_size: int, sharded: ShardedParts) -> int:
-        """The least number of chunks to embed: if the network is sharded, the most that any process needs; else 1."""
-        if self.chunk_size is None:
-            return 1
-        return sharded.least_chunks(math.ceil(len(images) / chunk_size), images.device)
+        Args:
+            inputs: the inputs of each side.
+            sharded: the modules that are sharded over the processes.
+        """
+        candidates = self._embedded_side("candidates", inputs[-1], self.keep_graphs, sharded)
+        if len(inputs) == 1:
+            return [candidates]
+        left = max(self.keep_graphs - candidates.graphs, 0)
+        return [self._embedded_side("queries", inputs[0], left, sharded), candidates]
+
+    def _embedded_side(self, side: Side, inputs: Tensor, keep_graphs: int, sharded: ShardedParts) -> EmbeddedSide:
+        """How one side is embedded.
+
+        Args:
+            side: the side. The rows of a batch of one side are embedded as candidates.
+            inputs: the inputs of this process.
+            keep_graphs: number of chunks that may keep their graphs. A side without chunks keeps its graph.
+            sharded: as for `_embedded_sides`.
+        """
+        embed: Callable[[Tensor], Tensor] = self
+        if side == "queries":
+            embed = self.forward_queries
+        setting = chunk_size_of(self.chunk_size, side)
+        if setting is None:
+            return EmbeddedSide(embed, inputs, len(inputs), max(keep_graphs, 1), frozen=self._frozen_network(side))
+        chunk_size = setting
+        if isinstance(setting, str):
+            # The search knows nothing of the graphs of candidates, so queries must not keep graphs beside them.
+            keep_graphs = keep_graphs * (side == "candidates")
+            chunk_size = self._chunk_size_search[side].find(self, embed, inputs, max(keep_graphs, 1))
+        chunk_size = min(chunk_size, len(inputs))
+        least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
+        return EmbeddedSide(embed, inputs, chunk_size, keep_graphs, least_chunks, self._frozen_network(side))
+
+    def _frozen_network(self, side: Side) -> nn.Module | None:
+        """The network of a side if there are two and none of its parameters is trained, else None.
+
+        A subclass may embed a side with more than its network. Therefore, a network does not count as frozen while a
+        parameter is trained that belongs neither to the other network nor to the loss.
+        """
+        if self.query_embedder is None:
+            return None
+        network, other = self.embedder, self.query_embedder
+        if side == "queries":
+            network, other = other, network
+        elsewhere = {*other.parameters(), *self.loss.parameters()}
+        of_network = set(network.parameters())
+        for _, parameter in trained_parameters(self):
+            if parameter in of_network or parameter not in elsewhere:
+                return None
+        return network
+
+    def _end_of_candidates(self, sharded: ShardedParts) -> Callable[[], AbstractContextManager[None]]:
+        """Context of the last backward pass of candidates, which completes the gradients of a network of their own."""
+        if self.query_embedder is None:
+            return nullcontext
+        return sharded.summed
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras.

@@ -6,8 +6,8 @@ et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,23 +20,21 @@ from lightning_retrieval.training.full_sharding import sharded_modules
 
 FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
 MOST_NAMES = 5  # number of parameter names that a message lists
+LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
 PRETRAINING_ONLY = ("mask_token",)  # last parts of the names of DINOv2's parameters that no embedding depends on
 
 
-def check_backbone(owner: str, name: str, embedder: nn.Module) -> nn.Module:
-    """Return the backbone of an embedder; raise if it has none.
+def check_backbone(owner: str, name: str, embedders: Sequence[nn.Module]) -> None:
+    """Raise if none of some embedders has a backbone.
 
     Args:
         owner: prefix of error messages.
         name: the argument that needs a backbone.
-        embedder: any module.
+        embedders: any modules.
     """
-    backbone = getattr(embedder, "backbone", None)
-    if not isinstance(backbone, nn.Module):
-        raise ValueError(
-            f"{owner}: `{name}` needs an embedder with a `backbone`, such as Embedder, got {type(embedder).__name__}."
-        )
-    return backbone
+    if not any(isinstance(getattr(embedder, "backbone", None), nn.Module) for embedder in embedders):
+        came = " and ".join(type(embedder).__name__ for embedder in embedders)
+        raise ValueError(f"{owner}: `{name}` needs an embedder with a `backbone`, such as Embedder, got {came}.")
 
 
 class FrozenBackbone:
@@ -57,10 +55,10 @@ class FrozenBackbone:
         """Freeze or unfreeze the backbone for this epoch.
 
         Args:
-            embedder: the embedder, which must have a `backbone` unless `epochs` is 0.
+            embedder: the embedder. If it has no `backbone`, nothing is frozen.
             epoch: index of the epoch, from 0.
         """
-        if self.epochs == 0:
+        if self.epochs == 0 or not isinstance(getattr(embedder, "backbone", None), nn.Module):
             return
         sharded_modules(embedder)
         parameters = dict(embedder.backbone.named_parameters())
@@ -138,6 +136,8 @@ def make_optimizer(
     head: Any = None,
     head_lr_factor: float = 1.0,
     layer_decay: float = 1.0,
+    query_embedder: nn.Module | None = None,
+    query_lr_factor: float = 1.0,
 ) -> Optimizer:
     """Create one optimizer for the trainable parameters of a module.
 
@@ -147,32 +147,72 @@ def make_optimizer(
         head: the last layers of the network, or None.
         head_lr_factor: learning rate of the head divided by that of the other parameters.
         layer_decay: learning rate of each layer of the backbone divided by that of the next layer.
+        query_embedder: a second network of the module, or None. The factors of head and layers apply to its `head` and
+            `backbone`, too, if it has them.
+        query_lr_factor: learning rate of the second network divided by that of the first.
 
     Raises:
         ValueError: if no parameter is trainable, if `head_lr_factor` is not 1 but there is no head with parameters, or
             if `layer_decay` is not 1 but there is no backbone.
     """
-    in_head: list[nn.Parameter] = []
-    if isinstance(head, nn.Module):
-        in_head = trainable_parameters(head)
-    groups = _layers(module, layer_decay)
-    grouped = {id(parameter) for group, _ in groups for parameter in group}
-    grouped.update(map(id, in_head))
-    rest = [parameter for parameter in trainable_parameters(module) if id(parameter) not in grouped]
-
-    groups += [(rest, 1.0), (in_head, head_lr_factor)]
-    groups = [(parameters, factor) for parameters, factor in groups if parameters]
+    networks = [(getattr(module, "embedder", module), head, 1.0)]
+    if query_embedder is not None:
+        networks.append((query_embedder, getattr(query_embedder, "head", None), query_lr_factor))
+    if layer_decay != 1:
+        check_backbone(type(module).__name__, "layer_decay", [network for network, _, _ in networks])
+    places: dict[nn.Parameter, _Place] = {}
+    for number, (network, head_of_network, factor) in enumerate(networks):
+        for parameter, place in _places(type(module).__name__, network, head_of_network, layer_decay):
+            rate = factor
+            if place.part == HEAD:
+                rate *= head_lr_factor
+            places.setdefault(parameter, place._replace(network=number, factor=rate * place.factor))
+    groups: dict[_Place, list[nn.Parameter]] = {}
+    for parameter in trainable_parameters(module):
+        groups.setdefault(places.get(parameter, _Place()), []).append(parameter)
     if not groups:
         raise _nothing_to_train(module)
-    if head_lr_factor != 1 and not in_head:
+    if head_lr_factor != 1 and all(place.part != HEAD for place in groups):
         raise ValueError(
             f"{type(module).__name__}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with "
             "parameters; name its last layers `head`, or keep the factor 1."
         )
-    optimizer = make([{"params": parameters} for parameters, _ in groups])
-    for group, (_, factor) in zip(optimizer.param_groups, groups):
-        group["lr"] *= factor
+    optimizer = make([{"params": groups[place]} for place in sorted(groups)])
+    for settings, place in zip(optimizer.param_groups, sorted(groups)):
+        settings["lr"] *= place.factor
     return optimizer
+
+
+class _Place(NamedTuple):
+    """What decides the learning rate of a parameter. The groups of an optimizer are sorted by it."""
+
+    network: int = 0
+    part: int = REST
+    layer: int = 0
+    factor: float = 1.0
+
+
+def _places(owner: str, network: nn.Module, head: Any, layer_decay: float) -> Iterator[tuple[nn.Parameter, _Place]]:
+    """The parameters of a network, each with its place; the first place of a parameter counts.
+
+    Args:
+        owner: prefix of error messages.
+        network: the embedder.
+        head: the last layers of the embedder, or None.
+        layer_decay: as for `make_optimizer`.
+    """
+    if isinstance(head, nn.Module):
+        for parameter in head.parameters():
+            yield parameter, _Place(part=HEAD)
+    backbone = getattr(network, "backbone", None)
+    if layer_decay != 1 and isinstance(backbone, nn.Module):
+        depths = layer_depths(owner, backbone)
+        last = max(depths.values())
+        for name, parameter in backbone.named_parameters():
+            depth = depths.get(name, last)
+            yield parameter, _Place(part=LAYER, layer=depth, factor=layer_decay ** (last - depth))
+    for parameter in network.parameters():
+        yield parameter, _Place()
 
 
 def _nothing_to_train(module: nn.Module) -> ValueError:
@@ -181,21 +221,6 @@ def _nothing_to_train(module: nn.Module) -> ValueError:
         f"{type(module).__name__}: {' and '.join(parts)} must have a parameter to train, got none with requires_grad; "
         "call requires_grad_(True) on the layers that should learn."
     )
-
-
-def _layers(module: nn.Module, layer_decay: float) -> list[tuple[list[nn.Parameter], float]]:
-    """The trainable parameters of each layer of the backbone, and the factor of its learning rate."""
-    if layer_decay == 1:
-        return []
-    owner = type(module).__name__
-    backbone = check_backbone(owner, "layer_decay", getattr(module, "embedder", module))
-    depths = layer_depths(owner, backbone)
-    last = max(depths.values())
-    layers: dict[int, list[nn.Parameter]] = {}
-    for name, parameter in backbone.named_parameters():
-        if parameter.requires_grad:
-            layers.setdefault(depths.get(name, last), []).append(parameter)
-    return [(layers[depth], layer_decay ** (last - depth)) for depth in sorted(layers)]
 
 
 def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
@@ -213,7 +238,7 @@ def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             optimized.update(map(id, group["params"]))
-    names = [name for name, parameter in _trained(module) if id(parameter) not in optimized]
+    names = [name for name, parameter in trained_parameters(module) if id(parameter) not in optimized]
     if names:
         raise ValueError(
             f"{type(module).__name__}: each parameter that requires a gradient must be in an optimizer, but "
@@ -240,7 +265,7 @@ class GradientWatch:
             return
         self._steps += 1
         later = _trained_later(module)
-        without = {name for name, value in _trained(module) if value.grad is None and id(value) not in later}
+        without = {name for name, value in trained_parameters(module) if value.grad is None and id(value) not in later}
         if self._names is not None:
             without &= self._names
         self._names = without
@@ -266,7 +291,7 @@ class GradientWatch:
             )
 
 
-def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and values of the parameters that require a gradient. Parameters of metrics are left out."""
     of_metrics: set[int] = set()
     for part in module.modules():

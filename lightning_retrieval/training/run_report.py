@@ -6,10 +6,9 @@ progress. The commands use both.
 
 import json
 import logging
-import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,9 @@ from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.plain_data import logged_settings
 from lightning_retrieval.ranking.labels import Role, finest
-from lightning_retrieval.training.full_sharding import has_sharded_parameters, is_sharded
+from lightning_retrieval.training.full_sharding import is_sharded
 from lightning_retrieval.training.optimizers import trainable_parameters
+from lightning_retrieval.training.sides import SIDES, EmbeddedSide
 from lightning_retrieval.training.step import TrainingStep
 
 # Beginnings of log messages.
@@ -164,20 +164,20 @@ def step_traffic(
     return {**traffic, "all-reduce": 2 * others * parameters * bytes_}
 
 
-def report_first_step(module: Any, step: TrainingStep, chunk_size: int, batch: Any) -> None:
+def report_first_step(module: Any, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
     """Log the length of lists and the traffic of a step, warn of what may go wrong, and log settings.
 
     Args:
         module: a `RetrievalModule` in a run.
         step: the first step of the run, after its loss has been computed.
-        chunk_size: number of images embedded at a time.
-        batch: the batch of the step, as the loader yields it.
+        sides: how the images, or queries and candidates, are embedded.
+        batches: the batch of each side, as the loader yields it.
     """
-    report = _FirstStep(module, step, chunk_size)
+    report = _FirstStep(module, step, sides)
     report.warn_of_batch_norm()
     report.warn_of_early_memory()
     rank_zero_info(f"{report.lists()}{report.traffic()}.")
-    report.tell_of_ignored_entries(batch)
+    report.tell_of_ignored_entries(batches)
     log_settings(module.trainer, report.settings())
 
 
@@ -208,12 +208,15 @@ class _FirstStep:
 
     module: Any
     step: TrainingStep
-    chunk_size: int
+    sides: Sequence[EmbeddedSide]
 
     def __post_init__(self) -> None:
-        batch = self.step.batch
+        batch = self.step.candidate_batch
         self.owner = type(self.module).__name__
-        self.rows, self.dim = batch.embeddings.shape
+        self.rows = [len(batch.labels) for batch in self.step.batches]
+        self.list_length, self.dim = batch.embeddings.shape
+        if len(self.sides) == 1:  # an image is not in its own list
+            self.list_length -= 1
         self.relevance = self.step.relevance
         self.class_sizes: list[int] = []  # empty if the rule of relevance has no classes
         if self.relevance is None or self.relevance.has_classes:
@@ -221,16 +224,21 @@ class _FirstStep:
 
     def warn_of_batch_norm(self) -> None:
         """Warn if BatchNorm layers, which mix the images of a batch, see the batch in chunks."""
-        if self.chunk_size >= self.rows:
-            return
-        for layer in self.module.modules():
-            if isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, nn.SyncBatchNorm):
+        for network, side, rows in zip(self._networks(), self.sides, self.rows):
+            if side.chunk_size < rows and side.frozen is None and _has_batch_norm(network):
                 rank_zero_warn(
-                    f"{self.owner}: BatchNorm sees {self.chunk_size} images at a time, not the batch of {self.rows}, "
+                    f"{self.owner}: BatchNorm sees {side.chunk_size} images at a time, not the batch of {rows}, "
                     "so the gradient is not that of the whole batch; freeze_batch_norm=True of Embedder, or such "
                     "layers in eval mode, make it exact."
                 )
                 return
+
+    def _networks(self) -> list[nn.Module]:
+        """The module that embeds each side."""
+        queries, candidates = self.module.query_embedder, self.module.embedder
+        if len(self.sides) == 1 or queries is None:
+            return [self.module] * len(self.sides)
+        return [queries, candidates]
 
     def warn_of_early_memory(self) -> None:
         """Warn if a network starts from random weights and its memory has no warm-up."""
@@ -244,14 +252,16 @@ class _FirstStep:
                 "callback MemoryMonitor, or start from trained weights."
             )
 
-    def tell_of_ignored_entries(self, batch: Any) -> None:
+    def tell_of_ignored_entries(self, batches: Sequence[Any]) -> None:
         """Log which entries of a batch could decide what is relevant, but are ignored.
 
         Args:
-            batch: the batch of this process, as the loader yields it.
+            batches: the batch of each side in this process, as the loader yields it.
         """
-        if not isinstance(batch, Mapping):
-            return
+        batch: dict[str, Any] = {}
+        for batch_of_side in batches:
+            if isinstance(batch_of_side, Mapping):
+                batch |= batch_of_side
         ignored = [name for name in RULES if name in batch]
         if self.relevance is not None:
             ignored = [name for name in ignored if name not in self.relevance.reads]
@@ -267,7 +277,9 @@ class _FirstStep:
 
     def lists(self) -> str:
         """The first part of the report: the images in a batch, their classes, and the length of the lists."""
-        text = f"{self.owner}: batches of {self._images()}, lists of {self.rows - 1} images"
+        text = f"{self.owner}: batches of {self._images()}, lists of {self.list_length} images"
+        if self.step.directions == "both":
+            text += f" and of {self.rows[0]} queries"
         if self.relevance is not None:
             text += f" by {self.relevance}"
         memory = self.step.memory
@@ -285,8 +297,13 @@ class _FirstStep:
         return text
 
     def _images(self) -> str:
+        if len(self.rows) > 1:
+            text = f"{self.rows[0]} queries and {self.rows[1]} candidates"
+            if self.class_sizes:
+                text += f" of P = {len(self.class_sizes)} classes"
+            return text
         if not self.class_sizes:
-            return f"{self.rows} images"
+            return f"{self.rows[0]} images"
         fewest, most = min(self.class_sizes), max(self.class_sizes)
         of_each = f"{fewest}"
         if fewest != most:
@@ -298,7 +315,7 @@ class _FirstStep:
         if world_size() == 1:
             return ""
         traffic = step_traffic(
-            self.rows,
+            sum(self.rows),
             self.dim,
             sum(parameter.numel() for parameter in trainable_parameters(self.module)),
             world_size(),
@@ -317,31 +334,41 @@ class _FirstStep:
 
     def _gathered_weights(self) -> int:
         """Number of weights that a step gathers: in a sharded network, each pass gathers all weights; else 0."""
-        if not has_sharded_parameters(self.module):
-            return 0
-        chunks = 1
-        if self.module.chunk_size is not None:
-            chunks = math.ceil(max(self.step.batch.counts) / self.chunk_size)
-        passes: int = 3 * chunks - min(self.module.keep_graphs, chunks)
-        sharded: list[nn.Parameter] = list(filter(is_sharded, self.module.parameters()))
-        return passes * sum(parameter.numel() for parameter in sharded)
+        gathered = 0
+        for network, side in zip(self._networks(), self.sides):
+            sharded: list[nn.Parameter] = list(filter(is_sharded, network.parameters()))
+            gathered += side.passes * sum(parameter.numel() for parameter in sharded)
+        return gathered
 
     def settings(self) -> dict[str, Any]:
         """The batch and the sampler as plain data."""
-        list_length = self.rows - 1
+        list_length = self.list_length
         if self.step.memory is not None:
             list_length += self.step.memory.size
+        chunk_size: Any = self.sides[0].chunk_size
+        if len(self.sides) > 1:
+            chunk_size = {name: side.chunk_size for name, side in zip(SIDES, self.sides)}
         settings: dict[str, Any] = {
             "batch": {
                 "images": self.step.images,
                 "classes": len(self.class_sizes),
                 "list_length": list_length,
-                "chunk_size": self.chunk_size,
+                "chunk_size": chunk_size,
                 "processes": world_size(),
             }
         }
+        if len(self.sides) > 1:
+            settings["batch"] |= dict(zip(SIDES, self.rows))
         sampler = getattr(self.module.trainer.train_dataloader, "batch_sampler", None)
         if sampler is not None:
             # RetrievalDataLoader wraps the sampler of global batches in a sampler of this process's shards.
             settings["sampler"] = logged_settings(getattr(sampler, "batch_sampler", sampler))
         return settings
+
+
+def _has_batch_norm(network: nn.Module) -> bool:
+    """Whether a network has BatchNorm layers that mix the rows that one process embeds at a time."""
+    for layer in network.modules():
+        if isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, nn.SyncBatchNorm):
+            return True
+    return False

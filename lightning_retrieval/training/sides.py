@@ -1,16 +1,21 @@
 """The two sides of a batch: queries and candidates, such as texts and images, which two networks may embed."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_retrieval.checks import check_auto, short_repr
 from lightning_retrieval.ranking.labels import Role
+from lightning_retrieval.training.chunked import chunked_backward, embed_in_chunks
 
 Side = Literal["queries", "candidates"]
 Directions = Literal["queries", "both"]
+ChunkSize = int | Literal["auto"] | None
 SIDES: tuple[Side, ...] = get_args(Side)
 
 
@@ -73,3 +78,162 @@ def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         if all(name in output for output in outputs):
             joined[name] = torch.cat([output[name] for output in outputs])
     return joined
+
+
+def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
+    """Return the argument `chunk_size` of a module: a value for both sides, or a dict with a value for each side.
+
+    Args:
+        owner: prefix of error messages.
+        chunk_size: the argument.
+
+    Raises:
+        ValueError: if a number is < 1, or a dict does not have the two sides as keys.
+        TypeError: if a value is not an integer, None or `"auto"`.
+    """
+    if not isinstance(chunk_size, Mapping):
+        return _check_one_size(owner, "chunk_size", chunk_size)
+    if chunk_size.keys() != set(SIDES):
+        raise ValueError(
+            f"{owner}: a dict as `chunk_size` must have the keys queries and candidates, got {short_repr(chunk_size)}."
+        )
+    return {side: _check_one_size(owner, f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
+
+
+def _check_one_size(owner: str, name: str, size: Any) -> ChunkSize:
+    if size is None:
+        return None
+    return check_auto(owner, name, size, least=1)
+
+
+def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
+    """The chunk size of one side.
+
+    Args:
+        chunk_size: the argument `chunk_size` of a module.
+        side: the side. A batch of one side has the chunk size of the candidates.
+    """
+    if isinstance(chunk_size, Mapping):
+        return chunk_size[side]
+    return chunk_size
+
+
+class EmbeddedSide(NamedTuple):
+    """How one side of a batch is embedded in a training step.
+
+    Args:
+        embed: maps the inputs of this side to embeddings.
+        inputs: the inputs of this process.
+        chunk_size: as for `chunked_backward`.
+        keep_graphs: as for `chunked_backward`.
+        least_chunks: as for `chunked_backward`.
+        frozen: the network of this side if none of its parameters requires a gradient, else None. A frozen network is
+            in evaluation mode and embeds each input once, without a graph.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    inputs: Tensor
+    chunk_size: int
+    keep_graphs: int = 1
+    least_chunks: int = 1
+    frozen: nn.Module | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks that are embedded."""
+        return max(math.ceil(len(self.inputs) / self.chunk_size), self.least_chunks)
+
+    @property
+    def graphs(self) -> int:
+        """Largest number of graphs that are kept."""
+        if self.frozen is not None:
+            return 0
+        return min(self.keep_graphs, self.chunks)
+
+    @property
+    def passes(self) -> int:
+        """Number of forward and backward passes."""
+        if self.frozen is not None:
+            return self.chunks
+        return 3 * self.chunks - self.graphs
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `chunked_backward` that are numbers."""
+        return {"chunk_size": self.chunk_size, "keep_graphs": self.keep_graphs, "least_chunks": self.least_chunks}
+
+    def back_propagate(
+        self,
+        loss: Callable[[Tensor], Tensor],
+        *,
+        backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+        last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Tensor:
+        """Do the same as `chunked_backward`, except for a frozen network."""
+        if self.frozen is None:
+            return chunked_backward(
+                self.embed, self.inputs, loss, **self.settings, backward=backward, last_backward=last_backward
+            )
+        with evaluation_mode(self.frozen):
+            embeddings = embed_in_chunks(self.embed, self.inputs, self.chunk_size, least_chunks=self.least_chunks)
+        value = loss(embeddings)
+        if value.requires_grad:
+            backward(value)
+        return value.detach()
+
+
+def two_sided_backward(
+    queries: EmbeddedSide,
+    candidates: EmbeddedSide,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+    end_of_candidates: Callable[[], AbstractContextManager[None]] = nullcontext,
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Tensor:
+    """`chunked_backward` for a loss of two sides: the graphs of only one side exist at a time.
+
+    Both sides are embedded, the queries first. The backward pass then goes through the candidates, and at last through
+    the queries. With `keep_graphs=0` for the queries, no graph of a query exists while candidates have graphs.
+
+    Args:
+        queries: the side whose embeddings are the first argument of `loss`.
+        candidates: the side whose embeddings are the second argument of `loss`.
+        loss: maps the embeddings of both sides to a scalar.
+        backward: back-propagates the scalar, as for `chunked_backward`.
+        end_of_candidates: returns a context for the last backward pass of the candidates.
+        last_backward: returns a context for the last backward pass of the queries, which completes all gradients.
+
+    Returns:
+        The value of the loss, without a graph.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
+        >>> text, image = torch.nn.Linear(3, 2), torch.nn.Linear(5, 2)
+        >>> texts = EmbeddedSide(text, torch.randn(4, 3), chunk_size=2, keep_graphs=0)
+        >>> images = EmbeddedSide(image, torch.randn(6, 5), chunk_size=2)
+        >>> value = two_sided_backward(texts, images, lambda q, c: (q @ c.T).var())
+        >>> text.weight.grad.shape, image.weight.grad.shape
+        (torch.Size([2, 3]), torch.Size([2, 5]))
+    """
+
+    def loss_of_queries(query_embeddings: Tensor) -> Tensor:
+        def loss_of_candidates(candidate_embeddings: Tensor) -> Tensor:
+            return loss(query_embeddings, candidate_embeddings)
+
+        return candidates.back_propagate(loss_of_candidates, backward=backward, last_backward=end_of_candidates)
+
+    return queries.back_propagate(loss_of_queries, last_backward=last_backward)
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode within a context; on exit, each submodule returns to its previous mode."""
+    was_training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in was_training.items():
+            part.training = training

@@ -5,7 +5,7 @@ in the backward pass if each process computes the loss of its own queries.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -13,23 +13,30 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
-from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.data import SequentialSampler
 
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
-from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunk_size import largest_chunk_size
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.random_state import step_random_state
+from lightning_retrieval.training.sides import SIDES, Directions, is_two_sided
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
+
+
+class LocalRows(NamedTuple):
+    """Labels and ids of this process's rows of a batch, or of one side of it."""
+
+    labels: Int[Tensor, "shard ..."]  # with a rule of relevance, the columns that the rule reads
+    ids: Int[Tensor, " shard"] | None
 
 
 class GlobalBatch(NamedTuple):
@@ -171,101 +178,65 @@ def unpack(owner: str, batch: Any) -> Unpacked:
     if isinstance(batch, dict):
         if "images" in batch and "labels" in batch:
             return batch["images"], batch["labels"], batch.get("ids")
-        came = f"a dict with the keys {sorted(map(str, batch))}"
     elif isinstance(batch, (tuple, list)):
         if len(batch) == 2:
             return batch[0], batch[1], None
         if len(batch) == 3:
             return batch[0], batch[1], batch[2]
-        came = f"{len(batch)} items"
-    else:
-        came = type(batch).__name__
     raise TypeError(
         f"{owner}: a batch must be (images, labels), (images, labels, ids) or a dict with the keys images, labels and "
-        f"optionally ids, got {came}; override unpack_batch for another form."
+        f"optionally ids, got {_form_in_words(batch)}; override unpack_batch for another form."
     )
 
 
-def check_first_batch(module: Any, labels: Tensor, batch: GlobalBatch) -> None:
-    """Compare labels and ids of a run's first batch with what the sampler drew, if the sampler is known.
+def _form_in_words(batch: Any) -> str:
+    """What a batch is, for messages."""
+    if isinstance(batch, dict):
+        return f"a dict with the keys {sorted(map(str, batch))}"
+    if isinstance(batch, (tuple, list)):
+        return f"{len(batch)} items"
+    return type(batch).__name__
 
-    Labels and ids of a wrong type are not checked here, because the loss raises for them.
+
+def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
+    """The batch of each side, and its inputs, labels and ids: of the only side, or of queries and candidates.
 
     Args:
-        module: a `RetrievalModule` in a run.
-        labels: labels of the images of this process; those of `batch` differ if the module has a rule of relevance.
-        batch: the batch of all processes or, if the module does not gather, of this process.
+        module: a `RetrievalModule`.
+        batch: a batch as the loader yields it.
 
     Raises:
-        ValueError: if labels or ids contradict the sampler of a `RetrievalDataLoader`. Other loaders cause a warning.
+        ValueError: if the batch lacks a side, or a side has no rows in one of the processes.
+        TypeError: if the batch has one side, but the module needs two, or the loss cannot rank references.
     """
-    if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
-        return
-    ranked_by_class = True
-    if module.relevance is None:
-        labels = batch.labels
-    else:
-        ranked_by_class = module.relevance.has_classes
-        if module.gather:
-            labels = gather_rows(labels, batch.counts)
-    labels, ids = to_host(labels), None
-    if batch.ids is not None:
-        if not is_integer(batch.ids) or batch.ids.shape != labels.shape[:1]:
-            return
-        ids = to_host(batch.ids)
-    owner, loader = type(module).__name__, module.trainer.train_dataloader
-    if hasattr(loader, "check_first_batch"):
-        loader.check_first_batch(labels, ids, gathered=module.gather)
-    elif ids is not None:
-        _warn_of_ids(owner, loader, finest(labels), ids)
-    if module.memory is None and ranked_by_class:
-        _warn_of_one_label(owner, finest(labels))
-
-
-def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
-    """Warn if an id has two labels, or if ids repeat although the loader seems to draw different images."""
-    unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-    repeated = int((counts[inverse] > 1).sum())
-    if not repeated:
-        return
-    cure = "give each image a different id, such as its index in the data set, or no ids"
-    first = torch.full_like(unique, len(ids)).scatter_reduce(0, inverse, torch.arange(len(ids)), "amin")
-    differs = (labels != labels[first][inverse]).nonzero()[:, 0]
-    if len(differs):
-        row = int(differs[0])
-        labels_of_id = f"{int(labels[first[inverse[row]]])} and {int(labels[row])}"
-        rank_zero_warn(
-            f"{owner}: an image must have one label, but in the first batch the id {int(ids[row])} has the labels "
-            f"{labels_of_id}, and {len(ids)} images have {len(unique)} different ids; images with the same id are not "
-            f"in each other's lists: {cure}."
+    owner = type(module).__name__
+    if not is_two_sided(batch):
+        if module.query_embedder is not None or module.directions == "both":
+            raise TypeError(
+                f"{owner}: with a `query_embedder` or directions='both', a batch for training must be "
+                f"{{'queries': batch, 'candidates': batch}}, got {_form_in_words(batch)}; give the data module Pairs."
+            )
+        return [batch], [module.unpack_batch(batch)]
+    if len(batch) < len(SIDES):
+        raise ValueError(
+            f"{owner}: a batch for training must have queries and candidates, got only {', '.join(batch)}."
         )
-    elif _repeats_are_unexpected(loader, fraction_of_ids=len(unique) / len(ids)):
-        rank_zero_warn(
-            f"{owner}: in the first batch {repeated} of {len(ids)} images share their id with others, so that they "
-            f"are not in each other's lists; unless the sampler draws images several times, {cure}."
-        )
+    check_references(owner, module.loss, "a batch of queries and candidates")
+    batches = [batch[side] for side in SIDES]
+    unpacked = [module.unpack_batch(batch_of_side) for batch_of_side in batches]
+    _check_not_empty(owner, unpacked)
+    return batches, unpacked
 
 
-def _repeats_are_unexpected(loader: Any, fraction_of_ids: float) -> bool:
-    """Whether repeated ids in a batch are probably an error, judging by the sampler of a loader.
-
-    Args:
-        loader: the loader of the training batches.
-        fraction_of_ids: number of different ids divided by the number of rows.
-    """
-    sampler = getattr(loader, "sampler", None)
-    replacement = getattr(sampler, "replacement", None)
-    draws_images = getattr(loader, "batch_size", None) is not None  # otherwise the sampler may draw whole batches
-    if draws_images and (replacement is False or isinstance(sampler, SequentialSampler)):
-        return True
-    return replacement is not True and fraction_of_ids <= 0.5
-
-
-def _warn_of_one_label(owner: str, labels: Tensor) -> None:
-    if len(labels) > 1 and bool((labels == labels[0]).all()):
-        rank_zero_warn(
-            f"{owner}: all {len(labels)} images of the first batch have the label {int(labels[0])}, so that no list "
-            "has a negative and nothing is learned; check the labels, and that the sampler draws several classes."
+def _check_not_empty(owner: str, unpacked: Sequence[Unpacked]) -> None:
+    """Raise on all processes if a side has no rows in one of them, because the others would wait for its embeddings."""
+    rows = [len(labels) for _, labels, _ in unpacked]
+    device = unpacked[0][1].device
+    all_rows = gather_rows(torch.tensor([rows], device=device), [1] * world_size()).tolist()
+    if min(map(min, all_rows)) == 0:
+        raise ValueError(
+            f"{owner}: each process needs at least one query and one candidate, got {all_rows} queries and candidates "
+            "in rank order; use larger batches, or fewer processes."
         )
 
 
@@ -276,18 +247,19 @@ class ChunkSizeSearch:
         self.chunk_size = 0
         self.rows = 0  # rows of the batch for which the chunk size was found
 
-    def find(self, module: nn.Module, images: Tensor, keep_graphs: int) -> int:
+    def find(self, module: nn.Module, embed: Callable[[Tensor], Tensor], images: Tensor, keep_graphs: int) -> int:
         """The largest chunk size for a batch.
 
         Args:
-            module: the module that embeds images. Memory is reserved for Adam's two moments, which do not exist before
+            module: the module that is trained. Memory is reserved for Adam's two moments, which do not exist before
                 the first step, and for the flat copy of the gradients that several processes sum.
+            embed: maps images to embeddings.
             images: images of this process.
             keep_graphs: number of chunks whose graphs are kept.
         """
         if len(images) > self.rows:
             size = sum(parameter.numel() * parameter.element_size() for parameter in trainable_parameters(module))
-            self.chunk_size = largest_chunk_size(module, images, keep_graphs=keep_graphs, reserve=3 * size)
+            self.chunk_size = largest_chunk_size(embed, images, keep_graphs=keep_graphs, reserve=3 * size)
             self.rows = len(images)
             rank_zero_info(
                 f"{type(module).__name__}: chunks of {self.chunk_size} of {self.rows} images fit into memory."
@@ -302,11 +274,13 @@ class TrainingStep:
     `loss` maps the embeddings of this process to its contribution to the loss; the contributions of all processes add
     up to the loss. `finish` sums the contributions and the gradients.
 
+    In a batch of two sides, the candidates are ranked for each query. Their ids are not compared with those of queries.
+
     Args:
         owner: prefix of error messages.
         batch_loss: the loss.
-        labels: labels of this process's images or, with `relevance`, the columns that the rule reads.
-        ids: dataset indices of this process's images, or None.
+        labels: labels of this process's images or queries or, with `relevance`, the columns that the rule reads.
+        ids: dataset indices of this process's images or queries, or None.
         number: the global step.
         seed: the seed of the run.
         gather: whether lists rank the global batch.
@@ -315,7 +289,9 @@ class TrainingStep:
         memory_weight: weight of the second term of the mode `"two_terms"`.
         fraction: fraction of the training steps that are done.
         relevance: the rule of relevance; None for equal labels.
-        check_batch: function that is called with the batch before its loss is computed, or None.
+        check_batch: function that is called with the batches of all sides before the loss is computed, or None.
+        candidates: labels and ids of this process's candidates; None if the batch has one side.
+        directions: `"both"` also ranks the queries for each candidate.
     """
 
     owner: str
@@ -330,34 +306,54 @@ class TrainingStep:
     memory_weight: float = 1.0
     fraction: float = 1.0
     relevance: Relevance | None = None
-    check_batch: Callable[[GlobalBatch], None] | None = None
-    batch: GlobalBatch = field(init=False)
+    check_batch: Callable[[Sequence[GlobalBatch]], None] | None = None
+    candidates: LocalRows | None = None
+    directions: Directions = "queries"
+    batch: GlobalBatch = field(init=False)  # the images, or the queries of a batch of two sides
+    candidate_batch: GlobalBatch = field(init=False)  # the same as `batch` if the batch has one side
     terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
 
-    def loss(self, embeddings: Tensor) -> Tensor:
-        """Compute this process's contribution to the loss from its embeddings."""
-        self.batch = self._gather(embeddings)
+    def loss(self, embeddings: Tensor, candidate_embeddings: Tensor | None = None) -> Tensor:
+        """Compute this process's contribution to the loss from its embeddings.
+
+        Args:
+            embeddings: embeddings of the images, or of the queries.
+            candidate_embeddings: embeddings of the candidates; None if the batch has one side.
+        """
+        self.batch = self._gather(embeddings, LocalRows(self.labels, self.ids))
+        self.candidate_batch = self.batch
+        if self.candidates is not None and candidate_embeddings is not None:
+            self.candidate_batch = self._gather(candidate_embeddings, self.candidates)
         if self.check_batch is not None:
-            self.check_batch(self.batch)
+            self.check_batch(self.batches)
         device = embeddings.device
         # `step_random_state` gets rank 0, so that a loss draws the same random numbers on all processes.
         random_state = step_random_state(self.seed, self.number, 0)
         with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
-            ranked, with_memory = self._ranked_batches()
-            value: Any = self.batch_loss.of_batch(ranked)
-            _check_scalar(self.owner, value)
-            terms = dict(self.batch_loss.terms)
-            if with_memory is not None:
-                of_memory: Any = self.batch_loss.of_batch(with_memory)
-                _check_scalar(self.owner, of_memory)
-                terms |= {"batch": value.detach(), "memory": of_memory.detach()}
-                value = value + self.memory_weight * of_memory
+            values, terms_of_values = [], []
+            for ranked in self._ranked_batches():
+                value: Any = self.batch_loss.of_batch(ranked)
+                _check_scalar(self.owner, value)
+                values.append(value)
+                terms_of_values.append(dict(self.batch_loss.terms))
+            value, terms = self._combined(values, terms_of_values)
         scale = 1.0  # so weighted, the values of all processes add up to the loss
         if not self._divides_queries:
             scale = 1 / world_size()
         self.terms = {f"train/loss/{name}": scale * term for name, term in terms.items()}
         part: Tensor = scale * value
         return part
+
+    def _combined(self, values: list[Tensor], terms: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its terms by name, from the values of `_ranked_batches` and the terms of each value."""
+        forward, named = values[0], terms[0]
+        if self._has_second_term:
+            named = {**named, "batch": values[0].detach(), "memory": values[1].detach()}
+            forward = values[0] + self.memory_weight * values[1]
+        if self.directions == "queries":
+            return forward, named
+        named = {**_named("forward", forward, named), **_named("reverse", values[-1], terms[-1])}
+        return (forward + values[-1]) / 2, named
 
     def finish(self, part: Tensor, gradients: GradientSum) -> dict[str, Tensor]:
         """Sum gradients, loss and terms over the processes; return the loss and its terms, on the CPU.
@@ -371,6 +367,8 @@ class TrainingStep:
         """
         terms = {"train/loss": part, **self.terms}
         is_invalid = ~torch.isfinite(self.batch.embeddings).all()
+        if self.candidates is not None:
+            is_invalid = is_invalid | ~torch.isfinite(self.candidate_batch.embeddings).all()
         parts = torch.stack([term.to(part) for term in (*terms.values(), is_invalid)])
         totals = to_host(gradients.finish(parts))
         if totals[-1] > 0:
@@ -385,7 +383,7 @@ class TrainingStep:
     def remember(self) -> None:
         """Store the batch in the memory."""
         if self.memory is not None:
-            self.memory.update(self.batch.embeddings, self.batch.labels, self.batch.ids)
+            self.memory.update(*self.candidate_batch[:3])
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -399,29 +397,43 @@ class TrainingStep:
         return self.batch_loss.splits_by_query(self.fraction)
 
     @property
+    def batches(self) -> list[GlobalBatch]:
+        """The batch, or the queries and the candidates."""
+        if self.candidates is None:
+            return [self.batch]
+        return [self.batch, self.candidate_batch]
+
+    @property
     def images(self) -> int:
-        """Number of images of all processes; without `gather`, all processes must have batches of the same size."""
+        """Number of rows of all processes and sides; without `gather`, processes must have batches of the same size."""
+        rows = sum(len(batch.labels) for batch in self.batches)
         if self.gather:
-            return len(self.batch.labels)
-        return len(self.batch.labels) * world_size()
+            return rows
+        return rows * world_size()
 
     @property
     def _divides_queries(self) -> bool:
         """Whether each process computes the loss of its local queries only, instead of the loss of all queries."""
         return self.gather and world_size() > 1 and self.splits_by_query
 
-    def _gather(self, embeddings: Tensor) -> GlobalBatch:
-        if len(self.labels) != len(embeddings):
+    def _gather(self, embeddings: Tensor, rows: LocalRows) -> GlobalBatch:
+        """The batch of all processes, or one side of it.
+
+        Args:
+            embeddings: embeddings of this process.
+            rows: labels and ids of this process.
+        """
+        if len(rows.labels) != len(embeddings):
             raise ValueError(
-                f"{self.owner}: a batch must have one label for each image, got {len(self.labels)} labels for "
+                f"{self.owner}: a batch must have one label for each image, got {len(rows.labels)} labels for "
                 f"{len(embeddings)} images."
             )
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
         return gather_batch(
             self.owner,
             embeddings,
-            self.labels,
-            self.ids,
+            rows.labels,
+            rows.ids,
             gather=self.gather,
             local_queries=self.splits_by_query,
         )
@@ -440,39 +452,70 @@ class TrainingStep:
 
     def _check_finite(self) -> None:
         """Raise if an embedding of the batch is not finite."""
-        batch = self.batch
-        finite = torch.isfinite(batch.embeddings).all(1)
-        if bool(finite.all()):
-            return
-        rows = (~finite).nonzero()[:, 0]
-        which = f"rows {rows[:5].tolist()}"
-        if batch.ids is not None:
-            which = f"ids {batch.ids[rows][:5].tolist()}"
-        raise ValueError(
-            f"{self.owner}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} rows at step "
-            f"{self.number} (seen on rank {rank()}), the first for {which}; a lower learning rate or "
-            "gradient_clip_val often helps."
-        ) from None
+        for number, batch in enumerate(self.batches):
+            finite = torch.isfinite(batch.embeddings).all(1)
+            if bool(finite.all()):
+                continue
+            rows = (~finite).nonzero()[:, 0]
+            which = f"rows {rows[:5].tolist()}"
+            if batch.ids is not None:
+                which = f"ids {batch.ids[rows][:5].tolist()}"
+            if self.candidates is not None:
+                which += f" of the {SIDES[number]}"
+            raise ValueError(
+                f"{self.owner}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} rows at step "
+                f"{self.number} (seen on rank {rank()}), the first for {which}; a lower learning rate or "
+                "gradient_clip_val often helps."
+            ) from None
 
-    def _ranked_batches(self) -> tuple[RankedBatch, RankedBatch | None]:
-        """The batch for the loss and the batch for its second term, None if there is no second term at this step."""
-        embeddings, labels, ids, counts = self.batch
+    @property
+    def _has_second_term(self) -> bool:
+        """Whether a second loss ranks the memory at this step."""
+        return self.memory is not None and self.memory.started and self.memory_mode == "two_terms"
+
+    def _ranked_batches(self) -> list[RankedBatch]:
+        """The batches whose losses are computed: the batch, any second term with the memory, any reverse direction."""
+        embeddings, labels, ids, _ = self.candidate_batch
+        settings = self._settings_of(self.batch)
+        if self.candidates is None:
+            batches = [RankedBatch(embeddings, labels, ids=ids, **settings)]
+        else:
+            settings |= {"embeddings": self.batch.embeddings, "labels": self.batch.labels}
+            batches = [RankedBatch(ref_emb=embeddings, ref_labels=labels, **settings)]
+            settings |= {"ids": None, "ref_ids": None}  # the ids of queries are no ids of candidates
+        if self.memory is not None:
+            # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
+            references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
+            with_memory = replace(references, **settings)
+            if self._has_second_term:
+                batches.append(with_memory)
+            elif self.memory.started:
+                batches = [with_memory]
+        if self.directions == "both":
+            batches.append(self._reverse_batch())
+        return batches
+
+    def _reverse_batch(self) -> RankedBatch:
+        """The batch in which each candidate ranks the queries."""
+        candidates, queries = self.candidate_batch, self.batch
+        settings = self._settings_of(candidates)
+        return RankedBatch(
+            candidates.embeddings, candidates.labels, ref_emb=queries.embeddings, ref_labels=queries.labels, **settings
+        )
+
+    def _settings_of(self, batch: GlobalBatch) -> dict[str, Any]:
+        """The arguments of `RankedBatch` that hold no rows, for lists whose queries are the rows of a batch."""
         queries = None
         if self._divides_queries:
-            begin = sum(counts[: rank()])
-            queries = QueryRange(begin, begin + counts[rank()], sum_over_ranks)
-        settings: dict[str, Any] = {"queries": queries, "fraction": self.fraction, "relevance": self.relevance}
-        ranked = RankedBatch(embeddings, labels, ids=ids, **settings)
-        if self.memory is None:
-            return ranked, None
-        # `references` also runs during the warm-up, so that an invalid batch raises before any state has changed.
-        references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
-        with_memory = replace(references, **settings)
-        if not self.memory.started:
-            return ranked, None
-        if self.memory_mode == "two_terms":
-            return ranked, with_memory
-        return with_memory, None
+            begin = sum(batch.counts[: rank()])
+            queries = QueryRange(begin, begin + batch.counts[rank()], sum_over_ranks)
+        return {"queries": queries, "fraction": self.fraction, "relevance": self.relevance}
+
+
+def _named(direction: str, value: Tensor, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The loss of a direction and its terms, by the names under which they are logged."""
+    named = {f"{direction}/{name}": term for name, term in terms.items()}
+    return {direction: value.detach(), **named}
 
 
 def _check_scalar(owner: str, value: Any) -> None:

@@ -1,8 +1,10 @@
 """Checks for settings of a module and flags of a Trainer that do not work with ranked lists of the global batch."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import torch
 from pytorch_lightning.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -16,17 +18,22 @@ from pytorch_lightning.plugins import BitsandbytesPrecision, TransformerEnginePr
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
 from pytorch_lightning.strategies.xla import XLAStrategy
-from torch import nn
+from pytorch_lightning.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
-from lightning_retrieval.checks import check_choice, check_finite_number
-from lightning_retrieval.distributed import world_size
+from lightning_retrieval.checks import check_choice, check_finite_number, is_integer
+from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
-from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
+from lightning_retrieval.losses.third_party import as_batch_loss, check_references
 from lightning_retrieval.plain_data import rebuild
+from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import check_model_parallel, check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
+from lightning_retrieval.training.sides import SIDES, chunk_size_of
+from lightning_retrieval.training.step import GlobalBatch
 
 # Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds
 # the callbacks `LearningRateFinder` and `BatchSizeFinder`.
@@ -76,11 +83,8 @@ def check_memory(
                 f"{owner}: `memory_weight` must be None unless `memory_mode` is 'two_terms', got {weight} for "
                 f"{mode!r}, whose loss is a single term; give memory_mode='two_terms' or no weight."
             )
-    if memory is not None and loss.terms_without_references:
-        raise TypeError(
-            f"{owner}: with a `memory` the loss must rank references and exclude the query's own copy, which "
-            f"{', '.join(loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
-        )
+    if memory is not None:
+        check_references(owner, loss, "a `memory`")
     if weight is None:
         return 1.0
     return weight
@@ -203,6 +207,7 @@ def check_processes(module: Any) -> None:
     if world_size() == 1:
         return
     owner = type(module).__name__
+    chunk_sizes = [chunk_size_of(module.chunk_size, side) for side in SIDES]
     if module.memory is not None and not module.gather:
         raise ValueError(
             f"{owner}: a memory must be the same on all {world_size()} processes, which gather=False does not provide; "
@@ -210,16 +215,118 @@ def check_processes(module: Any) -> None:
         )
     if has_sharded_parameters(module):
         check_placements(owner, list(module.parameters()))
-        if module.chunk_size == "auto":
+        if "auto" in chunk_sizes:
             raise ValueError(
                 f"{owner}: chunk_size='auto' is found by each process for itself, but with ModelParallelStrategy they "
                 "embed each chunk together; give a number, such as chunk_size=32."
             )
     has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
-    if has_sync_norm and module.chunk_size is not None:
+    if has_sync_norm and set(chunk_sizes) != {None}:
         raise ValueError(
             f"{owner}: SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of "
             "chunks; set chunk_size=None, or remove sync_batchnorm."
+        )
+
+
+def check_first_batch(module: Any, labels: Sequence[Tensor], batches: Sequence[GlobalBatch]) -> None:
+    """Compare labels and ids of a run's first batch with what the sampler drew, if the sampler is known.
+
+    Labels and ids of a wrong type are not checked here, because the loss raises for them.
+
+    Args:
+        module: a `RetrievalModule` in a run.
+        labels: for each side, the labels of this process; those of the batches differ if the module has a rule of
+            relevance.
+        batches: for each side, the batch of all processes or, if the module does not gather, of this process.
+
+    Raises:
+        ValueError: if labels or ids contradict the sampler of a `RetrievalDataLoader`. Other loaders cause a warning.
+    """
+    if len(batches) == 1:
+        _check_side(module, labels[0], batches[0], {}, is_ranked=True)
+        return
+    for side, labels_of_side, batch in zip(SIDES, labels, batches):
+        is_ranked = side == "candidates" or module.directions == "both"
+        _check_side(module, labels_of_side, batch, {"side": side}, is_ranked=is_ranked)
+
+
+def _check_side(module: Any, labels: Tensor, batch: GlobalBatch, side: Mapping[str, str], *, is_ranked: bool) -> None:
+    """Check one side of the first batch.
+
+    Args:
+        module: as for `check_first_batch`.
+        labels: labels of this side in this process.
+        batch: the rows of this side.
+        side: the argument `side` of the loader's check, if the batch has two sides.
+        is_ranked: whether lists consist of the rows of this side.
+    """
+    if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
+        return
+    ranked_by_class = True
+    if module.relevance is None:
+        labels = batch.labels
+    else:
+        ranked_by_class = module.relevance.has_classes
+        if module.gather:
+            labels = gather_rows(labels, batch.counts)
+    labels, ids = to_host(labels), None
+    if batch.ids is not None:
+        if not is_integer(batch.ids) or batch.ids.shape != labels.shape[:1]:
+            return
+        ids = to_host(batch.ids)
+    owner, loader = type(module).__name__, module.trainer.train_dataloader
+    if hasattr(loader, "check_first_batch"):
+        loader.check_first_batch(labels, ids, gathered=module.gather, **side)
+    elif ids is not None and not side:  # only images of the same side are in each other's lists
+        _warn_of_ids(owner, loader, finest(labels), ids)
+    if module.memory is None and ranked_by_class and is_ranked:
+        _warn_of_one_label(owner, finest(labels))
+
+
+def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
+    """Warn if an id has two labels, or if ids repeat although the loader seems to draw different images."""
+    unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    repeated = int((counts[inverse] > 1).sum())
+    if not repeated:
+        return
+    cure = "give each image a different id, such as its index in the data set, or no ids"
+    first = torch.full_like(unique, len(ids)).scatter_reduce(0, inverse, torch.arange(len(ids)), "amin")
+    differs = (labels != labels[first][inverse]).nonzero()[:, 0]
+    if len(differs):
+        row = int(differs[0])
+        labels_of_id = f"{int(labels[first[inverse[row]]])} and {int(labels[row])}"
+        rank_zero_warn(
+            f"{owner}: an image must have one label, but in the first batch the id {int(ids[row])} has the labels "
+            f"{labels_of_id}, and {len(ids)} images have {len(unique)} different ids; images with the same id are not "
+            f"in each other's lists: {cure}."
+        )
+    elif _repeats_are_unexpected(loader, fraction_of_ids=len(unique) / len(ids)):
+        rank_zero_warn(
+            f"{owner}: in the first batch {repeated} of {len(ids)} images share their id with others, so that they "
+            f"are not in each other's lists; unless the sampler draws images several times, {cure}."
+        )
+
+
+def _repeats_are_unexpected(loader: Any, fraction_of_ids: float) -> bool:
+    """Whether repeated ids in a batch are probably an error, judging by the sampler of a loader.
+
+    Args:
+        loader: the loader of the training batches.
+        fraction_of_ids: number of different ids divided by the number of rows.
+    """
+    sampler = getattr(loader, "sampler", None)
+    replacement = getattr(sampler, "replacement", None)
+    draws_images = getattr(loader, "batch_size", None) is not None  # otherwise the sampler may draw whole batches
+    if draws_images and (replacement is False or isinstance(sampler, SequentialSampler)):
+        return True
+    return replacement is not True and fraction_of_ids <= 0.5
+
+
+def _warn_of_one_label(owner: str, labels: Tensor) -> None:
+    if len(labels) > 1 and bool((labels == labels[0]).all()):
+        rank_zero_warn(
+            f"{owner}: all {len(labels)} images of the first batch have the label {int(labels[0])}, so that no list "
+            "has a negative and nothing is learned; check the labels, and that the sampler draws several classes."
         )
 
 

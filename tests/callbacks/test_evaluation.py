@@ -27,7 +27,7 @@ from lightning_retrieval.callbacks import (
     RetrievalGallery,
     ScoreHistogram,
 )
-from lightning_retrieval.callbacks.evaluation import evaluation_mode, results_table, worse_than_before
+from lightning_retrieval.callbacks.evaluation import results_table, worse_than_before
 from lightning_retrieval.callbacks.evaluation_sets import (
     EvaluationSet,
     batch_indices,
@@ -35,6 +35,7 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     loader_list,
     set_prefixes,
 )
+from lightning_retrieval.training.sides import evaluation_mode
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
 from tests.csv_logs import logged
 from tests.point_set import Points

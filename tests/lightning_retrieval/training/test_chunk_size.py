@@ -262,7 +262,8 @@ def test_auto_takes_the_largest_chunk_that_fits():
     )
     fit(auto, [*data, longer, data[0]])
     fit(fixed, [*data, longer, data[0]])
-    assert (auto._chunk_size_search.chunk_size, auto._chunk_size_search.rows) == (4, 20)
+    search = auto._chunk_size_search["candidates"]
+    assert (search.chunk_size, search.rows) == (4, 20)
     tried = [rows for rows in auto.embedder.asked if rows > 4]
     assert tried == [10, 5, 20, 10, 5]
     assert_same(auto, fixed)
