@@ -413,6 +413,11 @@ class EmbeddingWriter(pl.Callback):
 
     def _distribute_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, name: str) -> Any:
         """Begin or continue the folder of a set, and return the loader of the set."""
+        if getattr(loader.dataset, "two_sided", False):
+            raise ValueError(
+                f"{self.owner}: a prediction set must have one side, got queries and candidates; predict with the data "
+                "module of the candidates, and embed queries with `lightning-retrieval embed --side queries`."
+            )
         is_distributed = is_in_order(loader) and trainer.limit_predict_batches == 1.0
         about = describe_prediction(trainer, pl_module, loader.dataset)
         images = LoadedSet(self.owner, loader.dataset, about)

@@ -20,6 +20,7 @@ from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.ranking.ranks import ieee_products
+from lightning_retrieval.training.sides import SIDES
 from lightning_retrieval.training.step import unpack
 
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
@@ -49,9 +50,17 @@ class GalleryRow(NamedTuple):
 def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image.Image:
     """Load an image of a data set in the form that the model receives, and convert it to an RGB image.
 
+    Args:
+        pl_module: the module that is evaluated.
+        dataset: the data set.
+        index: the id of the image. For data with two sides, `2 * index` is a query and `2 * index + 1` a candidate.
+
     Raises:
         ValueError: if there is no such image, its id is not its index, or it cannot be drawn.
     """
+    if getattr(dataset, "two_sided", False):
+        index, side = divmod(index, len(SIDES))
+        dataset = dataset.sides[SIDES[side]].dataset
     try:
         item = dataset[index]
     except (IndexError, KeyError, TypeError) as error:

@@ -18,6 +18,7 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import rank, world_size
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
+from lightning_retrieval.training.sides import is_two_sided
 
 
 class LearnWhitening(pl.Callback):
@@ -30,8 +31,9 @@ class LearnWhitening(pl.Callback):
     evaluation before a fit are not whitened.
 
     The images are spread evenly over the training set. They are read as in evaluation: with the data module's
-    `eval_transform` instead of the data set's `transform`, and without `augment`, if these attributes exist. The work
-    is distributed over the processes, and all of them get the same whitening.
+    `eval_transform` instead of the data set's `transform`, and without `augment`, if these attributes exist. Of data
+    with two sides, only candidates are read; queries get the same whitening. The work is distributed over the
+    processes, and all of them get the same whitening.
 
     Args:
         images: number of training images, larger than the whitening's `dim`. If the training set has fewer images, all
@@ -94,7 +96,9 @@ class LearnWhitening(pl.Callback):
         if whitening.learned is not None and trainer.state.fn != "fit":
             return
         dataset = _training_images(trainer)
-        count = min(self.images, len(dataset))
+        first = getattr(dataset, "num_queries", 0)  # only candidates are used of data with two sides
+        available = len(dataset) - first
+        count = min(self.images, available)
         if count < world_size():
             raise ValueError(
                 f"LearnWhitening: each of the {world_size()} processes needs at least one training image, got {count} "
@@ -103,7 +107,7 @@ class LearnWhitening(pl.Callback):
         if world_size() > 1:
             for buffer in pl_module.buffers():  # such as batch-norm statistics; DDP also sends them before evaluation
                 dist.broadcast(buffer, 0)
-        chosen = torch.arange(count) * len(dataset) // count
+        chosen = first + torch.arange(count) * available // count
         shard = chosen.tensor_split(world_size())[rank()]
         loader = _create_loader(dataset, shard.tolist(), loader_list(loaders)[0])
         rows, labels = _embed(trainer, pl_module, loader)
@@ -132,6 +136,13 @@ def _training_images(trainer: pl.Trainer) -> Any:
             f"train_dataloader's dataset with a length, got {type(dataset).__name__}; pass the Trainer a "
             "RetrievalDataModule, or fit first."
         )
+    if getattr(dataset, "two_sided", False):
+        return dataset.map_sides(lambda side, of_side: _as_evaluated(of_side, datamodule.modules[side]))
+    return _as_evaluated(dataset, datamodule)
+
+
+def _as_evaluated(dataset: Any, datamodule: Any) -> Any:
+    """Return a copy of a training set that reads its images as in evaluation."""
     evaluated: Any = copy.copy(dataset)
     if hasattr(datamodule, "eval_transform") and hasattr(evaluated, "transform"):
         evaluated.transform = datamodule.eval_transform
@@ -159,6 +170,8 @@ def _embed(
     embeddings, labels = [], []
     with trainer.precision_plugin.val_step_context():
         for batch in batches_on_device(trainer, loader, "Learning whitening"):
+            if is_two_sided(batch):
+                batch = batch["candidates"]
             images, labels_of_batch, _ = pl_module.unpack_batch(batch)
             rows = pl_module.embed(images, whiten=False)
             if isinstance(batch, dict) and "roles" in batch:

@@ -81,6 +81,20 @@ class DataReport:
                 return False
         return not (self.missing_files or self.unreadable_files or self.problems)
 
+    def add(self, prefix: str, other: "DataReport") -> None:
+        """Add the report on a part of the data.
+
+        Args:
+            prefix: name of the part, with which its splits and sentences begin.
+            other: the report on the part.
+        """
+        for split, counts in other.splits.items():
+            self.splits[f"{prefix}/{split}"] = counts
+        self.missing_files += other.missing_files
+        self.unreadable_files += other.unreadable_files
+        self.problems += map(f"{prefix}: {{}}".format, other.problems)
+        self.notes += map(f"{prefix}: {{}}".format, other.notes)
+
     def __str__(self) -> str:
         lines = _table_lines(self.splits)
         lines += _file_lines("missing", self.missing_files)

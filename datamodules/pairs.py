@@ -4,8 +4,9 @@
 so the labels are renumbered by the names of the classes: equal labels then mean the same class on both sides.
 """
 
+import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -35,37 +36,43 @@ WITHOUT_EFFECT = (
     "pin_memory",
     "persistent_workers",
 )
-DISTRACTORS = {"queries": -1, "candidates": -2}  # labels of rows without a class, different on both sides
+DISTRACTORS: dict[Side, int] = {"queries": -1, "candidates": -2}  # labels of rows without a class
+NO_TAGS: dict[Side, int] = dict.fromkeys(SIDES, NO_TAG)
 
 
-def shared_numbers(owner: str, what: str, names: Mapping[Side, Sequence[str] | None]) -> dict[Side, Tensor | None]:
-    """Number classes or tags of both sides by their names.
+def shared_numbers(
+    what: str, attribute: str, datasets: Mapping[Side, Any], last: Mapping[Side, int]
+) -> dict[Side, Tensor]:
+    """Number the classes or the tags of both sides by their names.
 
     Args:
-        owner: prefix of error messages.
         what: what has the names, for error messages.
-        names: the names on each side, in the order of the side's own numbers; None if it has only numbers.
+        attribute: attribute of a data set with the names, in the order of the data set's own numbers 0, 1, ...
+        datasets: the data set of each side.
+        last: a number that is appended for each side, which the data set's own number -1 selects.
 
     Returns:
-        For each side, the new number of each of its own numbers; None if both sides have only numbers, which are then
-            used as they are.
+        For each side, the new number of each of its own numbers. Empty if neither side has names: numbers are then used
+            as they are.
 
     Raises:
         ValueError: if only one side has names.
     """
-    named = [side for side in SIDES if names[side] is not None]
-    if not named:
-        return dict.fromkeys(SIDES)
-    if len(named) == 1:
-        raise ValueError(
-            f"{owner}: the {what} of both sides must have names, by which they are matched, or of none, got names of "
-            f"the {named[0]} only; give both sides names or both the same numbers."
-        )
     number_of_name: dict[str, int] = {}
-    numbers: dict[Side, Tensor | None] = {}
-    for side in SIDES:
-        of_side = [number_of_name.setdefault(name, len(number_of_name)) for name in names[side] or ()]
-        numbers[side] = torch.tensor(of_side, dtype=torch.int64)
+    numbers: dict[Side, Tensor] = {}
+    for side, dataset in datasets.items():
+        names = getattr(dataset, attribute, None)
+        if names is None:
+            continue
+        of_side = []
+        for name in names:
+            of_side.append(number_of_name.setdefault(name, len(number_of_name)))
+        numbers[side] = torch.tensor([*of_side, last[side]])
+    if len(numbers) == 1:
+        raise ValueError(
+            f"Pairs: the {what} must have names on both sides, by which they are matched, or on none, got names of the "
+            f"{next(iter(numbers))} only; give both sides names, or both the same numbers."
+        )
     return numbers
 
 
@@ -78,16 +85,14 @@ class MatchedSet:
         classes: the new number of each class, and at the end that of distractors; None if numbers stay as they are.
         tags: the new number of each tag, and at the end `NO_TAG`; None if numbers stay as they are.
         tags_of_item: least number of columns of `tags`.
-        dropped: entries that are removed because the other side does not have them.
-        own_instances: whether each item without `instances` is an instance, because the other side has instances.
+        entries_of_other: names of the optional entries of items on the other side.
     """
 
     dataset: Any
     classes: Tensor | None = None
     tags: Tensor | None = None
     tags_of_item: int = 0
-    dropped: tuple[str, ...] = ()
-    own_instances: bool = False
+    entries_of_other: Sequence[str] = ()
 
     @property
     def labels(self) -> Int[Tensor, " item"]:
@@ -96,12 +101,13 @@ class MatchedSet:
 
     def items(self, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The items with these indices, with the labels and tags of both sides."""
+        if len(indices) == 0:
+            return
         if hasattr(self.dataset, "__getitems__"):
             found = self.dataset.__getitems__(list(indices))
         else:
-            found = [self.dataset[index] for index in indices]
-        for item in found:
-            yield self._matched(item)
+            found = map(self.dataset.__getitem__, indices)
+        yield from map(self._matched, found)
 
     def collate(self, items: list[dict[str, Any]]) -> Any:
         """Make a batch of items, as the data set of the side does."""
@@ -109,13 +115,16 @@ class MatchedSet:
         return collate(items)
 
     def _matched(self, item: dict[str, Any]) -> dict[str, Any]:
-        matched = {name: value for name, value in item.items() if name not in self.dropped}
-        if "labels" in item:  # not in the items of skipped training images
+        """The item in the form of both sides. Items of skipped training images have no labels."""
+        matched, of_other = dict(item), self.entries_of_other
+        if "labels" in item:
             matched["labels"] = self._relabelled(torch.as_tensor(item["labels"]))
         if "tags" in item:
             matched["tags"] = self._retagged(item["tags"])
-        if self.own_instances and "ids" in item:
-            matched["instances"] = item["ids"]
+        if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in of_other:
+            del matched["cameras"]
+        if "instances" in of_other and "ids" in item:
+            matched.setdefault("instances", item["ids"])
         return matched
 
     def _relabelled(self, labels: Tensor) -> Tensor:
@@ -166,7 +175,7 @@ class PairSet(Dataset[tuple[Side, dict[str, Any]]]):
     @property
     def labels(self) -> Int[Tensor, " item"]:
         """The class of each item, queries first."""
-        return torch.cat([side.labels for side in self.sides.values()])
+        return torch.cat([self.sides["queries"].labels, self.sides["candidates"].labels])
 
     def __len__(self) -> int:
         return self.num_queries + len(self.sides["candidates"].dataset)
@@ -185,23 +194,25 @@ class PairSet(Dataset[tuple[Side, dict[str, Any]]]):
                 of_side["candidates"].append(_moved(index, position - self.num_queries))
         items = []
         for side, own_indices in of_side.items():
-            if own_indices:
-                items += [(side, item) for item in self.sides[side].items(own_indices)]
+            for item in self.sides[side].items(own_indices):
+                items.append((side, item))
         return items
 
     def collate(self, items: Sequence[tuple[Side, dict[str, Any]]]) -> dict[Side, Any]:
         """Make the batch of each side that has items."""
-        batch: dict[Side, Any] = {}
-        for side in SIDES:
-            of_side = [item for item_side, item in items if item_side == side]
-            if of_side:
-                batch[side] = self.sides[side].collate(of_side)
-        return batch
+        of_side: dict[Side, list[dict[str, Any]]] = {}
+        for side, item in items:
+            of_side.setdefault(side, []).append(item)
+        return {side: self.sides[side].collate(own_items) for side, own_items in of_side.items()}
 
-    def with_datasets(self, datasets: Mapping[Side, Any]) -> "PairSet":
-        """The same set with other data sets of the same items, such as images in uint8."""
-        other = PairSet.__new__(PairSet)
-        other.sides = {side: replace(found, dataset=datasets[side]) for side, found in self.sides.items()}
+    def map_sides(self, change: Callable[[Side, Any], Any]) -> "PairSet":
+        """The same set with another form of the data sets, such as images in uint8.
+
+        Args:
+            change: maps a side and its data set to a data set of the same items.
+        """
+        other = copy.copy(self)
+        other.sides = {side: replace(found, dataset=change(side, found.dataset)) for side, found in self.sides.items()}
         return other
 
 
@@ -221,36 +232,17 @@ def matched_sets(datasets: Mapping[Side, Any]) -> dict[Side, MatchedSet]:
     Args:
         datasets: the data set of each side.
     """
-    classes = _numbers("classes", "class_names", datasets)
-    tags = _numbers("tags", "tag_names", datasets)
-    entries = {side: getattr(datasets[side], "entries", None) for side in SIDES}
-    widths = [datasets[side].tags.shape[1] for side in SIDES if getattr(datasets[side], "tags", None) is not None]
+    classes = shared_numbers("classes", "class_names", datasets, DISTRACTORS)
+    tags = shared_numbers("tags", "tag_names", datasets, NO_TAGS)
+    tags_of_item = 0
+    for dataset in datasets.values():
+        if getattr(dataset, "tags", None) is not None:
+            tags_of_item = max(tags_of_item, dataset.tags.shape[1])
     matched: dict[Side, MatchedSet] = {}
     for side, other in zip(SIDES, reversed(SIDES)):
-        of_other = entries[other]
-        dropped = ("cameras",) if of_other is not None and "cameras" not in of_other else ()
-        has_instances = entries[side] is None or "instances" in entries[side]
-        matched[side] = MatchedSet(
-            datasets[side],
-            _with_last(classes[side], DISTRACTORS[side]),
-            _with_last(tags[side], NO_TAG),
-            max(widths, default=0),
-            dropped,
-            own_instances=not has_instances and "instances" in (of_other or ()),
-        )
+        of_other = getattr(datasets[other], "entries", ())
+        matched[side] = MatchedSet(datasets[side], classes.get(side), tags.get(side), tags_of_item, of_other)
     return matched
-
-
-def _numbers(what: str, attribute: str, datasets: Mapping[Side, Any]) -> dict[Side, Tensor | None]:
-    names = {side: getattr(datasets[side], attribute, None) for side in SIDES}
-    return shared_numbers("Pairs", what, names)
-
-
-def _with_last(numbers: Tensor | None, last: int) -> Tensor | None:
-    """Numbers with another at the end, which the index -1 selects."""
-    if numbers is None:
-        return None
-    return torch.cat([numbers, torch.tensor([last])])
 
 
 def used_names(dataset: Any) -> set[str]:
@@ -258,8 +250,8 @@ def used_names(dataset: Any) -> set[str]:
     names = getattr(dataset, "class_names", None)
     if names is None:
         return set()
-    used = torch.as_tensor(dataset.labels).unique().tolist()
-    return {names[label] for label in used if label >= 0}
+    labels = torch.as_tensor(dataset.labels)
+    return set(map(names.__getitem__, labels[labels >= 0].unique().tolist()))
 
 
 class Pairs(RetrievalDataModule):
@@ -409,7 +401,7 @@ class Pairs(RetrievalDataModule):
 
     def val_dataloader(self) -> Any:
         """A loader of the validation set in order; no loader if a side has none."""
-        if [] in [data.val_dataloader() for data in self.modules.values()]:
+        if [] in (self.queries.val_dataloader(), self.candidates.val_dataloader()):
             return []
         return super().val_dataloader()
 
@@ -424,12 +416,7 @@ class Pairs(RetrievalDataModule):
         """Check the data of both sides; the names of splits and the sentences begin with the side."""
         report = DataReport()
         for side, data in self.modules.items():
-            of_side = data.check()
-            report.splits |= {f"{side}/{name}": counts for name, counts in of_side.splits.items()}
-            report.missing_files += of_side.missing_files
-            report.unreadable_files += of_side.unreadable_files
-            report.problems += [f"{side}: {problem}" for problem in of_side.problems]
-            report.notes += [f"{side}: {note}" for note in of_side.notes]
+            report.add(side, data.check())
         return report
 
     def _share_trainer(self) -> None:
@@ -441,15 +428,12 @@ class Pairs(RetrievalDataModule):
             data._follow_module()
 
     def _set_of_loader(self, dataset: PairSet) -> PairSet:
-        datasets = {}
-        for side, found in dataset.sides.items():
-            datasets[side] = self.modules[side]._set_of_loader(found.dataset)
-        return dataset.with_datasets(datasets)
+        return dataset.map_sides(lambda side, of_side: self.modules[side]._set_of_loader(of_side))
 
     def _training_images(self) -> dict[str, Any]:
-        of_side = {side: data._training_images() for side, data in self.modules.items()}
-        count = sum(images["count"] for images in of_side.values())
-        return {"count": count, **of_side}
+        queries, candidates = self.queries._training_images(), self.candidates._training_images()
+        count = queries["count"] + candidates["count"]
+        return {"count": count, "queries": queries, "candidates": candidates}
 
 
 def _check_side(side: Side, data: Any) -> RetrievalDataModule:
@@ -474,11 +458,11 @@ def _check_side(side: Side, data: Any) -> RetrievalDataModule:
 
 def _check_same_split(side: Side, data: RetrievalDataModule, other: Side, other_data: RetrievalDataModule) -> None:
     """Raise if a class that is in training on one side is only in evaluation on the other."""
-    shared_classes = [getattr(module, "shared_classes", False) for module in (data, other_data)]
-    if any(shared_classes):
+    if getattr(data, "shared_classes", False) or getattr(other_data, "shared_classes", False):
         return
-    splits = getattr(other_data, "splits", {})
-    of_other = set().union(*(set(index.names or ()) for index in splits.values()))
+    of_other: set[str] = set()
+    for index in getattr(other_data, "splits", {}).values():
+        of_other.update(index.names or ())
     evaluated = of_other - used_names(other_data.train_set)
     wrong = sorted(used_names(data.train_set) & evaluated)
     if wrong:
@@ -497,16 +481,18 @@ def _paired(name: str, queries: Any, candidates: Any) -> PairSet | dict[str, Pai
         queries: a data set, or several by name.
         candidates: the same for the candidates.
     """
-    by_name = [sets for sets in (queries, candidates) if isinstance(sets, Mapping)]
-    if not by_name:
+    named = queries
+    if not isinstance(queries, Mapping):
+        named = candidates
+    if not isinstance(named, Mapping):
         return PairSet(queries, candidates)
-    if len(by_name) == 2 and queries.keys() != candidates.keys():
+    if isinstance(candidates, Mapping) and candidates.keys() != named.keys():
         raise ValueError(
             f"Pairs: the evaluation sets of both sides must have the same names, got `{name}` with "
             f"{', '.join(queries)} of the queries and {', '.join(candidates)} of the candidates."
         )
     pairs = {}
-    for name_of_set in by_name[0]:
+    for name_of_set in named:
         pairs[name_of_set] = PairSet(_set_named(queries, name_of_set), _set_named(candidates, name_of_set))
     return pairs
 

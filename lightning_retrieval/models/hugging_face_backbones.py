@@ -195,15 +195,19 @@ def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
 
 def _load(transformers: Any, request: BackboneRequest, config: Any, settings: dict[str, Any]) -> Any:
     has_file = pretrained.is_local_file(request.weights)
+    kind = _class_of_model(transformers, config)
     if request.weights is None or has_file or pretrained.are_skipped():
-        model: Any = transformers.AutoModel.from_config(config, **NO_CODE, **settings)
+        if kind is transformers.AutoModel:
+            model: Any = kind.from_config(config, **NO_CODE, **settings)
+        else:
+            model = kind(config, **settings)
         if has_file and not pretrained.are_skipped():
             prefix = f"{model.base_model_prefix}."
             pretrained.load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     try:
-        model, loading = transformers.AutoModel.from_pretrained(
+        model, loading = kind.from_pretrained(
             request.name, config=config, output_loading_info=True, **source_of(request), **NO_CODE, **settings
         )
     except (OSError, ValueError) as error:
@@ -212,6 +216,14 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
     pretrained.check_loaded(what, f"hf/{request.name}", model, trained)
     return model
+
+
+def _class_of_model(transformers: Any, config: Any) -> Any:
+    """The class that builds the model of a config: `AutoModel`, except for the text part of SigLIP."""
+    name = type(config).__name__.removesuffix("Config")
+    if type(config) in transformers.MODEL_MAPPING or not hasattr(transformers, f"{name}Model"):
+        return transformers.AutoModel
+    return getattr(transformers, f"{name}Model")
 
 
 def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:

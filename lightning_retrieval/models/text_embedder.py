@@ -20,7 +20,6 @@ from lightning_retrieval.models.tokenizers import (
     PADDING,
     JSONTokenizer,
     NgramTokenizer,
-    Tokenizer,
     read_hugging_face_tokenizer,
 )
 from lightning_retrieval.plain_data import check_plain_data

@@ -97,6 +97,9 @@ def cases():
     return {
         "plain": (RetrievalMetrics(**more), x, labels, {}),
         "roles and junk": (RetrievalMetrics(embeddings_on_cpu=True), x, labels, roles()),
+        "both directions": (RetrievalMetrics(**more, reverse=True), x, labels, roles()),
+        "both directions, expanded": (RetrievalMetrics(**both, reverse=True), x, labels, roles()),
+        "both directions of tags": (RetrievalMetrics(reverse=True, relevance=SharedTags()), x, tags(), roles()),
         "levels": (RetrievalMetrics(), x, levels, {}),
         "instances": (RetrievalMetrics(), x, labels[instances], {"instances": instances}),
         "cameras": (RetrievalMetrics(), x, labels, {"cameras": torch.arange(ROWS) % 4}),
@@ -187,6 +190,9 @@ def tables(this, world, group=None, names=NAMES):
             results[name] = dict(metrics.compute())
             if isinstance(metrics, RetrievalMetrics):
                 results[name] |= metrics.per_query()
+                if metrics.reverse:
+                    for column, values in metrics.per_query(reverse=True).items():
+                        results[name][f"{column} of the gallery"] = values
             if name in WITH_PICTURES:
                 results[name] |= pictures(metrics)
         return results

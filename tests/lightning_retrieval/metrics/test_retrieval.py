@@ -7,11 +7,12 @@ from sklearn.metrics import average_precision_score
 from torch.nn.functional import normalize
 from tqdm import tqdm
 
+from lightning_retrieval import QueryExpansion, SharedTags
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.retrieval import extra_metric, metrics_table
 from lightning_retrieval.ranking import labels as labelled_lists
 from lightning_retrieval.ranking import ranked_lists
-from tests.lightning_retrieval.metrics.helpers import LargestTensor, compute, numbers
+from tests.lightning_retrieval.metrics.helpers import LargestTensor, compute, numbers, quarters
 
 KS = (1, 2, 4, 8)
 X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
@@ -134,6 +135,93 @@ def test_metrics_of_the_first_dimensions():
     assert len({float(found[f"mAP/{dim}d"]) for dim in (2, 5, 8)}) == 3
     per_query = metrics.per_query()["AP"]
     assert per_query[~per_query.isnan()].mean() == found["mAP"]
+
+
+# --- the other direction: queries are ranked for each gallery image
+
+
+def two_sides(size=60):
+    """Scores with many ties, and labels, ids, roles, cameras and tags of rows of which some are junk or on both sides.
+
+    The last label is of queries only, and the last tags are of one row each.
+    """
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.randint(0, 7, (size,), generator=generator)
+    roles = torch.randint(1, 3, (size,), generator=generator)
+    roles[:5], roles[5:9] = 3, 0
+    labels[9:11], roles[9:11] = 99, 1
+    tags = torch.randint(0, 25, (size, 3), generator=generator)
+    rows = {"ids": torch.randperm(size, generator=generator) * 2, "roles": roles}
+    return quarters(size), labels, rows, torch.randint(0, 3, (size,), generator=generator), tags
+
+
+def average_precision(ranked):
+    """AP of a list of (score, relevant) in plain Python; an image that scores as high is ranked before."""
+    relevant = [score for score, is_relevant in ranked if is_relevant]
+    precisions = []
+    for score in relevant:
+        rank = sum(other >= score for other, _ in ranked)
+        precisions.append(sum(other >= score for other in relevant) / rank)
+    return sum(precisions) / len(precisions)
+
+
+def test_the_other_direction_is_a_loop_over_the_gallery():
+    x, labels, rows, _, _ = two_sides()
+    metrics = RetrievalMetrics(KS, reverse=True)
+    metrics.update(x, labels, **rows)
+    found = metrics.compute()
+    scores = (4 * normalize(x) @ normalize(x).T).round() / 4
+    values, skipped = {}, 0
+    for image in range(len(x)):
+        if rows["roles"][image] < 2:
+            continue
+        others = [other for other in range(len(x)) if rows["roles"][other] in (1, 3) and other != image]
+        ranked = [(scores[image, other].item(), bool(labels[image] == labels[other])) for other in others]
+        if any(is_relevant for _, is_relevant in ranked):
+            values[rows["ids"][image].item()] = average_precision(ranked)
+        else:
+            skipped += 1
+    assert found["reverse/mAP"].item() == pytest.approx(sum(values.values()) / len(values), abs=1e-12)
+    assert found["reverse/skipped_queries"] == skipped
+    table = metrics.per_query(reverse=True)
+    of_ids = dict(zip(table["ids"].tolist(), table["AP"].tolist(), strict=True))
+    assert {id_: ap for id_, ap in of_ids.items() if ap == ap} == pytest.approx(values, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", ["labels", "cameras", "tags", "expanded", "dims"])
+def test_both_directions_are_those_of_two_metrics_with_swapped_roles(case):
+    x, labels, rows, cameras, tags = two_sides()
+    settings = {"map_ks": (3,), "extra_metrics": ("mINP", "NDCG@5")}
+    if case == "cameras":
+        rows["cameras"] = cameras
+    if case == "tags":
+        labels, settings["relevance"] = tags, SharedTags()
+    if case == "expanded":
+        settings["query_expansion"] = QueryExpansion(k=3)
+    if case == "dims":
+        settings["dims"] = (2, 6)
+    swapped = {**rows, "roles": torch.tensor([0, 2, 1, 3])[rows["roles"]]}
+    both, forward, reverse = (RetrievalMetrics(KS, **settings, reverse=on) for on in (True, False, False))
+    both.update(x, labels, **rows)
+    forward.update(x, labels, **rows)
+    reverse.update(x, labels, **swapped)
+    expected = {**forward.compute(), **{f"reverse/{name}": value for name, value in reverse.compute().items()}}
+    assert both.compute() == expected
+    assert expected["mAP"] != expected["reverse/mAP"]
+    assert (both.ranked_images, both.ranked_queries) == (forward.ranked_images, reverse.ranked_images)
+    for found, of_one in ((both.per_query(), forward), (both.per_query(reverse=True), reverse)):
+        for name, values in of_one.per_query().items():
+            assert torch.equal(found[name].nan_to_num(-1.0), values.nan_to_num(-1.0)), name
+
+
+def test_the_other_direction_must_be_asked_for():
+    metrics = RetrievalMetrics((1,))
+    metrics.update(X, Y)
+    assert not any(name.startswith("reverse/") for name in metrics.compute())
+    with pytest.raises(ValueError, match=r"^RetrievalMetrics: `reverse` needs metrics made with reverse=True"):
+        metrics.per_query(reverse=True)
+    with pytest.raises(ValueError, match=r"^RandomGalleryMetrics: `reverse` must be False, .* use RetrievalMetrics\."):
+        RandomGalleryMetrics(reverse=True)
 
 
 @pytest.mark.refusal
