@@ -51,8 +51,8 @@ from lightning_retrieval.models import GlyphNet, Preparation, TextEmbedder
 from lightning_retrieval.training.run_report import quiet_trainer
 
 WIDTH, DIM = 16, 64
-RATES = (0.002, 0.001, 0.004)
 METRICS = ("mAP", "R@1", "reverse/mAP", "reverse/R@1")  # the differences are those of the first
+FONT_RATES = (0.004, 0.002, 0.008)
 SANS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSans-Oblique")
 SERIF = ("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-BoldItalic", "DejaVuSerif-Italic")
 LEAST_EMOJI = 6  # that have a keyword
@@ -111,6 +111,7 @@ class Task:
         classes: the number of classes in a batch.
         queries: the number of queries of each class.
         samples: the number of candidates of each class.
+        rates: the learning rates that are tried.
         two_networks: whether the queries have a network of their own.
     """
 
@@ -118,12 +119,13 @@ class Task:
     classes: int
     queries: int
     samples: int
+    rates: Sequence[float] = (0.002, 0.001, 0.004)
     two_networks: bool = True
 
 
 TASKS = {
-    "fonts, one network": Task("fonts", 32, 2, 4, two_networks=False),
-    "fonts, two networks": Task("fonts", 32, 2, 4),
+    "fonts, one network": Task("fonts", 32, 2, 4, FONT_RATES, two_networks=False),
+    "fonts, two networks": Task("fonts", 32, 2, 4, FONT_RATES),
     "names, one picture": Task("names", 128, 1, 1),
     "names, four pictures": Task("names", 32, 1, 4),
     "keywords, four pictures": Task("keywords", 32, 1, 4),
@@ -312,9 +314,9 @@ class Study:
     def choose(self, task: str, loss: str) -> Run:
         """Return the run with the highest mAP of the validation classes."""
         _, (value, *values) = LOSSES[loss]
-        first = Run(task, loss, RATES[0], value, self.options.seeds[0], self.options.steps, "val")
-        rates = [replace(first, rate=rate) for rate in RATES]
-        best = max(rates, key=self.metric)
+        seed, steps = self.options.seeds[0], self.options.steps
+        tried = [Run(task, loss, rate, value, seed, steps, "val") for rate in TASKS[task].rates]
+        best = max(tried, key=self.metric)
         return max([best, *(replace(best, value=value) for value in values)], key=self.metric)
 
     def compare(self, task: str) -> str:
@@ -349,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--emoji", type=Path, help="the folder that emoji.py wrote; without it, only the fonts")
     parser.add_argument("--output", type=Path, default=Path("logs/two_sides"), help="folder of tables and results")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the first one also chooses settings")
     parser.add_argument("--classes", type=int, help="classes in a batch, in place of those of the task")
     options = parser.parse_args(arguments)
