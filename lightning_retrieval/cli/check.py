@@ -25,6 +25,7 @@ DATA_MODULES = (
     "ImageTable",
     "InShop",
     "LandmarksClean",
+    "Pairs",
     "PascalVOC",
     "RevisitedOxford",
     "RevisitedParis",

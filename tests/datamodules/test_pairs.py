@@ -1,0 +1,460 @@
+"""Pairs: classes matched by name, batches of two sides, their shards and seeds, preparation, evaluation and errors."""
+
+import csv
+import shutil
+from functools import partial
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from sklearn.metrics import average_precision_score
+from torch import nn
+from torch.nn.functional import normalize
+
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, Pairs
+from lightning_retrieval.datamodules.image_index import DISTRACTOR
+from lightning_retrieval.datamodules.pairs import PairSet
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.of_run import record_preparation
+from lightning_retrieval.preparation.serialised import serialise_transform
+from tests.datamodules.trees import write_image
+from tests.point_set import Points
+from tests.quiet_trainer import quiet_trainer
+
+# The classes of the two sides differ and come in another order, so that each side numbers the shared ones otherwise.
+SKETCHES = {"train": ("ant", "bee", "cat", "fox"), "test": ("dog", "eel", "owl")}
+PHOTOS = {"train": ("bee", "cat", "ape", "ant"), "test": ("eel", "cow", "dog")}
+SIZES = {"sketches": 12, "photos": 16}
+
+
+def write_side(folder, classes, images, rows=("image", "label", "split"), more=lambda number: ()):
+    """Write images of each class, whose paths begin with the class, and the table of them."""
+    folder.mkdir(parents=True)
+    with (folder / "table.csv").open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(rows)
+        number = 0
+        for split, names in classes.items():
+            for name in names:
+                for image in range(images):
+                    write_image(folder / f"{name}/{image}.png", size=(20, 20), seed=number + 100 * len(folder.name))
+                    table.writerow([f"{name}/{image}.png", name, split, *more(number)])
+                    number += 1
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sides")
+    write_side(folder / "sketches", SKETCHES, 2)
+    write_side(folder / "photos", PHOTOS, 3)
+    return folder
+
+
+def of_side(root, name, **settings):
+    return ImageTable(root / name, "table.csv", **{"image_size": SIZES[name], **settings})
+
+
+@pytest.fixture
+def make(root):
+    def create(sketches=(), photos=(), **settings):
+        sides = of_side(root, "sketches", **dict(sketches)), of_side(root, "photos", **dict(photos))
+        return Pairs(*sides, **{"classes_per_batch": 2, "samples_per_class": 2, "seed": 3, **settings})
+
+    return create
+
+
+def class_of(dataset, index):
+    """The class in the path of an image."""
+    return dataset.index.paths[index].partition("/")[0]
+
+
+# --- labels
+
+
+@pytest.mark.parametrize("split", ["train_set", "val_set"])
+def test_labels_are_equal_where_the_classes_have_the_same_name(make, split):
+    pairs = getattr(make(), split)
+    sides = [pairs.sides[side] for side in ("queries", "candidates")]
+    names, labels = [], []
+    for side in sides:
+        for index, item in enumerate(side.items(range(len(side.dataset)))):
+            names.append(class_of(side.dataset, index))
+            labels.append(item["labels"].item())
+    assert labels == pairs.labels.tolist()
+    assert len(names) == len(pairs) == 8 + 12 if split == "train_set" else 6 + 9
+    for name, label in zip(names, labels):
+        assert [other == label for other in labels] == [other == name for other in names]
+
+
+def test_training_batches_hold_the_same_classes_on_both_sides(make):
+    data = make(queries_per_class=3)
+    with pytest.warns(UserWarning, match="PairSampler: skipped 2 of 5 classes in training"):
+        batches = list(data.train_dataloader())
+    assert len(batches) == 3  # nine photos in shared classes, four in a batch
+    for batch in batches:
+        queries, candidates = batch["queries"], batch["candidates"]
+        assert queries["images"].shape[1:] == (3, 12, 12)
+        assert candidates["images"].shape[1:] == (3, 16, 16)
+        names = {}
+        for side, part, count in (("queries", queries, 3), ("candidates", candidates, 2)):
+            dataset = data.train_set.sides[side].dataset
+            names[side] = [class_of(dataset, index) for index in part["ids"].tolist()][::count]
+            assert part["labels"].tolist()[::count] == part["labels"].unique_consecutive().tolist()
+        assert names["queries"] == names["candidates"]
+
+
+def indexed(labels, **settings):
+    return ImageSet(ImageIndex([f"{i}.png" for i in range(len(labels))], labels, **settings), ".", torch.as_tensor)
+
+
+def test_numbers_are_used_as_they_are_if_no_side_has_names():
+    assert PairSet(Points(0, 8), Points(1, 4)).labels.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_names_of_one_side_only_raise():
+    with pytest.raises(
+        ValueError, match=r"^Pairs: the classes must have names on both .* of the candidates only; give"
+    ):
+        PairSet(Points(0), indexed([0], names=["cat"]))
+    tags = {"tags": [[0]], "names": ["cat"]}
+    with pytest.raises(ValueError, match=r"^Pairs: the tags must have names .* of the queries only; give"):
+        PairSet(indexed([0], **tags, tag_names=["red"]), indexed([0], **tags))
+
+
+def test_distractors_are_relevant_to_nothing_on_the_other_side():
+    queries = indexed([0, DISTRACTOR], names=["cat"])
+    candidates = indexed([DISTRACTOR, 0], names=["cat"])
+    of_cat, no_class, other_without, other_cat = PairSet(queries, candidates).labels.tolist()
+    assert of_cat == other_cat
+    assert len({of_cat, no_class, other_without}) == 3
+
+
+def items(side, *indices):
+    """The items without their images, which are no files here."""
+    side.dataset.input_of_transform = lambda position: [0.0]
+    return list(side.items(indices))
+
+
+def test_tags_are_matched_by_name_and_have_one_number_of_columns():
+    queries = indexed([0, 0], names=["cat"], tags=[[0, -1], [1, 0]], tag_names=["red", "wool"])
+    candidates = indexed([0], names=["cat"], tags=[[2, 0, 1]], tag_names=["wool", "blue", "red"])
+    sides = PairSet(queries, candidates).sides
+    red, wool = (item["tags"].tolist() for item in items(sides["queries"], 0, 1))
+    (of_candidate,) = (item["tags"].tolist() for item in items(sides["candidates"], 0))
+    assert red[1:] == [-1, -1]
+    assert wool[1:] == [red[0], -1]
+    assert of_candidate[:2] == [red[0], wool[0]]
+    assert of_candidate[2] not in (*red, *wool)
+
+
+def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_other_side_has_instances():
+    videos = indexed([0, 0], names=["cat"], instances=[5, 5], cameras=[1, 1])
+    stills = indexed([0, 0], names=["cat"])
+    sides = PairSet(stills, videos).sides
+    assert [item["instances"].item() for item in items(sides["queries"], 0, 1)] == [0, 1]
+    assert [item["instances"].item() for item in items(sides["candidates"], 0, 1)] == [5, 5]
+    assert "cameras" not in items(sides["candidates"], 0)[0]
+    both = PairSet(videos, indexed([0], names=["cat"], cameras=[7])).sides
+    assert [items(both[side], 0)[0]["cameras"].item() for side in both] == [1, 7]
+
+
+# --- evaluation
+
+
+class Sides(RetrievalModule):
+    """A network for the images of each side."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        embedder, query_embedder = (nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, 8)) for size in (16, 12))
+        super().__init__(embedder, SmoothAPLoss(tau=0.1), query_embedder=query_embedder)
+
+
+def mean_ap(queries, query_labels, gallery, gallery_labels):
+    scores = normalize(queries.double()) @ normalize(gallery.double()).T
+    relevant = query_labels[:, None] == gallery_labels
+    values = [average_precision_score(r, s) for r, s in zip(relevant, scores) if r.any()]
+    return sum(values) / len(values)
+
+
+def expected_metrics(data, module, unreadable=()):
+    """mAP of both directions, of each image embedded by itself."""
+    rows = {}
+    for name, embed in (("queries", module.embed_queries), ("candidates", module.embed)):
+        side = data.test_set.sides[name]
+        paths = side.dataset.index.paths
+        readable = [i for i in range(len(paths)) if (name, paths[i]) not in unreadable]
+        found = list(side.items(readable))
+        with torch.no_grad():
+            embedded = [embed(item["images"][None]) for item in found]
+        rows[name] = torch.cat(embedded), torch.stack([item["labels"] for item in found])
+    return {
+        "val/mAP": mean_ap(*rows["queries"], *rows["candidates"]),
+        "val/reverse/mAP": mean_ap(*rows["candidates"], *rows["queries"]),
+    }
+
+
+def validate(module, data, **settings):
+    trainer = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))], **settings)
+    (results,) = trainer.validate(module, datamodule=data, verbose=False)
+    return results
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_both_directions_are_evaluated(make, workers):
+    module = Sides()
+    # A batch of four holds queries only, queries and candidates, or candidates only.
+    found = validate(module, make(eval_batch_size=4, num_workers=workers))
+    for name, value in expected_metrics(make(), module.eval()).items():
+        assert found[name] == pytest.approx(value, abs=1e-6)
+    assert found["val/mAP"] != found["val/reverse/mAP"]
+    assert (found["val/skipped_queries"], found["val/reverse/skipped_queries"]) == (2, 3)  # owls, and cows
+
+
+def results_of_rank(rank, world, root):
+    data = Pairs(of_side(root, "sketches"), of_side(root, "photos"), classes_per_batch=2, eval_batch_size=2)
+    return validate(Sides(), data, devices=world, strategy="ddp")
+
+
+def test_two_processes_find_the_same_metrics(root, make, run_processes):
+    alone = validate(Sides(), make())
+    for found in run_processes(results_of_rank, 2, root, backend=None):
+        assert found == pytest.approx(alone, abs=1e-12)
+
+
+def test_an_unreadable_image_is_neither_query_nor_candidate(root, make, tmp_path):
+    for name, path in (("sketches", "eel/0.png"), ("photos", "dog/1.png")):
+        shutil.copytree(root / name, tmp_path / name)
+        (tmp_path / name / path).write_bytes(b"no image")
+    sides = [of_side(tmp_path, name, on_error="skip") for name in ("sketches", "photos")]
+    module = Sides()
+    with pytest.warns(UserWarning, match="cannot be read"):
+        found = validate(module, Pairs(*sides, classes_per_batch=2, eval_batch_size=1))
+    unreadable = (("queries", "eel/0.png"), ("candidates", "dog/1.png"))
+    for name, value in expected_metrics(make(), module.eval(), unreadable).items():
+        assert found[name] == pytest.approx(value, abs=1e-6)
+
+
+def test_several_sets_are_paired_by_name_or_with_the_single_set_of_the_other_side(tmp_path, root):
+    named = {"train": SKETCHES["train"], "easy": ("dog", "eel"), "hard": ("owl", "yak")}
+    for folder in ("sketches", "photos"):
+        write_side(tmp_path / folder, named, 2)
+    several = [of_side(tmp_path, name) for name in ("sketches", "photos")]
+    data = Pairs(*several, classes_per_batch=2)
+    quiet = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))])
+    results = {}
+    for found in quiet.test(Sides(), datamodule=data, verbose=False):
+        results |= found
+    assert {"test/easy/mAP", "test/easy/reverse/mAP", "test/hard/reverse/mAP"} <= results.keys()
+    against_one = Pairs(several[0], of_side(root, "photos"), classes_per_batch=2).test_set
+    assert {name: len(pairs) for name, pairs in against_one.items()} == {"easy": 4 + 9, "hard": 4 + 9}
+    write_side(tmp_path / "other", {**named, "best": ("hen",)}, 2)
+    other = ImageTable(tmp_path / "other", "table.csv")
+    with pytest.raises(
+        ValueError, match=r"^Pairs: the evaluation sets .* `test_set` with easy, hard of the queries and"
+    ):
+        _ = Pairs(several[0], other, classes_per_batch=2).test_set
+
+
+# --- training batches
+
+
+class Recorder(pl.LightningModule):
+    """Records the ids and the images of each batch, as the network would get them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches = []
+
+    def training_step(self, batch, batch_idx):
+        record = {}
+        for side, part in batch.items():
+            record[side] = list(zip(part["ids"].tolist(), part["images"].double().sum((1, 2, 3)).tolist()))
+        self.batches.append(record)
+        return self.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def recorded(root, checkpoint=None, *, workers=0, **settings):
+    """The batches of two epochs, which are augmented at random."""
+    sides = [of_side(root, name, transform="smooth_ap") for name in ("sketches", "photos")]
+    data = Pairs(*sides, classes_per_batch=3, samples_per_class=1, num_workers=workers, seed=3)
+    module = Recorder()
+    trainer = quiet_trainer(**{"max_epochs": 2, "limit_val_batches": 0, **settings})
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return module.batches
+
+
+def saved_after_step(step, folder):
+    """Settings of a Trainer that writes a.ckpt after this step."""
+    writer = ModelCheckpoint(folder, "a", every_n_train_steps=step)
+    return {"callbacks": [writer], "enable_checkpointing": True}
+
+
+def batches_of_rank(rank, world, root):
+    return recorded(root, devices=world, strategy="ddp")
+
+
+@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
+def test_batches_depend_neither_on_workers_nor_on_processes_nor_on_a_restart(root, tmp_path, run_processes):
+    alone = recorded(root)
+    assert len(alone) == 2 * 3
+    assert len({record["candidates"][0] for record in alone}) > 3  # other images, otherwise augmented
+    assert recorded(root, workers=2) == alone
+    first, second = run_processes(batches_of_rank, 2, root, backend=None)
+    for one, other, expected in zip(first, second, alone, strict=True):
+        for side, rows in expected.items():
+            assert one[side] + other[side] == rows
+            assert (len(one[side]), len(other[side])) == (2, 1)
+    recorded(root, **saved_after_step(4, tmp_path))
+    assert recorded(root, tmp_path / "a.ckpt") == alone[4:]
+
+
+@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
+def test_a_run_continues_only_with_the_images_of_both_sides(root, tmp_path):
+    for name in ("sketches", "photos"):
+        shutil.copytree(root / name, tmp_path / name)
+    recorded(tmp_path, **saved_after_step(4, tmp_path))
+    table = tmp_path / "sketches" / "table.csv"
+    table.write_text(table.read_text().replace("ant/0.png,ant", "ant/0.png,bee"))
+    with pytest.raises(ValueError, match=r"^Pairs: a run must continue with the training images .* as many, 20, with"):
+        recorded(tmp_path, tmp_path / "a.ckpt")
+
+
+class Sampled:
+    """What `check_first_batch` of a loader says of the labels and ids of one side."""
+
+    def __init__(self, data):
+        self.loader = data.train_dataloader()
+        self.batch = next(iter(self.loader))
+
+    def __call__(self, side, change=lambda labels: labels):
+        part = self.batch[side]
+        self.loader.check_first_batch(change(part["labels"]), part["ids"], side=side)
+
+
+@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
+@pytest.mark.parametrize("side", ["queries", "candidates"])
+def test_the_first_batch_is_compared_with_what_was_drawn_for_each_side(make, side):
+    check = Sampled(make(queries_per_class=2))
+    check(side)
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: `batch_sampler` must be made with the labels"):
+        check(side, lambda labels: labels.roll(1))
+
+
+def test_a_batch_needs_a_row_of_each_side_for_each_process(make, monkeypatch):
+    monkeypatch.setattr("lightning_retrieval.datamodules.loader.world_size", lambda: 3)
+    with (
+        pytest.warns(UserWarning, match="skipped 2 of 5 classes"),
+        pytest.raises(
+            ValueError, match=r"^RetrievalDataLoader: a batch must .* got 2 queries for 3 processes; enlarge"
+        ),
+    ):
+        next(iter(make().train_dataloader()))
+
+
+# --- preparation
+
+
+def test_each_side_is_prepared_for_its_own_network_and_both_preparations_are_recorded(make, tmp_path):
+    module, data = Sides(), make({"mean": (0.1,) * 3}, {"mean": (0.9,) * 3})
+    module.embedder.preparation = Preparation(99, interpolation="nearest")
+    module.query_embedder.preparation = Preparation(77, background="black")
+    seen = {}
+    trainer = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))])
+
+    def see(name, embed, images, whiten=True):
+        assert images.dtype == torch.float32  # normalised on the device
+        seen[name] = images
+        return embed(images, whiten)
+
+    module.embed_queries = partial(see, "queries", module.embed_queries)
+    module.embed = partial(see, "candidates", module.embed)
+    trainer.validate(module, datamodule=data, verbose=False)
+    for name, side in data.test_set.sides.items():
+        expected = side.collate(list(side.items(range(len(side.dataset)))))["images"]
+        assert torch.allclose(seen[name][-len(expected) :], expected[-len(seen[name]) :], atol=1e-6)
+    assert (data.queries.preparation.background, data.candidates.preparation.background) == ("black", "white")
+    record_preparation(module)
+    assert module.query_preparation == data.queries.serialised_preparation
+    assert module.preparation == data.candidates.serialised_preparation != module.query_preparation
+
+
+def test_the_preparation_of_queries_is_kept_in_checkpoints_and_used_again(make, root, tmp_path):
+    recorded_at, other = Preparation(12, mean=(0.3,) * 3), Preparation(16, mean=(0.6,) * 3)
+    module = Sides()
+    module.query_preparation, module.preparation = map(serialise_transform, (recorded_at, other))
+    images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
+    assert torch.equal(module.embed_queries(images), module.embed_queries(recorded_at.normalize(images)))
+    trainer = quiet_trainer(max_epochs=0)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Sides.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert (loaded.query_preparation, loaded.preparation) == (module.query_preparation, module.preparation)
+    data = Pairs(ImageTable(root / "sketches", "table.csv"), ImageTable(root / "photos", "table.csv"))
+    validate(loaded, data)
+    assert data.queries.preparation == recorded_at
+    assert data.candidates.preparation == other
+    with pytest.raises(ValueError, match=r"^ImageTable: images must be prepared as the model was evaluated, with .*12"):
+        quiet_trainer().predict(loaded, datamodule=make({"image_size": 16}, {"mean": (0.6,) * 3}))
+
+
+# --- errors
+
+
+@pytest.mark.refusal
+def test_invalid_sides_raise_one_sentence(make):
+    data = make()
+    photos = data.candidates
+    with pytest.raises(
+        ValueError, match=r"^Pairs: `queries` and `candidates` must be two .* got one ImageTable for both"
+    ):
+        Pairs(photos, photos)
+    with pytest.raises(TypeError, match=r"^Pairs: `queries` must be a data module of one side, .* got Pairs\."):
+        Pairs(data, photos)
+    with pytest.raises(TypeError, match=r"^Pairs: `candidates` must be .* got str\."):
+        Pairs(photos, "photos")
+    for name in ("queries_per_class", "samples_per_class"):
+        with pytest.raises(ValueError, match=rf"^Pairs: `{name}` must be .* got 0"):
+            make(**{name: 0})
+
+
+def test_arguments_of_a_side_that_have_no_effect_are_named(make):
+    with pytest.warns(UserWarning, match="^Pairs: `num_workers`, `sampler` of the data module of `queries` have no"):
+        make({"num_workers": 2, "sampler": "all_classes"})
+
+
+def test_a_class_in_training_on_one_side_and_in_evaluation_on_the_other_raises(tmp_path):
+    names = [f"class {number}" for number in range(8)]
+    for folder in ("sketches", "photos"):
+        (tmp_path / folder).mkdir()
+        chosen = names[: 6 if folder == "photos" else 8]  # so that other classes are drawn for the test
+        for name in chosen:
+            write_image(tmp_path / folder / name / "0.png")
+            write_image(tmp_path / folder / name / "1.png", seed=1)
+    data = Pairs(ImageFolder(tmp_path / "sketches"), ImageFolder(tmp_path / "photos"), classes_per_batch=2)
+    with pytest.raises(
+        ValueError, match=r"^Pairs: a class must be in training on both .* such as 'class \d'; give both"
+    ):
+        data.setup("fit")
+
+
+def test_the_check_reports_both_sides(make):
+    report = make().check()
+    assert {name: counts[0] for name, counts in report.splits.items()} == {
+        "queries/train": (8, 4),
+        "queries/test": (6, 3),
+        "candidates/train": (12, 4),
+        "candidates/test": (9, 3),
+    }
+    assert all(note.startswith(("queries: ", "candidates: ")) for note in report.notes)
