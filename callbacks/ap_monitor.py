@@ -204,7 +204,8 @@ class APMonitor(pl.Callback):
     evaluation set. The images of the set are split at random, the same way each time, into batches with as many classes
     and images per class as the first training batch. The gap is the mean AP within these batches minus the AP of the
     full set. The gap is rarely below 0, because the lists within batches are shorter than the lists over the full set.
-    Under a rule of relevance without classes, such as `SharedTags`, sets cannot be split so, and no gap is logged.
+    Under a rule of relevance without classes, such as `SharedTags`, sets cannot be split so, and no gap is logged, nor
+    for data with two sides, where `train/AP` is that of the candidates ranked for each query.
 
     Raises:
         ValueError: if the Trainer has no `RetrievalEvaluation`.
@@ -293,7 +294,8 @@ class APMonitor(pl.Callback):
         """
         if self._sums is not None:
             return
-        if isinstance(loss, ThirdPartyLoss):  # a third-party loss may not rank the references
+        is_two_sided = batch.ref_emb is not None and batch.ids is None
+        if isinstance(loss, ThirdPartyLoss) and not is_two_sided:  # a third-party loss may not rank the references
             batch = RankedBatch(batch.embeddings, batch.labels)
         if self._classes == 0:
             counts = torch.unique(finest(batch.labels), return_counts=True)[1]
@@ -306,6 +308,8 @@ class APMonitor(pl.Callback):
             return
         for evaluation_set in sets_ranked_by_label("APMonitor", trainer, self._warned):
             metrics: Any = evaluation_set.metrics
+            if metrics.reverse:  # a batch of a set with two sides is not a part of the set
+                continue
             if metrics.relevance is not None and not metrics.relevance.has_classes:
                 self._warn_of_no_classes(f"{evaluation_set.prefix}decomposability_gap", metrics.relevance)
                 continue

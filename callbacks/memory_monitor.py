@@ -17,7 +17,7 @@ from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.random_state import step_random_state
-from lightning_retrieval.training.sides import evaluation_mode
+from lightning_retrieval.training.sides import evaluation_mode, is_two_sided
 
 DRIFT = "train/memory_drift"
 _STATE = ("images", "labels", "embeddings", "values", "interval", "measured")
@@ -27,7 +27,8 @@ class MemoryMonitor(pl.Callback):
     """Logs the drift of the rows of a `CrossBatchMemory`, and decides when a memory with `start_step="auto"` begins.
 
     A few images of the first training batch, the probe, are embedded again at regular intervals, in evaluation mode and
-    without a gradient. The interval is the age of the oldest rows of a full memory, in steps.
+    without a gradient. The interval is the age of the oldest rows of a full memory, in steps. The probe of batches with
+    two sides are candidates.
 
     `train/memory_drift` is 1 minus the mean cosine between the embedding of each probe image now and one interval ago.
     This drift is the error of the oldest rows: if it is near 0, the oldest rows are ranked like new rows.
@@ -101,6 +102,8 @@ class MemoryMonitor(pl.Callback):
         """Embed the probe if an interval is over. Before a step, the model is in the state after a complete step."""
         memory: Any = pl_module.memory
         if self._images is None:
+            if is_two_sided(batch):
+                batch = batch["candidates"]
             images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
             self._take_probe(images, _columns(pl_module, labels, batch), memory)
         self._waits = memory.start_step == "auto" and not memory.started

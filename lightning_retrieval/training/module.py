@@ -28,7 +28,12 @@ from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_s
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
-from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone, trained_parameters
+from lightning_retrieval.training.optimizers import (
+    FrozenBackbone,
+    check_backbone,
+    trainable_parameters,
+    trained_parameters,
+)
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.sides import (
@@ -38,6 +43,7 @@ from lightning_retrieval.training.sides import (
     Side,
     check_chunk_size,
     chunk_size_of,
+    frozen_side_of,
     is_two_sided,
     joined_rows,
     rows_of_side,
@@ -115,7 +121,8 @@ class RetrievalModule(ManualTraining):
             `"both"` also ranks the queries for each candidate, and the loss is the mean of both directions.
         query_lr_factor: learning rate of the parameters of `query_embedder` divided by that of `embedder`, > 0.
         frozen_side: side whose network is not trained: `"candidates"` trains queries for an index that exists, or texts
-            for a fixed image encoder (LiT, CVPR 2022). Such a network stays in evaluation mode. None trains both.
+            for a fixed image encoder (LiT, CVPR 2022). Such a network stays in evaluation mode. None trains both,
+            unless one of the networks has no parameter that requires a gradient.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
             scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
@@ -172,6 +179,8 @@ class RetrievalModule(ManualTraining):
         super().__init__()
         modules = {"embedder": embedder, "query_embedder": query_embedder, "loss": loss, "memory": memory}
         modules["whitening"] = whitening
+        if frozen_side is None:  # kept as a hyperparameter, because a checkpoint does not hold what was frozen
+            frozen_side = frozen_side_of(embedder, query_embedder)
         objects = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "relevance": relevance}
         self._keep_hyperparameters(objects, inspect.currentframe())
         owner = type(self).__name__
@@ -188,6 +197,7 @@ class RetrievalModule(ManualTraining):
         self.memory = None if memory is None else rebuild(owner, "memory", memory, CrossBatchMemory)
         self.memory_weight = check_memory(owner, self.loss, self.memory, memory_mode, memory_weight)
         self.memory_mode: MemoryMode = memory_mode
+        self._check_candidates_learn()
         self.relevance = check_relevance(owner, self.loss, relevance)
         self.whitening = None if whitening is None else rebuild(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
@@ -232,6 +242,16 @@ class RetrievalModule(ManualTraining):
             check_references(owner, self.loss, "two sides")
         if self.query_embedder is not None and self.frozen_side is not None:
             {"queries": self.query_embedder, "candidates": self.embedder}[self.frozen_side].requires_grad_(False)
+
+    def _check_candidates_learn(self) -> None:
+        """Raise if the network of candidates is trained, but no candidate has a gradient."""
+        is_detached = self.memory_mode == "one_list_detached" and self.directions == "queries"
+        if self.query_embedder is not None and is_detached and trainable_parameters(self.embedder):
+            raise ValueError(
+                f"{type(self).__name__}: with `query_embedder` and directions='queries', memory_mode="
+                "'one_list_detached' leaves `embedder` without a gradient, got an `embedder` to train; give another "
+                "memory_mode, directions='both' or frozen_side='candidates'."
+            )
 
     def _set_clipping(self, limit: float | None, algorithm: Any) -> None:
         """Check the arguments of the constructor about clipping and store them as attributes."""

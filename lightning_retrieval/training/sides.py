@@ -118,6 +118,24 @@ def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) 
     return chunk_size
 
 
+def frozen_side_of(embedder: Any, query_embedder: Any) -> Side | None:
+    """The side whose network has parameters, but none that requires a gradient; None if there are not two networks.
+
+    Args:
+        embedder: the argument of a module's constructor: a network, or its description as plain data.
+        query_embedder: the same for the queries, or None.
+    """
+    if query_embedder is None:
+        return None
+    networks: dict[Side, Any] = {"candidates": embedder, "queries": query_embedder}
+    for side, network in networks.items():
+        if isinstance(network, nn.Module):
+            needs_gradient = {parameter.requires_grad for parameter in network.parameters()}
+            if needs_gradient == {False}:
+                return side
+    return None
+
+
 class EmbeddedSide(NamedTuple):
     """How one side of a batch is embedded in a training step.
 

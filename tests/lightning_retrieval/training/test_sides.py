@@ -1,0 +1,500 @@
+"""RetrievalModule with queries and candidates takes the steps of a plain loop, in chunks and in several processes."""
+
+import copy
+import functools
+import itertools
+import weakref
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins import DoublePrecision
+from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_metric_learning.losses import MultiSimilarityLoss, NTXentLoss, TripletMarginLoss
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_retrieval import (
+    CrossBatchMemory,
+    HAPLoss,
+    NestedLoss,
+    OtherCamera,
+    RetrievalModule,
+    ROADMAPLoss,
+    SmoothAPLoss,
+    WeightedSum,
+)
+from lightning_retrieval.losses import After, Before
+from lightning_retrieval.training import full_sharding
+from lightning_retrieval.training.full_sharding import full_tensor
+from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
+from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net, warnings_with
+from tests.quiet_trainer import quiet_trainer
+
+QUERIES, CANDIDATES = 7, 10  # rows of a batch, of which the sizes of chunks are 3 + 3 + 1 and 4 + 4 + 2, for example
+ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+def query_net(dropout=0.0):
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4)).double()
+
+
+def pairs(steps=3, dtype=torch.float64):
+    """Batches whose sides use the same ids for other things. A third of the candidates comes back in the next batch."""
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for step in range(steps):
+        candidates, queries = torch.arange(CANDIDATES) + 6 * step, torch.arange(QUERIES) + 6 * step
+        batches.append(
+            {
+                "queries": (torch.randn(QUERIES, 5, generator=generator, dtype=dtype), queries % 4, queries),
+                "candidates": (
+                    torch.randn(CANDIDATES, 6, generator=generator, dtype=dtype),
+                    candidates % 3,
+                    candidates,
+                ),
+            }
+        )
+    return batches
+
+
+def with_references(loss, embeddings, labels, ref_emb, ref_labels):
+    """A loss's call with references, also of pytorch-metric-learning's."""
+    if not type(loss).__module__.startswith("pytorch_metric_learning"):
+        return loss(embeddings, labels, ref_emb, ref_labels)
+    same = [[bool(a == b) for b in ref_labels] for a in labels]
+    positive = [(q, r) for q, r in itertools.product(range(len(labels)), range(len(ref_labels))) if same[q][r]]
+    negative = [(q, r) for q, r in itertools.product(range(len(labels)), range(len(ref_labels))) if not same[q][r]]
+    return loss(embeddings, labels, (*torch.tensor(positive).T, *torch.tensor(negative).T), ref_emb, ref_labels)
+
+
+def plain_run(loss, data, directions="queries", mode=None, size=16, networks=None, optimizer=SGD):
+    """The steps in plain PyTorch with one graph, and a dict of past candidates, of which the newest is the last."""
+    queries, candidates = networks or (query_net(), net())
+    unique = dict.fromkeys([*candidates.parameters(), *queries.parameters(), *loss.parameters()])
+    steps, past, values = optimizer([parameter for parameter in unique if parameter.requires_grad]), {}, []
+    for batch in data:
+        (texts, text_labels, _), (images, labels, ids) = batch["queries"], batch["candidates"]
+        q, c = queries(texts), candidates(images)
+        stored = [row for image, row in reversed(past.items()) if image not in ids.tolist()]
+        ranked, ranked_labels = c.detach() if mode in ("one_list_detached", "two_terms") else c, labels
+        if mode and stored:
+            ranked = torch.cat([ranked, torch.stack([row[0] for row in stored])])
+            ranked_labels = torch.cat([labels, torch.stack([row[1] for row in stored])])
+        if mode in ("one_list", "one_list_detached"):
+            value = with_references(loss, q, text_labels, ranked, ranked_labels)
+        else:
+            value = with_references(loss, q, text_labels, c, labels)
+        if mode == "two_terms":
+            value = value + 0.7 * with_references(loss, q, text_labels, ranked, ranked_labels)
+        if directions == "both":
+            value = (value + with_references(loss, c, labels, q, text_labels)) / 2
+        steps.zero_grad()
+        value.backward()
+        steps.step()
+        values.append(value.item())
+        for row in reversed(list(zip(c.detach(), labels, ids.tolist()))):
+            past.pop(row[2], None)
+            past[row[2]] = row
+        past = dict(list(past.items())[-size:])
+    return queries, candidates, values
+
+
+def module_of(loss, directions="queries", mode=None, networks=None, optimizer=SGD, **settings):
+    queries, candidates = networks or (query_net(), net())
+    if mode:
+        settings |= {"memory": CrossBatchMemory(16), "memory_mode": mode}
+    if mode == "two_terms":
+        settings["memory_weight"] = 0.7
+    if queries is not candidates:
+        settings["query_embedder"] = queries
+    return RetrievalModule(candidates, loss, directions=directions, optimizer=optimizer, **settings)
+
+
+def assert_trained_like(module, queries, candidates):
+    assert_same(module.query_embedder, queries)
+    assert_same(module.embedder, candidates)
+    assert not torch.equal(candidates[0].weight, net()[0].weight)
+
+
+LOSSES = {
+    "smooth-ap": lambda: SmoothAPLoss(tau=0.1),
+    "class balanced": lambda: SmoothAPLoss(tau=0.1, class_balanced=True, include_self=True),
+    "sum": lambda: ROADMAPLoss(0.3),
+    "third-party": lambda: MultiSimilarityLoss(),
+    "nested": lambda: NestedLoss(SmoothAPLoss(tau=0.1), (2, 4)),
+    "levels": lambda: HAPLoss(),
+}
+CHUNKS = [(None, 1), (3, 1), (4, 9), ({"queries": 2, "candidates": 4}, 4)]
+MODES = [None, "one_list", "two_terms", "one_list_detached"]
+LEARN = [case for case in itertools.product(["queries", "both"], MODES) if case != ("queries", "one_list_detached")]
+
+
+def with_levels(batch):
+    leveled = {}
+    for side, (inputs, labels, ids) in batch.items():
+        leveled[side] = (inputs, torch.stack([labels, labels // 2], 1), ids)
+    return leveled
+
+
+@functools.cache
+def expected(name, directions, mode):
+    return plain_run(LOSSES[name](), data_for(name), directions, mode)
+
+
+def data_for(name):
+    data = pairs()
+    for batch in data if name == "levels" else []:
+        for side, (inputs, labels, ids) in batch.items():
+            batch[side] = (inputs, torch.stack([labels, labels // 2], 1), ids)
+    return data
+
+
+@pytest.mark.parametrize(("directions", "mode"), LEARN)
+@pytest.mark.parametrize("name", LOSSES)
+def test_steps_are_those_of_one_graph(name, directions, mode):
+    """Whatever the chunks; another direction or memory gives other weights."""
+    queries, candidates, values = expected(name, directions, mode)
+    for chunk_size, keep_graphs in CHUNKS:
+        log = Log()
+        module = module_of(LOSSES[name](), directions, mode, chunk_size=chunk_size, keep_graphs=keep_graphs)
+        fit(module, data_for(name), callbacks=[log])
+        assert_same(module.query_embedder, queries)
+        assert_same(module.embedder, candidates)
+        assert log.losses == pytest.approx(values, abs=1e-6)  # logged in float32
+    for other in LEARN:
+        if other != (directions, mode):
+            assert not torch.allclose(expected(name, *other)[0][0].weight, queries[0].weight, rtol=0, atol=1e-9)
+
+
+def test_forty_steps_of_adamw():
+    """In float32, AdamW enlarges the rounding of gradients near 0; in float64, 40 steps are those of one graph."""
+    queries, candidates, _ = plain_run(SmoothAPLoss(tau=0.1), pairs(40), "both", optimizer=ADAM)
+    module = module_of(SmoothAPLoss(tau=0.1), "both", optimizer=ADAM, chunk_size=3)
+    fit(module, pairs(40))
+    assert_same(module.query_embedder, queries)
+    assert_same(module.embedder, candidates)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_in_float32(seed):
+    """From the same weights, they differ by rounding, in the norm of each parameter."""
+    torch.manual_seed(seed)
+    networks = nn.ModuleList([query_net(), net()]).float()
+    texts, images = torch.randn(QUERIES, 5), torch.randn(CANDIDATES, 6)
+
+    def loss(q, c):
+        return SmoothAPLoss(tau=0.01)(q, torch.arange(QUERIES) % 4, c, torch.arange(CANDIDATES) % 4)
+
+    loss(networks[0](texts), networks[1](images)).backward()
+    wanted = [parameter.grad for parameter in networks.parameters()]
+    networks.zero_grad()
+    two_sided_backward(EmbeddedSide(networks[0], texts, 3, 0), EmbeddedSide(networks[1], images, 3), loss)
+    for parameter, gradient in zip(networks.parameters(), wanted, strict=True):
+        assert gradient.norm() > 0
+        assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+class Graphs(RetrievalModule):
+    """Counts the graphs that exist at once, of which each forward pass with a graph makes one."""
+
+    most = 0
+
+    def watched(self, embed, inputs):
+        if not torch.is_grad_enabled():
+            return embed(inputs)
+        graph = object()
+
+        def pack(tensor):
+            saved = Saved(tensor, graph)
+            alive.add(saved)
+            self.most = max(self.most, len({other.graph for other in alive}))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            return embed(inputs)
+
+    def forward(self, images):
+        return self.watched(super().forward, images)
+
+    def forward_queries(self, inputs):
+        return self.watched(self.query_embedder, inputs)
+
+
+class Saved:
+    """A tensor that a graph has saved."""
+
+    def __init__(self, tensor, graph):
+        self.tensor, self.graph = tensor, graph
+
+
+alive = weakref.WeakSet()
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "keep_graphs", "most"),
+    [
+        (None, 1, 2),  # both sides, embedded once
+        (4, 1, 1),
+        (4, 3, 3),  # all candidates
+        (4, 4, 4),  # and one of the two chunks of queries
+        (4, 9, 5),
+        ({"queries": None, "candidates": 4}, 1, 2),
+        ({"queries": 4, "candidates": None}, 1, 1),
+    ],
+)
+def test_graphs_alive_at_once(chunk_size, keep_graphs, most):
+    settings = {"chunk_size": chunk_size, "keep_graphs": keep_graphs, "optimizer": SGD}
+    module = Graphs(net(), SmoothAPLoss(tau=0.1), query_embedder=query_net(), directions="both", **settings)
+    fit(module, pairs(2))
+    assert module.most == most
+    assert not alive
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_one_network_adds_the_gradients_of_both_sides(chunk_size):
+    """Its running statistics see the queries, then the candidates, once each; the plain network sees whole sides."""
+    data = pairs()
+    for batch in data:
+        batch["queries"] = (torch.cat([batch["queries"][0], batch["queries"][0][:, :1]], 1), *batch["queries"][1:])
+    norm = nn.BatchNorm1d(4, affine=False).double()
+    shared = nn.Sequential(*net(), norm)
+    if chunk_size:
+        norm.eval()
+    module = module_of(SmoothAPLoss(tau=0.1), "both", networks=(shared, shared), chunk_size=chunk_size)
+    plain = copy.deepcopy(shared)
+    plain_run(SmoothAPLoss(tau=0.1), data, "both", networks=(plain, plain))
+    fit(module, data)
+    assert_same(module.embedder, plain)
+    assert not torch.equal(plain[0].weight, net()[0].weight)
+    torch.testing.assert_close(norm.running_var, plain[-1].running_var)
+    assert int(norm.num_batches_tracked) == (0 if chunk_size else 6)
+
+
+# --- A side that is not trained
+
+
+def with_norm_and_dropout(make):
+    torch.manual_seed(9)
+    return nn.Sequential(*make(0.5), nn.BatchNorm1d(4)).double()
+
+
+class Calls(RetrievalModule):
+    """Counts the forward passes of each side."""
+
+    calls = 0, 0
+
+    def forward(self, images):
+        self.calls = self.calls[0], self.calls[1] + 1
+        return super().forward(images)
+
+    def forward_queries(self, inputs):
+        self.calls = self.calls[0] + 1, self.calls[1]
+        return self.query_embedder(inputs)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("side", ["queries", "candidates"])
+def test_a_frozen_side_is_embedded_once_in_evaluation_mode(side, chunk_size):
+    """So its embeddings stay those of an index; the other side learns as beside constant embeddings."""
+    queries, candidates = query_net(), net()
+    if side == "queries":
+        queries = with_norm_and_dropout(query_net)
+    else:
+        candidates = with_norm_and_dropout(net)
+    frozen, before = (queries, candidates)[side == "candidates"], {}
+    before = copy.deepcopy(frozen.state_dict())
+    plain_queries, plain_candidates = copy.deepcopy(queries), copy.deepcopy(candidates)
+    (plain_queries, plain_candidates)[side == "candidates"].eval().requires_grad_(False)
+    plain_run(SmoothAPLoss(tau=0.1), pairs(), "both", networks=(plain_queries, plain_candidates))
+    settings = {"frozen_side": side, "chunk_size": chunk_size, "directions": "both", "optimizer": SGD}
+    module = Calls(candidates, SmoothAPLoss(tau=0.1), query_embedder=queries, **settings)
+    fit(module, pairs())
+    assert_same(queries, plain_queries)
+    assert_same(candidates, plain_candidates)
+    assert frozen[-1].training
+    for name, value in frozen.state_dict().items():
+        assert torch.equal(value, before[name])
+    chunks = {"queries": 3, "candidates": 4}[side] if chunk_size else 1
+    assert module.calls[side == "candidates"] == 3 * chunks
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_a_frozen_side_stays_frozen_when_a_checkpoint_is_loaded(by_argument, tmp_path):
+    settings = {"frozen_side": "candidates"} if by_argument else {}
+    networks = query_net(), net().requires_grad_(by_argument)
+    module = module_of(SmoothAPLoss(tau=0.1), networks=networks, **settings)
+    fit(module, pairs()).save_checkpoint(tmp_path / "frozen.ckpt")
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "frozen.ckpt", embedder=net(), query_embedder=query_net())
+    fit(loaded, pairs())
+    assert torch.equal(loaded.embedder[0].weight, net()[0].weight)
+    assert not torch.allclose(loaded.query_embedder[0].weight, module.query_embedder[0].weight)
+
+
+class Tied(RetrievalModule):
+    """A subclass that embeds candidates with a layer besides `embedder`."""
+
+    def __init__(self, embedder, loss, **settings):
+        super().__init__(embedder, loss, **settings)
+        torch.manual_seed(4)
+        self.extra = nn.Linear(4, 4).double()
+
+    def forward(self, images):
+        return self.extra(super().forward(images))
+
+
+def test_a_frozen_network_with_a_trained_layer_behind_it():
+    module = Tied(net(), SmoothAPLoss(tau=0.1), query_embedder=query_net(), frozen_side="candidates", optimizer=SGD)
+    plain = nn.Sequential(net().requires_grad_(False), copy.deepcopy(module.extra))
+    queries, _, _ = plain_run(SmoothAPLoss(tau=0.1), pairs(), networks=(query_net(), plain))
+    fit(module, pairs())
+    assert_same(module.extra, plain[1])
+    assert_same(module.query_embedder, queries)
+
+
+# --- What raises, and what is logged
+
+
+class NotRanked(nn.Module):
+    """A loss that ranks only the batch."""
+
+    def forward(self, embeddings, labels):
+        return embeddings.sum()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "sentence", "settings"),
+    [
+        (
+            ValueError,
+            r"`query_lr_factor` and `frozen_side` need a `query_embedder`, got 2.0 ",
+            {"query_lr_factor": 2.0},
+        ),
+        (ValueError, r"need a `query_embedder`, got 1.0 and 'queries' without one", {"frozen_side": "queries"}),
+        (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0, "query_embedder": net()}),
+        (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both", "query_embedder": net()}),
+        (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
+        (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
+        (
+            TypeError,
+            r"with two sides the loss must rank references .* NotRanked",
+            {"loss": NotRanked(), "directions": "both"},
+        ),
+        (ValueError, r"`chunk_size` must have the keys .* got \{'queries': 3\}", {"chunk_size": {"queries": 3}}),
+        (ValueError, r"`chunk_size\['queries'\]` .* got 0", {"chunk_size": {"queries": 0, "candidates": None}}),
+        (
+            ValueError,
+            r"memory_mode='one_list_detached' leaves `embedder` without a gradient",
+            {"query_embedder": net(), "memory": CrossBatchMemory(9), "memory_mode": "one_list_detached"},
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_two_sides(error, sentence, settings):
+    with pytest.raises(error, match=rf"^RetrievalModule: .*{sentence}"):
+        RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
+
+
+# --- Several processes, of which the second has fewer queries and more candidates
+
+FIRST = {"queries": 5, "candidates": 3}  # rows of the first of two processes
+RUNS = {
+    "memory": {"memory": CrossBatchMemory(16), "chunk_size": {"queries": 2, "candidates": 3}},
+    "sum": {"loss": ROADMAPLoss(0.3), "chunk_size": 2, "keep_graphs": 3, "gradient_clip_val": 0.1},
+    "third-party": {"loss": MultiSimilarityLoss(), "directions": "queries"},
+    "scheduled": {"loss": WeightedSum({"pairs": (Before(0.5), MultiSimilarityLoss()), "ap": (After(0.5), HAPLoss())})},
+    "frozen": {"frozen_side": "candidates", "memory": CrossBatchMemory(16), "memory_mode": "two_terms"},
+    "one network": {"query_embedder": None, "chunk_size": 2},
+    "rule": {"relevance": OtherCamera(), "directions": "queries"},
+}
+SHARDED = ["memory", "sum", "frozen", "one network"]
+
+
+class Shares(IterableDataset):
+    """Each process's rows of the batches; the whole batches for one process."""
+
+    def __init__(self, name, world):
+        self.name, self.world = name, world
+
+    def __iter__(self):
+        for batch in pairs():
+            shares = {}
+            for side, columns in batch.items():
+                rows = slice(None)
+                if self.world > 1:
+                    rows = [slice(FIRST[side]), slice(FIRST[side], None)][dist.get_rank()]
+                shares[side] = self.form(side, *(column[rows] for column in columns))
+            yield shares
+
+    def form(self, side, inputs, labels, ids):
+        if self.name == "one network" and side == "queries":
+            inputs = torch.cat([inputs, inputs[:, :1]], 1)
+        if self.name == "empty" and side == "candidates" and dist.get_rank() == 1:
+            return inputs[:0], labels[:0], ids[:0]
+        if self.name == "rule":
+            return {"images": inputs, "labels": labels, "ids": ids, "cameras": ids % 2}
+        return inputs, labels, ids
+
+
+def run_of(name, world, sharded=False):
+    settings = {"loss": SmoothAPLoss(tau=0.1), "query_embedder": query_net(), "directions": "both", "optimizer": ADAM}
+    module = RetrievalModule(net(), **copy.deepcopy({**settings, **RUNS.get(name, {})}))
+    strategy, plugins = "auto", None
+    if world > 1:
+        strategy = "ddp"
+    if sharded:
+        strategy, plugins = ModelParallelStrategy(world, 1, save_distributed_checkpoint=False), [DoublePrecision()]
+    log = Log()
+    trainer = quiet_trainer(max_steps=3, devices=world, strategy=strategy, plugins=plugins, callbacks=[log, Whole()])
+    trainer.fit(module, DataLoader(Shares(name, world), batch_size=None))
+    return {"weights": module.whole, "losses": log.losses, "memory": module.memory and len(module.memory)}
+
+
+class Whole(pl.Callback):
+    """Keeps the full weights at the end of a run."""
+
+    def on_train_end(self, trainer, module):
+        module.whole = [full_tensor(parameter.detach()).clone() for parameter in module.parameters()]
+
+
+def message_of(name, world):
+    with pytest.raises(ValueError) as raised:
+        run_of(name, world)
+    return str(raised.value)
+
+
+def in_each_process(rank, world):
+    full_sharding.SMALLEST_BLOCK = 10  # so that the small networks have blocks
+    found = {name: run_of(name, world) for name in RUNS}
+    if world > 1:
+        found |= {f"sharded {name}": run_of(name, world, sharded=True) for name in SHARDED}
+        found["empty"] = message_of("empty", world)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(run_processes):
+    return run_processes(in_each_process, 1, backend=None, timeout=200)[0]
+
+
+@pytest.fixture(scope="module")
+def two(run_processes):
+    return run_processes(in_each_process, 2, backend=None, timeout=200)
+
+
+@pytest.mark.parametrize("name", [*RUNS, *(f"sharded {name}" for name in SHARDED)])
+def test_two_processes_train_as_one(name, one, two):
+    wanted = one[name.removeprefix("sharded ")]
+    for found in two:
+        torch.testing.assert_close(found[name]["weights"], wanted["weights"], rtol=0, atol=1e-12)
+        assert found[name]["losses"] == pytest.approx(wanted["losses"], abs=1e-6)
+        assert found[name]["memory"] == wanted["memory"]
+
+
+def test_a_side_that_is_empty_in_one_process_raises_in_all(two):
+    for found in two:
+        assert "at least one query and one candidate, got [[5, 3], [2, 0]] queries and candidates" in found["empty"]
