@@ -125,9 +125,9 @@ def check_sampler(owner: str, sampler: SamplerName | GlobalBatchSampler) -> Samp
 
 @runtime_checkable
 class LabelledImages(Protocol):
-    """A map-style dataset. Its items are dicts with `images`, `labels` and `ids`, or, in `Pairs`, a side and such a dict.
+    """A map-style dataset whose items are dicts with `images`, `labels` and `ids`; an item's id is its index.
 
-    An item's id is its index.
+    The items of a `PairSet` are pairs of a side and such a dict.
     """
 
     @property
