@@ -165,6 +165,8 @@ def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
     options: argparse.Namespace = parser.parse_args(args)
     if command == "index":
         _check_index_options(parser, options)
+    if command == "search" and not options.queries and not options.text:
+        parser.error("an image or --text must be given")
     return options
 
 
@@ -364,7 +366,14 @@ def _add_replacement(group: argparse._MutuallyExclusiveGroup) -> None:
 
 
 def _add_search_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
+    parser.add_argument("queries", nargs="*", metavar="IMAGE", help="image file to search for")
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help='text to search for, such as "red shoes", if the checkpoint has a network for texts; may be repeated',
+    )
     _add_searched_index(parser, images_help="folder of the index's images, if it was moved; for --html")
     parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
     parser.add_argument(
@@ -403,7 +412,11 @@ def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) ->
     parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
     _add_store(parser, "--index")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="C", help="checkpoint that the index was made with, if it was moved"
+        "--checkpoint",
+        type=Path,
+        metavar="C",
+        help="checkpoint that the index was made with, if it was moved; or another whose network of candidates is the "
+        "same, such as one that was trained with it as a FrozenEmbedder",
     )
     parser.add_argument("--images", type=Path, metavar="DIR", help=images_help)
     parser.add_argument(
@@ -479,12 +492,12 @@ COMMANDS = {
         _add_index_options,
     ),
     "search": Command(
-        "Find the images of an index that are nearest to query images.",
+        "Find the images of an index that are nearest to query images or texts.",
         "lightning-retrieval search --index index query.jpg --html results.html",
         _add_search_options,
     ),
     "demo": Command(
-        "Search an index in the browser, by upload or by clicking a result.",
+        "Search an index in the browser, by upload, by clicking a result or by text.",
         "lightning-retrieval demo --index index",
         _add_demo_options,
     ),

@@ -1,0 +1,156 @@
+"""The commands with a checkpoint of two networks: texts or images search an index of the network of candidates."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.models import Embedder, FrozenEmbedder, TextEmbedder
+from lightning_retrieval.search.index import RetrievalIndex
+from tests.lightning_retrieval.cli.glyph_commands import command, error_of, run, save_checkpoint
+
+TEXTS = {"backbone": "ngram_net", "embedding_dim": 16, "backbone_args": {"buckets": 500, "dim": 8}}
+SMALL = {"backbone": "glyph_net", "embedding_dim": 16, "backbone_args": {"width": 8}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images, the checkpoint that indexed them, and checkpoints of queries for its network."""
+    folder = tmp_path_factory.mktemp("two_sides")
+    (folder / "images").mkdir()
+    pictures = np.random.default_rng(0).integers(0, 256, (6, 32, 32), dtype=np.uint8)
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(folder / "images" / f"{number}.png")
+    torch.manual_seed(0)
+    save_checkpoint(folder / "old.ckpt", RetrievalModule(Embedder(**SMALL), SmoothAPLoss()))
+    save_checkpoint(folder / "other.ckpt", RetrievalModule(Embedder(**SMALL), SmoothAPLoss()))
+    for name, network in (("texts", TextEmbedder(**TEXTS)), ("images", Embedder("glyph_net", 16))):
+        frozen = FrozenEmbedder(checkpoint=str(folder / "old.ckpt"))
+        save_checkpoint(folder / f"{name}.ckpt", RetrievalModule(frozen, SmoothAPLoss(), query_embedder=network))
+    return folder
+
+
+@pytest.fixture
+def index(folder, tmp_path, capsys):
+    """An index of the images by the old network."""
+    assert indexed(folder, tmp_path / "index", capsys, "old")[0] == 0
+    return tmp_path / "index"
+
+
+def indexed(folder, output, capsys, name, *more):
+    checkpoint, images = f"--checkpoint={folder / name}.ckpt", f"--images={folder / 'images'}"
+    return command(capsys, "index", checkpoint, images, f"--output={output}", *more)
+
+
+def found(capsys, *arguments):
+    """The results of a search by query, as (path, similarity)."""
+    code, out, err = command(capsys, "search", *arguments, "--json")
+    assert (code, err) == (0, "")
+    queries = json.loads(out)["queries"]
+    return {query["query"]: [(hit["path"], hit["similarity"]) for hit in query["results"]] for query in queries}
+
+
+def expected(folder, embeddings):
+    """The images nearest to embeddings of queries, by a loop over the images and the old network."""
+    old = RetrievalModule.load_from_checkpoint(folder / "old.ckpt").eval()
+    rows = []
+    for number in range(6):
+        image = old.embedder.preparation(Image.open(folder / "images" / f"{number}.png"))
+        with torch.inference_mode():
+            similarity = float(old.embed(image[None])[0] @ embeddings)
+        rows.append((f"{number}.png", pytest.approx(similarity, abs=1e-3)))
+    return sorted(rows, key=lambda row: -row[1].expected)
+
+
+def test_texts_search_the_index_of_the_old_checkpoint(folder, index, capsys):
+    given = [f"--index={index}", f"--checkpoint={folder / 'texts.ckpt'}", "-k=6"]
+    results = found(capsys, *given, "--text", "red shoes", "--text", "sofa", str(folder / "images" / "0.png"))
+    module = RetrievalModule.load_from_checkpoint(folder / "texts.ckpt").eval()
+    assert list(results) == [str(folder / "images" / "0.png"), "red shoes", "sofa"]
+    for text in ("red shoes", "sofa"):
+        with torch.inference_mode():
+            row = module.embed_queries(module.query_embedder.tokenizer([text]))[0]
+        assert results[text] == expected(folder, row)
+    assert results[str(folder / "images" / "0.png")][0] == ("0.png", pytest.approx(1, abs=1e-4))
+
+
+def test_image_queries_are_embedded_by_the_network_of_queries(folder, index, capsys):
+    query = str(folder / "images" / "3.png")
+    results = found(capsys, f"--index={index}", f"--checkpoint={folder / 'images.ckpt'}", query, "-k=6")
+    module = RetrievalModule.load_from_checkpoint(folder / "images.ckpt").eval()
+    image = module.query_embedder.preparation(Image.open(query))
+    with torch.inference_mode():
+        row = module.embed_queries(image[None])[0]
+    assert results[query] == expected(folder, row)
+
+
+def test_a_checkpoint_of_another_network_is_refused(folder, index, capsys):
+    error = error_of(capsys, "search", f"--index={index}", f"--checkpoint={folder / 'other.ckpt'}", "--text=x")
+    assert error.startswith("search: `--checkpoint` must be the one that the index was made with, because embeddings")
+
+
+def test_an_index_from_before_networks_were_recorded_is_compared_with_its_checkpoint(folder, index, capsys):
+    manifest = index / "manifest.json"
+    text = manifest.read_text()
+    loaded = RetrievalIndex.load(index)
+    del loaded.about["network_sha256"]
+    loaded.save(index)
+    assert "network_sha256" not in manifest.read_text() != text
+    given = [f"--index={index}", "--text=x", "-k=6"]
+    assert len(found(capsys, *given, f"--checkpoint={folder / 'texts.ckpt'}")["x"]) == 6
+    assert "must be the one" in error_of(capsys, "search", *given, f"--checkpoint={folder / 'other.ckpt'}")
+
+
+def test_the_index_is_updated_with_the_new_checkpoint(folder, capsys, tmp_path):
+    (tmp_path / "images").mkdir()
+
+    def add_images(numbers, name, *more):
+        for number in numbers:
+            shutil.copy(folder / "images" / f"{number}.png", tmp_path / "images")
+        given = [f"--checkpoint={folder / name}", f"--images={tmp_path / 'images'}", f"--output={tmp_path / 'index'}"]
+        return command(capsys, "index", *given, *more)
+
+    assert add_images(range(4), "old.ckpt")[0] == 0
+    assert add_images(range(4, 6), "texts.ckpt", "--update")[0] == 0
+    query = str(folder / "images" / "5.png")
+    results = found(capsys, f"--index={tmp_path / 'index'}", f"--checkpoint={folder / 'old.ckpt'}", query, "-k=6")
+    assert results[query][0] == ("5.png", pytest.approx(1, abs=1e-4))
+    code, _, error = add_images([], "other.ckpt", "--update")
+    assert code == 2
+    assert "they are of another model" in error
+
+
+def test_text_for_a_checkpoint_without_texts_is_one_sentence(folder, index, capsys):
+    error = error_of(capsys, "search", f"--index={index}", "--text=red shoes")
+    assert error.startswith(
+        "search: `--text` must be given for a checkpoint whose network of queries embeds texts, got"
+    )
+    code, _, err = command(capsys, "search", f"--index={index}")
+    assert code == 2
+    assert "an image or --text must be given" in err
+
+
+def test_the_page_shows_a_text_safely(folder, index, capsys, tmp_path):
+    page = tmp_path / "page.html"
+    text = "<b>red</b> & 'shoes'"
+    given = [f"--index={index}", f"--checkpoint={folder / 'texts.ckpt'}"]
+    code, out, err = command(capsys, "search", *given, "--text", text, f"--html={page}", "--threshold=2")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{text}\nNothing similar")
+    source = page.read_text()
+    assert '<span class="picture words">&lt;b&gt;red&lt;/b&gt; &amp; &#x27;shoes&#x27;</span>' in source
+    assert text not in source
+
+
+def test_export_and_adapt_refuse_two_networks(folder, capsys, tmp_path):
+    checkpoint = f"--checkpoint={folder / 'texts.ckpt'}"
+    _, _, error = run(capsys, "export", checkpoint, f"--output={tmp_path / 'exported'}")
+    assert error.startswith("export: `--checkpoint` must be of a model with one network, got")
+    embeddings = tmp_path / "embeddings"
+    assert command(capsys, "embed", checkpoint, f"--images={folder / 'images'}", f"--output={embeddings}")[0] == 0
+    _, _, error = run(capsys, "adapt", f"--embeddings={embeddings}", f"--output={tmp_path / 'head.ckpt'}")
+    assert error.startswith("adapt: `--checkpoint` must be of a model with one network, got")
