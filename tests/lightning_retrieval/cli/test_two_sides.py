@@ -154,3 +154,67 @@ def test_export_and_adapt_refuse_two_networks(folder, capsys, tmp_path):
     assert command(capsys, "embed", checkpoint, f"--images={folder / 'images'}", f"--output={embeddings}")[0] == 0
     _, _, error = run(capsys, "adapt", f"--embeddings={embeddings}", f"--output={tmp_path / 'head.ckpt'}")
     assert error.startswith("adapt: `--checkpoint` must be of a model with one network, got")
+
+
+CONFIG = """
+seed_everything: 0
+trainer:
+  max_epochs: 2
+  accelerator: cpu
+  devices: 1
+  logger: false
+  enable_progress_bar: false
+  callbacks:
+    - class_path: RetrievalEvaluation
+      init_args: {{ks: [1]}}
+    - class_path: pytorch_lightning.callbacks.ModelCheckpoint
+      init_args: {{dirpath: {out}, filename: best, monitor: val/mAP, mode: max, enable_version_counter: false}}
+model:
+  class_path: RetrievalModule
+  init_args:
+    embedder:
+      class_path: lightning_retrieval.models.FrozenEmbedder
+      init_args: {{checkpoint: {folder}/old.ckpt}}
+    query_embedder:
+      class_path: lightning_retrieval.models.TextEmbedder
+      init_args: {{backbone: ngram_net, embedding_dim: 16, backbone_args: {{buckets: 500, dim: 8}}}}
+    loss: SmoothAPLoss
+    directions: both
+data:
+  class_path: Pairs
+  init_args:
+    queries:
+      class_path: TextTable
+      init_args: {{table: {out}/captions.csv}}
+    candidates:
+      class_path: ImageTable
+      init_args: {{root: {folder}/images, table: {out}/images.csv}}
+    classes_per_batch: 2
+    queries_per_class: 1
+    samples_per_class: 1
+"""
+
+
+def test_texts_are_trained_for_an_old_index_from_a_config(folder, index, tmp_path, capsys):
+    """The new checkpoint needs neither the old one nor the tables."""
+    splits = ["train", "train", "train", "test", "test", "test"]
+    images = [f"{number}.png,c{number},{split}" for number, split in enumerate(splits)]
+    (tmp_path / "images.csv").write_text("\n".join(["image,label,split", *images]))
+    captions = [f"number {number},c{number},{split}" for number, split in enumerate(splits)]
+    (tmp_path / "captions.csv").write_text("\n".join(["text,label,split", *captions]))
+    old = tmp_path / "moved"
+    old.mkdir()
+    shutil.copy(folder / "old.ckpt", old)
+    shutil.copytree(folder / "images", old / "images")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=old, out=tmp_path))
+    code, out, err = run(capsys, "fit", "--config", tmp_path / "config.yaml")
+    assert code == 0, err
+    assert "reverse/mAP" in out
+    before = torch.load(old / "old.ckpt", weights_only=True)["state_dict"]
+    shutil.rmtree(old)
+    saved = torch.load(tmp_path / "best.ckpt", weights_only=True)
+    for name, value in before.items():
+        assert torch.equal(saved["state_dict"][f"embedder.{name}"], value)
+    assert "old.ckpt" not in str(saved["hyper_parameters"])
+    given = [f"--index={index}", f"--checkpoint={tmp_path / 'best.ckpt'}", "-k=6"]
+    assert len(found(capsys, *given, "--text=number 3")["number 3"]) == 6
