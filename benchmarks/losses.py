@@ -2,6 +2,7 @@
 
     python benchmarks/losses.py             # about five minutes on two cores
     python benchmarks/losses.py --products  # compared with their matrix products alone, about three minutes
+    python benchmarks/losses.py --processes  # the work of one of many processes, about two minutes
 
 The peer is the loss of the same name in pytorch-metric-learning if there is one, else a direct implementation of the
 formula with a tensor of shape (B, B, B) or (B, bins, B); for the black-box losses it is one argsort of the (B, B) score
@@ -13,6 +14,10 @@ groups differently. Memory is the peak that a step adds, measured in a separate 
 The matrix products of a loss are one of B x B x D in the forward pass and two in the backward pass. They and the losses
 run in turn in one process, and the ratio is the median of the ratios of each turn. On a CPU the time is CPU time, so
 that other work on the machine hardly counts; it is measured with one thread and with two.
+
+With W processes, each computes the loss of 1 / W of the queries; what is not divided is the work of every process. The
+share of counting is the CPU time in which the first process counts the positives of the queries, divided by that of its
+loss, with one thread; the processes need not exist for this.
 """
 
 from collections.abc import Callable
@@ -33,6 +38,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from lightning_retrieval import losses
+from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.losses.lists import EmbeddingLists
 
 DIM, PER_CLASS, MIB = 512, 4, 1 << 20
 LOSSES: dict[str, Callable[[], nn.Module]] = {
@@ -211,12 +218,54 @@ def compare_with_products(device: str, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def of_one_process(processes: int, batch: int, device: str) -> dict[str, Callable[[], Any]]:
+    """The Smooth-AP of the queries of the first of some processes, and its counting of positives alone."""
+    embeddings = torch.randn(batch, DIM, device=device).requires_grad_()
+    labels, ids = torch.arange(batch, device=device) // PER_CLASS, torch.arange(batch, device=device)
+    queries = QueryRange(0, batch // processes, total=lambda sums: sums)
+    loss = losses.SmoothAPLoss()
+
+    def run() -> None:
+        embeddings.grad = None
+        loss(embeddings, labels, ids=ids, queries=queries).backward()
+
+    def count() -> None:
+        ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
+        EmbeddingLists("losses.py", ranked, include_self=False).count_positives(queries)
+
+    def prepare() -> None:
+        EmbeddingLists("losses.py", RankedBatch(embeddings, labels, ids=ids, queries=queries), include_self=False)
+
+    return {"loss": run, "counting": count, "preparation": prepare}
+
+
+def share_of_counting(device: str, quick: bool) -> list[dict[str, Any]]:
+    """How much of the work of a process is counting, by the number of processes."""
+    batches, runs = ((512,), 1) if quick else ((4096, 8192), 9)
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        for processes in (1, 8, 64, 512):
+            functions = of_one_process(processes, batch, device)
+            turns = timed_in_turn(functions, runs, device, clock=cpu_clock(device))
+            of_loss = interleaved({"loss": functions["loss"]}, runs, device, clock=cpu_clock(device))["loss"]
+            counting = [max(0.0, turn["counting"] - turn["preparation"]) / turn["loss"] for turn in turns]
+            row: dict[str, Any] = {"batch": batch, "processes": processes, "loss": of_loss}
+            rows.append(row | range_of("share of counting", counting) | {"runs": runs})
+    return rows
+
+
 def main() -> None:
     options = arguments(
         "Forward and backward pass of every loss, compared with a peer.",
         products="compare them with their matrix products instead",
+        processes="measure the work of one of many processes instead",
     )
     device, quick = options.device, options.quick
+    if options.processes:
+        title = f"Smooth-AP of one of W processes, K = {PER_CLASS}, D = {DIM}; CPU time on a CPU"
+        report(title, environment(device), share_of_counting(device, quick), options.json)
+        return
     if options.products:
         title = f"Losses over their matrix products, K = {PER_CLASS}, D = {DIM}; CPU time on a CPU"
         rows = compare_with_products(device, quick)

@@ -151,7 +151,7 @@ class RetrievalLoss(BatchLoss, ABC):
         """Which queries are computed, in which blocks, and with which weights."""
         if queries is not None and self.reduction == "none":
             raise ValueError(f"{self.name}: `reduction` must be 'mean' or 'sum' for a range of `queries`, got 'none'.")
-        positives, positives_on_host = lists.count_positives()
+        positives, positives_on_host = lists.count_positives(queries)
         valid, valid_on_host = self._has_value(positives), self._has_value(positives_on_host)
         if not valid_on_host.any():
             self._warn_of_no_positive()

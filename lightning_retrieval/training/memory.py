@@ -26,7 +26,9 @@ from lightning_retrieval.checks import (
     check_matrix,
     short_repr,
 )
+from lightning_retrieval.distributed import to_host
 from lightning_retrieval.losses.batch_loss import RankedBatch
+from lightning_retrieval.losses.positives import true_indices
 
 MemoryMode = Literal["one_list", "one_list_detached", "two_terms"]
 
@@ -138,7 +140,9 @@ class CrossBatchMemory(nn.Module):
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch._replace(embeddings=batch.embeddings.detach())
-        references = batch.followed_by(self._stored_besides(batch))
+        stored = self._stored_like(batch)
+        others = stored.select(_indices(~_occurs(stored.ids, batch.ids), embeddings))
+        references = batch.followed_by(others)
         return RankedBatch(
             embeddings,
             labels,
@@ -163,11 +167,11 @@ class CrossBatchMemory(nn.Module):
         """
         batch = self._validated(embeddings, labels, ids)
         batch = batch._replace(embeddings=batch.embeddings.detach())
+        stored = self._stored_like(batch)
+        is_kept = torch.cat([_is_first(batch.ids), ~_occurs(stored.ids, batch.ids)])
+        kept = _indices(is_kept, embeddings)
         if self.started:
-            new = batch.select(_first_of_each(batch.ids))
-            # Cut before concatenating: a slice is a view, and a checkpoint of a view would store the whole tensor.
-            kept = self._stored_besides(batch).select(slice(self.size - len(new.ids)))
-            self._rows = new.followed_by(kept)
+            self._rows = batch.followed_by(stored).select(kept[: self.size])
         self.steps += 1
 
     def get_extra_state(self) -> Any:
@@ -193,8 +197,8 @@ class CrossBatchMemory(nn.Module):
         return f"size={self.size}, start_step={self.start_step!r}"
 
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
-        """Validate a batch and convert it to the dtypes of the memory."""
-        check_matrix("CrossBatchMemory", "embeddings", embeddings, finite=True)
+        """Validate a batch and convert it to the dtypes of the memory. Whether embeddings are finite is not checked."""
+        check_matrix("CrossBatchMemory", "embeddings", embeddings)
         rows, device = len(embeddings), embeddings.device
         check_integers("CrossBatchMemory", "labels", labels, rows, "embeddings", device=device, levels=True)
         if ids is None:
@@ -229,12 +233,11 @@ class CrossBatchMemory(nn.Module):
                 "another rule of relevance."
             )
 
-    def _stored_besides(self, batch: _Rows) -> _Rows:
-        """The stored rows of images that are not in the batch, on the device and in the dtypes of the batch."""
+    def _stored_like(self, batch: _Rows) -> _Rows:
+        """The stored rows, on the device and in the dtypes of a batch."""
         if self._rows is None:
             return batch.select(slice(0))._replace(embeddings=batch.embeddings[:0].detach())
-        stored = self._rows.like(batch)
-        return stored.select(~torch.isin(stored.ids, batch.ids))
+        return self._rows.like(batch)
 
 
 def _check_state(state: Any) -> None:
@@ -260,9 +263,25 @@ def _check_state(state: Any) -> None:
     check_finite("CrossBatchMemory", "state", stored.embeddings, stored.ids)
 
 
-def _first_of_each(ids: Tensor) -> Tensor:
-    """Index of the first row of each id, in ascending order."""
+def _is_first(ids: Tensor) -> Tensor:
+    """Whether each row is the first with its id."""
     ordered, order = ids.sort(stable=True)
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    return order[first].sort()[0]
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    is_first = torch.empty_like(begins)
+    is_first[order] = begins
+    return is_first
+
+
+def _occurs(values: Tensor, among: Tensor) -> Tensor:
+    """Whether each value occurs among others; unlike `torch.isin`, without waiting for the device."""
+    ordered = among.sort().values
+    return torch.searchsorted(ordered, values, right=True) > torch.searchsorted(ordered, values)
+
+
+def _indices(mask: Tensor, embeddings: Tensor) -> Tensor:
+    """The indices where a mask is True; raises if an embedding is not finite. The host waits for the device once."""
+    number, is_finite = to_host(torch.stack([mask.sum(), embeddings.isfinite().all()])).tolist()
+    if not is_finite:
+        check_finite("CrossBatchMemory", "embeddings", embeddings)
+    return true_indices(mask, number)[0]

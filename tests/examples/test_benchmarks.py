@@ -73,6 +73,12 @@ def test_a_flag_compares_in_turns(name, flag, ratio, others, rows, results_of):
     assert rows <= {row.get("loss", row.get("keep_graphs")) for row in results}
 
 
+def test_the_share_of_counting_is_measured_for_each_number_of_processes(results_of):
+    rows, _ = results_of("losses", "--processes")
+    assert [row["processes"] for row in rows] == [1, 8, 64, 512]
+    assert all(row["lowest"] <= row["share of counting"] <= row["highest"] for row in rows)
+
+
 @OF_LINUX
 def test_an_evaluation_by_several_processes_has_the_same_map(results_of):
     results, _ = results_of("metrics", "--processes")

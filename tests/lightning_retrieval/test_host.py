@@ -1,6 +1,7 @@
 """How often the host waits for the device in a training step: counted on a GPU, and without one by the operations."""
 
 import warnings
+from typing import get_args
 
 import pytest
 import pytorch_lightning as pl
@@ -10,11 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import RetrievalModule, distributed, losses
+from lightning_retrieval import CrossBatchMemory, RetrievalModule, distributed, losses
 from lightning_retrieval.losses import blockwise, lists, positives
+from lightning_retrieval.training import memory as memory_module
 from lightning_retrieval.training import step as step_module
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.gradient_sum import GradientSum
+from lightning_retrieval.training.memory import MemoryMode
 from lightning_retrieval.training.step import TrainingStep
 from tests.quiet_trainer import quiet_trainer
 
@@ -136,7 +139,7 @@ def is_marked(tensor):
 def waits(monkeypatch):
     """A mode in which the library takes the CPU for an accelerator, with blocks of a sixth of the scores or less."""
     mode = Waits()
-    for module in (lists, positives, step_module):
+    for module in (lists, memory_module, positives, step_module):
         monkeypatch.setattr(module, "to_host", mode.to_host)
     for module in (distributed, positives):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
@@ -156,6 +159,24 @@ def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, waits):
         step.finish(part, GradientSum(net.parameters()))
     expected = 3 if name in ("ROADMAP", "HAP") else 2  # two terms, and labels that must nest
     assert waits.found == ["to_host"] * expected
+
+
+@pytest.mark.parametrize("mode", get_args(MemoryMode))
+def test_a_memory_adds_two_waits_to_a_step(mode, waits):
+    """One where its rows are ranked, one where they are replaced; in the second step, images come again."""
+    images, labels = batch_of("SmoothAP", 384)
+    net, loss, memory = nn.Linear(DIM, 8), losses.SmoothAPLoss(), CrossBatchMemory(1000)
+    ids = torch.arange(384)
+    mark(images, labels, ids, *net.parameters())
+    for number in range(2):
+        with waits:
+            step = TrainingStep("test", loss, labels, ids + 200 * number, 1, 0, memory=memory, memory_mode=mode)
+            part = chunked_backward(net, images, step.loss)
+            step.finish(part, GradientSum(net.parameters()))
+            step.remember()
+    assert len(memory) == 584
+    of_second_term = ["to_host"] * (mode == "two_terms")
+    assert waits.found == ["to_host"] * 8 + 2 * of_second_term
 
 
 def test_what_a_device_has_to_tell_the_host_is_counted(waits):

@@ -23,8 +23,10 @@ from lightning_retrieval.losses import (
     WeightedSum,
     blockwise,
 )
-from lightning_retrieval.losses.batch_loss import QueryRange
+from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.losses.lists import EmbeddingLists
 from tests.lightning_retrieval.losses.oracles import TABLE, labels_for
+from tests.lightning_retrieval.relevance_rules import Coarse
 
 
 class Learned(SupAPLoss):
@@ -163,6 +165,42 @@ def test_ranges_add_up(name, option):
 @pytest.mark.parametrize("name", MAKE)
 def test_ranges_add_up_with_references(name):
     check(MAKE[name](), *batch(name, references=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*no row of the batch has a positive")  # before the counts are exchanged
+@pytest.mark.parametrize("name", ["smooth_ap", "calibration nonzero", "nested"])
+def test_ranges_add_up_under_a_rule(name):
+    """Each range counts the positives of its own queries; the counts are exchanged."""
+    x, labels, remembered, keywords = batch(name, references=True)
+    rule = Coarse(size=2)
+    columns, keywords["ref_labels"] = labels[:, None], keywords["ref_labels"][:, None]
+    totals = check(MAKE[name](), x, columns, remembered, {**keywords, "relevance": rule})
+    assert totals == 1 + (name in OVER_ALL_PAIRS)
+
+
+@pytest.mark.parametrize("self_counts", [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("form", ["batch", "ids", "references", "references with ids"])
+def test_positives_are_counted_as_the_masks_say(form, graded, self_counts):
+    """Labels and ids repeat, and references have some that no query has."""
+    for _ in range(20):
+        labels, ref_labels = torch.randint(6, (12,)), torch.randint(8, (17,))
+        ids, ref_ids = torch.randint(9, (12,)), torch.randint(12, (17,))
+        if graded:
+            labels, ref_labels = (torch.stack([values, values // 3], 1) for values in (labels, ref_labels))
+        given = {"embeddings": torch.randn(12, 3), "labels": labels}
+        if form.endswith("ids"):
+            given["ids"] = ids
+        if form.startswith("references"):
+            given |= {"ref_emb": torch.randn(17, 3), "ref_labels": ref_labels}
+        if form == "references with ids":
+            given["ref_ids"] = ref_ids
+        include_self, self_is_positive = self_counts
+        lists = EmbeddingLists(
+            "test", RankedBatch(**given), include_self=include_self, self_is_positive=self_is_positive, graded=graded
+        )
+        relevant, _ = lists.masks(torch.arange(12))
+        assert lists.count_positives()[0].tolist() == (relevant > 0).sum(1).tolist()
 
 
 def test_the_terms_of_a_sum_add_up_too():
