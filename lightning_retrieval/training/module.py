@@ -211,7 +211,10 @@ class RetrievalModule(ManualTraining):
             check_backbone(owner, "freeze_backbone_epochs", self._networks())
         self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
-        self._chunk_size_search = {"queries": ChunkSizeSearch(), "candidates": ChunkSizeSearch()}
+        self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
+            "queries": ChunkSizeSearch(),
+            "candidates": ChunkSizeSearch(),
+        }
 
     def _set_sides(self, query_embedder: Any, directions: Any, query_lr_factor: Any, frozen_side: Any) -> None:
         """Check these arguments of the constructor and store them as attributes; freeze the network of `frozen_side`.
@@ -407,14 +410,24 @@ class RetrievalModule(ManualTraining):
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
             sides = embedded_sides(self, [inputs for inputs, _, _ in unpacked], sharded, self._chunk_size_search)
-            contexts = {"backward": self.manual_backward, "last_backward": gradients.overlapped}
-            end_of_candidates: Callable[[], AbstractContextManager[None]] = nullcontext
-            if self.query_embedder is not None:  # the gradients of the candidates' network are then complete
-                end_of_candidates = sharded.summed
             if len(sides) == 1:
-                part = chunked_backward(self, sides[0].inputs, step.loss, **sides[0].settings, **contexts)
+                part = chunked_backward(
+                    self,
+                    sides[0].inputs,
+                    step.loss,
+                    **sides[0].settings,
+                    backward=self.manual_backward,
+                    last_backward=gradients.overlapped,
+                )
             else:
-                part = two_sided_backward(*sides, step.loss, end_of_candidates=end_of_candidates, **contexts)
+                part = two_sided_backward(
+                    sides[0],
+                    sides[1],
+                    step.loss,
+                    backward=self.manual_backward,
+                    end_of_candidates=self._end_of_candidates(sharded),
+                    last_backward=gradients.overlapped,
+                )
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)
@@ -458,6 +471,12 @@ class RetrievalModule(ManualTraining):
             candidates=candidates,
             directions=self.directions,
         )
+
+    def _end_of_candidates(self, sharded: ShardedParts) -> Callable[[], AbstractContextManager[None]]:
+        """Context of the last backward pass of candidates, which completes the gradients of a network of their own."""
+        if self.query_embedder is None:
+            return nullcontext
+        return sharded.summed
 
     def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""

@@ -105,7 +105,8 @@ def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, Chun
 def _check_one_size(owner: str, name: str, size: Any) -> ChunkSize:
     if size is None:
         return None
-    return check_auto(owner, name, size, least=1)
+    checked: int | Literal["auto"] = check_auto(owner, name, size, least=1)
+    return checked
 
 
 def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
