@@ -425,6 +425,11 @@ class NotRanked(nn.Module):
         (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0, "query_embedder": net()}),
         (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both", "query_embedder": net()}),
         (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
+        (
+            ValueError,
+            "`query_embedder` must be another .* got the same",
+            dict.fromkeys(["embedder", "query_embedder"], net()),
+        ),
         (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
         (
             TypeError,
