@@ -104,6 +104,11 @@ class TextSet(Dataset[dict[str, Any]]):
         return torch.from_numpy(self.rows.tags)
 
     @property
+    def texts(self) -> Sequence[str]:
+        """The texts, in the order of the items."""
+        return self.rows.texts
+
+    @property
     def class_names(self) -> Sequence[str] | None:
         """The names of the classes 0, 1, ..., or None."""
         return self.rows.names

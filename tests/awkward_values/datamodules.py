@@ -241,7 +241,7 @@ CALLS = {
     ],
     "DataReport": [constructor("DataReport", use=str)],
     "GlyphDataset": [constructor("GlyphDataset")],
-    "Glyphs": [Call("Glyphs", Glyphs, lambda: {"seed": 0, "cache_dir": None})],
+    "Glyphs": [Call("Glyphs", Glyphs, lambda: {"seed": 0, "fonts": ["cmr10"], "cache_dir": None})],
     "ImageIndex": [Call("ImageIndex", ImageIndex, index_columns)],
     "ImageSet": [
         Call(
