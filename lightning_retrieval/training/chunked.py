@@ -93,7 +93,9 @@ class RunningStatistics:
     def update(self) -> None:
         """Apply the changes of all chunks to the layers."""
         for (layer, name), change in self.changes.items():
-            getattr(layer, name).add_(change)
+            # Like batch norm itself, this does not count as a change of a tensor that a graph has saved: the graph of
+            # another batch, such as that of the queries, does not use the statistics.
+            getattr(layer, name).data.add_(change)
 
     def _on_copies(self, originals: dict[tuple[_NormBase, str], Tensor]) -> AbstractContextManager[None]:
         """Replace the statistics of each layer by copies, and store the originals in `originals`."""

@@ -326,6 +326,23 @@ def test_a_frozen_side_is_embedded_once_in_evaluation_mode(side, chunk_size):
     assert module.calls[side == "candidates"] == 3 * chunks
 
 
+@pytest.mark.parametrize(
+    "settings", [{"frozen_side": "candidates"}, {"chunk_size": {"queries": None, "candidates": 4}}], ids=str
+)
+def test_queries_keep_a_graph_with_batch_norm_while_candidates_are_embedded(settings):
+    """The running statistics of the queries, which their graph has saved, count as unchanged."""
+    queries = nn.Sequential(*query_net(), nn.BatchNorm1d(4)).double()
+    candidates = net()
+    plain_queries, plain_candidates = copy.deepcopy(queries), copy.deepcopy(candidates)
+    plain_candidates.requires_grad_("frozen_side" not in settings)
+    plain_run(SmoothAPLoss(tau=0.1), pairs(), networks=(plain_queries, plain_candidates))
+    module = RetrievalModule(candidates, SmoothAPLoss(tau=0.1), query_embedder=queries, optimizer=SGD, **settings)
+    fit(module, pairs())
+    assert_same(queries, plain_queries)
+    assert_same(candidates, plain_candidates)
+    assert int(queries[-1].num_batches_tracked) == 3
+
+
 @pytest.mark.parametrize("by_argument", [True, False])
 def test_a_frozen_side_stays_frozen_when_a_checkpoint_is_loaded(by_argument, tmp_path):
     settings = {"frozen_side": "candidates"} if by_argument else {}
