@@ -1,4 +1,4 @@
-"""`lightning-retrieval demo`: a Gradio page that searches an index for an image or, if the model embeds texts, a text."""
+"""`lightning-retrieval demo`: a Gradio page that searches an index for an image or, if the model takes it, a text."""
 
 import argparse
 import os
