@@ -65,6 +65,16 @@ class ListedImages:
         """A list of images without labels and boxes."""
         return cls(root, ImageIndex(paths, [0] * len(paths)), [None] * len(paths), names)
 
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths of the images."""
+        return self.index.paths
+
+    def files(self, positions: range) -> Iterator[Path]:
+        """The files of some of the images."""
+        for position in positions:
+            yield self.root / self.paths[position]
+
     def fields(self) -> Iterator[list[Any]]:
         """Path, label and box of each image, which identify the list."""
         boxes = self.index.boxes
@@ -512,6 +522,11 @@ class ImageEmbedder:
                     f"{printable(listed.name(first))}; look at its training."
                 )
         return EmbeddedBatch(positions, embeddings, unreadable)
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a query may be a text."""
+        return text_network(self.module) is not None
 
     @torch.inference_mode()
     def embed_texts(self, texts: Sequence[str]) -> Float[Tensor, "rows dim"]:

@@ -238,7 +238,13 @@ def _add_embed_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="DIR|TABLE",
         help="folder of images, searched at any depth, or a CSV or Parquet table with the column `image` and, "
-        "optionally, `label` and `box`",
+        "optionally, `label` and `box`; with --side queries, a table with the column `text` if queries are texts",
+    )
+    parser.add_argument(
+        "--side",
+        choices=("queries", "candidates"),
+        default="candidates",
+        help="which network of a checkpoint with two networks embeds them, default candidates",
     )
     parser.add_argument(
         "--output",
@@ -477,7 +483,7 @@ COMMANDS = {
         _add_adapt_options,
     ),
     "embed": Command(
-        "Embed images into a folder of Parquet files. After a kill, the same command continues.",
+        "Embed images or texts into a folder of Parquet files. After a kill, the same command continues.",
         "lightning-retrieval embed --checkpoint best.ckpt --images photos --output out",
         _add_embed_options,
     ),

@@ -15,7 +15,6 @@ from lightning_retrieval.cli.embedding import (
     ListedImages,
     UnreadableImage,
     recorded_checkpoint,
-    text_network,
 )
 from lightning_retrieval.cli.stores import THRESHOLD
 from lightning_retrieval.search.conditions import check_group, parse_where
@@ -162,7 +161,7 @@ class ImageSearcher:
     @property
     def takes_texts(self) -> bool:
         """Whether a query may be a text."""
-        return text_network(self._embedder.module) is not None
+        return self._embedder.takes_texts
 
     def search(
         self,
