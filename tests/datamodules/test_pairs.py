@@ -3,6 +3,7 @@
 import csv
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -22,6 +23,7 @@ from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.models import Preparation, TextEmbedder
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
+from tests.datamodules.pictures import TINY
 from tests.datamodules.trees import write_image
 from tests.point_set import Points
 from tests.quiet_trainer import quiet_trainer
@@ -109,8 +111,10 @@ def test_training_batches_hold_the_same_classes_on_both_sides(make):
         assert names["queries"] == names["candidates"]
 
 
-def indexed(labels, **settings):
-    return ImageSet(ImageIndex([f"{i}.png" for i in range(len(labels))], labels, **settings), ".", torch.as_tensor)
+def indexed(labels, root=Path(), **settings):
+    """A data set of some photos with these labels."""
+    paths = [f"{name}/{image}.png" for name in PHOTOS["train"] for image in range(3)]
+    return ImageSet(ImageIndex(paths[: len(labels)], labels, **settings), root / "photos", TINY)
 
 
 def test_numbers_are_used_as_they_are_if_no_side_has_names():
@@ -135,42 +139,36 @@ def test_distractors_are_relevant_to_nothing_on_the_other_side():
     assert len({of_cat, no_class, other_without}) == 3
 
 
-def items(side, *indices):
-    """The items without their images, which are no files here."""
-    side.dataset.input_of_transform = lambda position: [0.0]
-    return list(side.items(indices))
-
-
-def test_labels_of_several_levels_are_matched_by_number_only():
+def test_labels_of_several_levels_are_matched_by_number_only(root):
     levels = {"levels": [[0, 5], [1, 5]]}
-    by_number = PairSet(indexed([0, 1], **levels), indexed([0, 1], **levels))
-    assert [item["labels"].tolist() for item in items(by_number.sides["candidates"], 0, 1)] == [[0, 5], [1, 5]]
-    by_name = PairSet(indexed([0, 1], **levels, names=["cat", "dog"]), indexed([0], names=["dog"]))
+    by_number = PairSet(indexed([0, 1], root, **levels), indexed([0, 1], root, **levels))
+    assert [item["labels"].tolist() for item in by_number.sides["candidates"].items([0, 1])] == [[0, 5], [1, 5]]
+    by_name = PairSet(indexed([0, 1], root, **levels, names=["cat", "dog"]), indexed([0], root, names=["dog"]))
     with pytest.raises(ValueError, match=r"^Pairs: classes that are matched by name must have one level, got 2 levels"):
-        items(by_name.sides["queries"], 0)
+        list(by_name.sides["queries"].items([0]))
 
 
-def test_tags_are_matched_by_name_and_have_one_number_of_columns():
-    queries = indexed([0, 0], names=["cat"], tags=[[0, -1], [1, 0]], tag_names=["red", "wool"])
-    candidates = indexed([0], names=["cat"], tags=[[2, 0, 1]], tag_names=["wool", "blue", "red"])
+def test_tags_are_matched_by_name_and_have_one_number_of_columns(root):
+    queries = indexed([0, 0], root, names=["cat"], tags=[[0, -1], [1, 0]], tag_names=["red", "wool"])
+    candidates = indexed([0], root, names=["cat"], tags=[[2, 0, 1]], tag_names=["wool", "blue", "red"])
     sides = PairSet(queries, candidates).sides
-    red, wool = (item["tags"].tolist() for item in items(sides["queries"], 0, 1))
-    (of_candidate,) = (item["tags"].tolist() for item in items(sides["candidates"], 0))
+    red, wool = (item["tags"].tolist() for item in sides["queries"].items([0, 1]))
+    (of_candidate,) = (item["tags"].tolist() for item in sides["candidates"].items([0]))
     assert red[1:] == [-1, -1]
     assert wool[1:] == [red[0], -1]
     assert of_candidate[:2] == [red[0], wool[0]]
     assert of_candidate[2] not in (*red, *wool)
 
 
-def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_other_side_has_instances():
-    videos = indexed([0, 0], names=["cat"], instances=[5, 5], cameras=[1, 1])
-    stills = indexed([0, 0], names=["cat"])
+def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_other_side_has_instances(root):
+    videos = indexed([0, 0], root, names=["cat"], instances=[5, 5], cameras=[1, 1])
+    stills = indexed([0, 0], root, names=["cat"])
     sides = PairSet(stills, videos).sides
-    assert [item["instances"].item() for item in items(sides["queries"], 0, 1)] == [0, 1]
-    assert [item["instances"].item() for item in items(sides["candidates"], 0, 1)] == [5, 5]
-    assert "cameras" not in items(sides["candidates"], 0)[0]
-    both = PairSet(videos, indexed([0], names=["cat"], cameras=[7])).sides
-    assert [items(both[side], 0)[0]["cameras"].item() for side in both] == [1, 7]
+    assert [item["instances"].item() for item in sides["queries"].items([0, 1])] == [0, 1]
+    assert [item["instances"].item() for item in sides["candidates"].items([0, 1])] == [5, 5]
+    assert not any("cameras" in item for item in sides["candidates"].items([0, 1]))
+    both = PairSet(videos, indexed([0], root, names=["cat"], cameras=[7])).sides
+    assert [next(both[side].items([0]))["cameras"].item() for side in both] == [1, 7]
 
 
 # --- evaluation
@@ -179,8 +177,8 @@ def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_ot
 class Sides(RetrievalModule):
     """A network for the images of each side."""
 
-    def __init__(self, seed=0, directions="queries", relevance=None):
-        torch.manual_seed(seed)
+    def __init__(self, directions="queries", relevance=None):
+        torch.manual_seed(0)
         embedder, query_embedder = (nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, 8)) for size in (16, 12))
         settings = {"query_embedder": query_embedder, "directions": directions, "relevance": relevance}
         super().__init__(embedder, SmoothAPLoss(tau=0.1), **settings)
