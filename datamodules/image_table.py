@@ -103,7 +103,9 @@ def parse_roles(table: TableColumns) -> tuple[NDArray[np.uint8] | None, NDArray[
     return roles, np.array(names) == "distractor"
 
 
-def parse_tags(table: TableColumns, distractors: NDArray[np.bool_]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
+def parse_tags(
+    table: TableColumns, distractors: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64] | None, list[str] | None]:
     """Return the tags of each image, padded, and the names of the tags; None without the column `tags`.
 
     Distractors have no tags, because they are relevant to no query.

@@ -390,6 +390,8 @@ class Pairs(RetrievalDataModule):
     def train_sampler(self) -> PairSampler:
         """Return the sampler of the training batches."""
         sides = self.train_set.sides
+        for side, found in sides.items():
+            _check_has_classes(side, found.dataset)
         return PairSampler(
             sides["queries"].labels,
             sides["candidates"].labels,
@@ -454,6 +456,16 @@ def _check_side(side: Side, data: Any) -> RetrievalDataModule:
         )
     data.side = side
     return data
+
+
+def _check_has_classes(side: Side, dataset: Any) -> None:
+    """Raise if a training set has only tags, so that its labels are the numbers of its rows."""
+    has_tags = getattr(dataset, "tags", None) is not None
+    if has_tags and getattr(dataset, "class_names", ()) is None:
+        raise ValueError(
+            f"Pairs: training batches are drawn by class, got {side} with tags and without classes; add a column "
+            "`label` to the table."
+        )
 
 
 def _check_same_split(side: Side, data: RetrievalDataModule, other: Side, other_data: RetrievalDataModule) -> None:

@@ -4,7 +4,7 @@ The texts are tokenized as they are loaded, by the tokenizer of the network that
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -104,6 +104,11 @@ class TextSet(Dataset[dict[str, Any]]):
         return torch.from_numpy(self.rows.tags)
 
     @property
+    def texts(self) -> Sequence[str]:
+        """The texts, in the order of the items."""
+        return self.rows.texts
+
+    @property
     def class_names(self) -> Sequence[str] | None:
         """The names of the classes 0, 1, ..., or None."""
         return self.rows.names
@@ -141,7 +146,7 @@ class TextSet(Dataset[dict[str, Any]]):
 
 
 class TextTable(RetrievalDataModule):
-    """Reads texts that are listed in a table, such as captions. Required are the columns `text` and `label` (or `tags`).
+    """Reads texts that are listed in a table. Required are the columns `text` and `label` (or `tags`).
 
     Columns may be in any order. Columns with other names than the following are ignored.
 

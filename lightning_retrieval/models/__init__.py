@@ -1,6 +1,6 @@
 """Models: embedders of images and of texts, image preparation, pooling, whitening, and a network for glyphs."""
 
-from lightning_retrieval.models.adapted import AdaptedEmbedder
+from lightning_retrieval.models.adapted import AdaptedEmbedder, FrozenEmbedder
 from lightning_retrieval.models.backbones import GlyphNet
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.features import GeM, GlobalAvgPool, GlobalMaxPool, gem
@@ -13,6 +13,7 @@ from lightning_retrieval.preparation.preparation import Preparation
 __all__ = [
     "AdaptedEmbedder",
     "Embedder",
+    "FrozenEmbedder",
     "GeM",
     "GlobalAvgPool",
     "GlobalMaxPool",

@@ -21,7 +21,7 @@ from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
 
 PADDING = -1  # the token that fills shorter rows
-MOST_BUCKETS = 1 << 24
+MOST_BUCKETS = 1 << 22
 MOST_CHARACTERS = 64  # largest length of an n-gram
 MOST_TOKENS = 1 << 16
 LARGEST_STATE = 1 << 26  # bytes of a serialised tokenizer
@@ -81,7 +81,7 @@ class NgramTokenizer(Tokenizer):
     `buckets`, which is the same on all machines.
 
     Args:
-        buckets: number of different tokens, up to 2^24.
+        buckets: number of different tokens, up to 2^22.
         min_n: length of the shortest n-grams, in characters.
         max_n: length of the longest n-grams, up to 64.
         max_length: maximum number of tokens of a text. Longer texts are cut.

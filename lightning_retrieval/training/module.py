@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
@@ -32,7 +31,6 @@ from lightning_retrieval.training.optimizers import (
     FrozenBackbone,
     check_backbone,
     trainable_parameters,
-    trained_parameters,
 )
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
@@ -42,7 +40,7 @@ from lightning_retrieval.training.sides import (
     EmbeddedSide,
     Side,
     check_chunk_size,
-    chunk_size_of,
+    embedded_sides,
     frozen_side_of,
     is_two_sided,
     joined_rows,
@@ -213,7 +211,10 @@ class RetrievalModule(ManualTraining):
             check_backbone(owner, "freeze_backbone_epochs", self._networks())
         self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
-        self._chunk_size_search = {"queries": ChunkSizeSearch(), "candidates": ChunkSizeSearch()}
+        self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
+            "queries": ChunkSizeSearch(),
+            "candidates": ChunkSizeSearch(),
+        }
 
     def _set_sides(self, query_embedder: Any, directions: Any, query_lr_factor: Any, frozen_side: Any) -> None:
         """Check these arguments of the constructor and store them as attributes; freeze the network of `frozen_side`.
@@ -408,13 +409,24 @@ class RetrievalModule(ManualTraining):
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
-            sides = self._embedded_sides([inputs for inputs, _, _ in unpacked], sharded)
-            contexts = {"backward": self.manual_backward, "last_backward": gradients.overlapped}
+            sides = embedded_sides(self, [inputs for inputs, _, _ in unpacked], sharded, self._chunk_size_search)
             if len(sides) == 1:
-                part = chunked_backward(self, sides[0].inputs, step.loss, **sides[0].settings, **contexts)
+                part = chunked_backward(
+                    self,
+                    sides[0].inputs,
+                    step.loss,
+                    **sides[0].settings,
+                    backward=self.manual_backward,
+                    last_backward=gradients.overlapped,
+                )
             else:
                 part = two_sided_backward(
-                    *sides, step.loss, end_of_candidates=self._end_of_candidates(sharded), **contexts
+                    sides[0],
+                    sides[1],
+                    step.loss,
+                    backward=self.manual_backward,
+                    end_of_candidates=self._end_of_candidates(sharded),
+                    last_backward=gradients.overlapped,
                 )
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
@@ -460,72 +472,17 @@ class RetrievalModule(ManualTraining):
             directions=self.directions,
         )
 
-    def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
-        """Log the report on the first step of a run."""
-        report_first_step(self, step, sides, batches)
-        record_preparation(self)
-        self._is_first_step = False
-
-    def _embedded_sides(self, inputs: Sequence[Tensor], sharded: ShardedParts) -> list[EmbeddedSide]:
-        """How the only side, or queries and candidates, are embedded in a step.
-
-        Args:
-            inputs: the inputs of each side.
-            sharded: the modules that are sharded over the processes.
-        """
-        candidates = self._embedded_side("candidates", inputs[-1], self.keep_graphs, sharded)
-        if len(inputs) == 1:
-            return [candidates]
-        left = max(self.keep_graphs - candidates.graphs, 0)
-        return [self._embedded_side("queries", inputs[0], left, sharded), candidates]
-
-    def _embedded_side(self, side: Side, inputs: Tensor, keep_graphs: int, sharded: ShardedParts) -> EmbeddedSide:
-        """How one side is embedded.
-
-        Args:
-            side: the side. The rows of a batch of one side are embedded as candidates.
-            inputs: the inputs of this process.
-            keep_graphs: number of chunks that may keep their graphs. A side without chunks keeps its graph.
-            sharded: as for `_embedded_sides`.
-        """
-        embed: Callable[[Tensor], Tensor] = self
-        if side == "queries":
-            embed = self.forward_queries
-        setting = chunk_size_of(self.chunk_size, side)
-        if setting is None:
-            return EmbeddedSide(embed, inputs, len(inputs), max(keep_graphs, 1), frozen=self._frozen_network(side))
-        chunk_size = setting
-        if isinstance(setting, str):
-            # The search knows nothing of the graphs of candidates, so queries must not keep graphs beside them.
-            keep_graphs = keep_graphs * (side == "candidates")
-            chunk_size = self._chunk_size_search[side].find(self, embed, inputs, max(keep_graphs, 1))
-        chunk_size = min(chunk_size, len(inputs))
-        least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
-        return EmbeddedSide(embed, inputs, chunk_size, keep_graphs, least_chunks, self._frozen_network(side))
-
-    def _frozen_network(self, side: Side) -> nn.Module | None:
-        """The network of a side if there are two and none of its parameters is trained, else None.
-
-        A subclass may embed a side with more than its network. Therefore, a network does not count as frozen while a
-        parameter is trained that belongs neither to the other network nor to the loss.
-        """
-        if self.query_embedder is None:
-            return None
-        network, other = self.embedder, self.query_embedder
-        if side == "queries":
-            network, other = other, network
-        elsewhere = {*other.parameters(), *self.loss.parameters()}
-        of_network = set(network.parameters())
-        for _, parameter in trained_parameters(self):
-            if parameter in of_network or parameter not in elsewhere:
-                return None
-        return network
-
     def _end_of_candidates(self, sharded: ShardedParts) -> Callable[[], AbstractContextManager[None]]:
         """Context of the last backward pass of candidates, which completes the gradients of a network of their own."""
         if self.query_embedder is None:
             return nullcontext
         return sharded.summed
+
+    def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
+        """Log the report on the first step of a run."""
+        report_first_step(self, step, sides, batches)
+        record_preparation(self)
+        self._is_first_step = False
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras.
@@ -548,7 +505,7 @@ class RetrievalModule(ManualTraining):
         for side in SIDES:
             if side not in batch:
                 continue
-            embed = self.embed
+            embed: Callable[[Tensor], Tensor] = self.embed
             if side == "queries":
                 embed = self.embed_queries
             output = _with_columns(self._embed_batch(batch[side], embed), batch[side], rule)

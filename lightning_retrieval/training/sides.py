@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_auto, short_repr
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.training.chunked import chunked_backward, embed_in_chunks
+from lightning_retrieval.training.full_sharding import ShardedParts
+from lightning_retrieval.training.optimizers import trained_parameters
 
 Side = Literal["queries", "candidates"]
 Directions = Literal["queries", "both"]
@@ -64,11 +66,14 @@ def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
     roles = torch.full(labels.shape[:1], number + 1, device=labels.device)
     if "roles" in output:
         roles[output["roles"] == Role.JUNK] = int(Role.JUNK)
-    numbered = {name: 2 * output[name] + number for name in ("ids", "instances") if name in output}
     embeddings = output["embeddings"]
     # The networks of the two sides may return different types under autocast.
     embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-    return {**output, **numbered, "embeddings": embeddings, "roles": roles}
+    rows = {**output, "embeddings": embeddings, "roles": roles}
+    for name in ("ids", "instances"):
+        if name in output:
+            rows[name] = 2 * output[name] + number
+    return rows
 
 
 def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -103,7 +108,8 @@ def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, Chun
 def _check_one_size(owner: str, name: str, size: Any) -> ChunkSize:
     if size is None:
         return None
-    return check_auto(owner, name, size, least=1)
+    checked: int | Literal["auto"] = check_auto(owner, name, size, least=1)
+    return checked
 
 
 def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
@@ -198,6 +204,73 @@ class EmbeddedSide(NamedTuple):
         if value.requires_grad:
             backward(value)
         return value.detach()
+
+
+def embedded_sides(
+    module: Any, inputs: Sequence[Tensor], sharded: ShardedParts, searches: Mapping[Side, Any]
+) -> list[EmbeddedSide]:
+    """How the images of a batch, or its queries and candidates, are embedded in a step.
+
+    Args:
+        module: a `RetrievalModule`.
+        inputs: the inputs of each side in this process.
+        sharded: the modules that are sharded over the processes.
+        searches: the `ChunkSizeSearch` of each side.
+    """
+    candidates = _embedded_side(module, "candidates", inputs[-1], module.keep_graphs, sharded, searches)
+    if len(inputs) == 1:
+        return [candidates]
+    left = max(module.keep_graphs - candidates.graphs, 0)
+    return [_embedded_side(module, "queries", inputs[0], left, sharded, searches), candidates]
+
+
+def _embedded_side(
+    module: Any, side: Side, inputs: Tensor, keep_graphs: int, sharded: ShardedParts, searches: Mapping[Side, Any]
+) -> EmbeddedSide:
+    """How one side is embedded.
+
+    Args:
+        module: as for `embedded_sides`.
+        side: the side. The images of a batch of one side are embedded as candidates.
+        inputs: the inputs of this process.
+        keep_graphs: number of chunks that may keep their graphs. A side without chunks keeps its graph.
+        sharded: as for `embedded_sides`.
+        searches: as for `embedded_sides`.
+    """
+    embed: Callable[[Tensor], Tensor] = module
+    if side == "queries":
+        embed = module.forward_queries
+    frozen = _frozen_network(module, side)
+    chunk_size = chunk_size_of(module.chunk_size, side)
+    if chunk_size is None:
+        return EmbeddedSide(embed, inputs, len(inputs), max(keep_graphs, 1), frozen=frozen)
+    if isinstance(chunk_size, str):
+        if side == "queries":  # the search knows nothing of the graphs of candidates
+            keep_graphs = 0
+        chunk_size = searches[side].find(module, embed, inputs, max(keep_graphs, 1))
+    chunk_size = min(chunk_size, len(inputs))
+    least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
+    return EmbeddedSide(embed, inputs, chunk_size, keep_graphs, least_chunks, frozen)
+
+
+def _frozen_network(module: Any, side: Side) -> nn.Module | None:
+    """The network of a side if there are two networks and none of its parameters is trained, else None.
+
+    A subclass may embed a side with more than its network. Therefore, a network does not count as frozen while a
+    parameter is trained that belongs neither to the other network nor to the loss.
+    """
+    if module.query_embedder is None:
+        return None
+    network: nn.Module = module.embedder
+    other = module.query_embedder
+    if side == "queries":
+        network, other = other, network
+    elsewhere = {*other.parameters(), *module.loss.parameters()}
+    of_network = set(network.parameters())
+    for _, parameter in trained_parameters(module):
+        if parameter in of_network or parameter not in elsewhere:
+            return None
+    return network
 
 
 def two_sided_backward(

@@ -8,11 +8,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from sklearn.metrics import average_precision_score
 from torch import nn
 from torch.nn.functional import normalize
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, Pairs
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
@@ -168,10 +169,11 @@ def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_ot
 class Sides(RetrievalModule):
     """A network for the images of each side."""
 
-    def __init__(self, seed=0):
+    def __init__(self, seed=0, directions="queries", relevance=None):
         torch.manual_seed(seed)
         embedder, query_embedder = (nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, 8)) for size in (16, 12))
-        super().__init__(embedder, SmoothAPLoss(tau=0.1), query_embedder=query_embedder)
+        settings = {"query_embedder": query_embedder, "directions": directions, "relevance": relevance}
+        super().__init__(embedder, SmoothAPLoss(tau=0.1), **settings)
 
 
 def mean_ap(queries, query_labels, gallery, gallery_labels):
@@ -237,6 +239,70 @@ def test_an_unreadable_image_is_neither_query_nor_candidate(root, make, tmp_path
     unreadable = (("queries", "eel/0.png"), ("candidates", "dog/1.png"))
     for name, value in expected_metrics(make(), module.eval(), unreadable).items():
         assert found[name] == pytest.approx(value, abs=1e-6)
+
+
+def test_tags_of_both_sides_are_compared(tmp_path):
+    """The images have other numbers of tags on the two sides, and each side numbers its tags by itself."""
+    tags = {"sketches": ["red", "wool", "red;old", "new"], "photos": ["old;red;big", "wool", "new;wool", "big"]}
+    for name, of_rows in tags.items():
+        classes = {"test": ("ant", "bee"), "train": ("cat",)}
+        write_side(tmp_path / name, classes, 2, ["image", "label", "split", "tags"], lambda i, t=of_rows: [t[i % 4]])
+    module = Sides(relevance=SharedTags())
+    data = Pairs(of_side(tmp_path, "sketches"), of_side(tmp_path, "photos"), classes_per_batch=1)
+    found = validate(module.eval(), data)
+    rows = []
+    for name, embed in (("queries", module.embed_queries), ("candidates", module.embed)):
+        side = data.test_set.sides[name]
+        with torch.no_grad():
+            rows.append(normalize(embed(torch.stack([item["images"] for item in side.items(range(4))])).double()))
+    of_rows = [[set(row.split(";")) for row in tags[name]] for name in ("sketches", "photos")]
+    relevant = torch.tensor([[bool(query & image) for image in of_rows[1]] for query in of_rows[0]])
+    values = [average_precision_score(r, s) for r, s in zip(relevant, rows[0] @ rows[1].T)]
+    assert found["val/mAP"] == pytest.approx(sum(values) / 4, abs=1e-6)
+
+
+def test_tags_without_classes_cannot_be_drawn(tmp_path):
+    for name in ("sketches", "photos"):
+        (tmp_path / name).mkdir()
+        rows = [f"{number}.png,red,{split}" for number, split in enumerate(["train", "test"] * 2)]
+        (tmp_path / name / "table.csv").write_text("\n".join(["image,tags,split", *rows]))
+    data = Pairs(of_side(tmp_path, "sketches"), of_side(tmp_path, "photos"), classes_per_batch=1)
+    with pytest.raises(ValueError, match=r"^Pairs: training batches are drawn by class, got queries with tags and"):
+        data.train_dataloader()
+
+
+def fitted(root, folder, **settings):
+    """A run of three epochs, whose checkpoint is that of the best mAP of the other direction."""
+    data = Pairs(of_side(root, "sketches"), of_side(root, "photos"), classes_per_batch=2, samples_per_class=2, seed=3)
+    saving = ModelCheckpoint(folder, "best", monitor="val/reverse/mAP", mode="max")
+    evaluation = RetrievalEvaluation(ks=(1,), before_fit=True)
+    own = {"max_epochs": 3, "logger": CSVLogger(folder), "enable_checkpointing": True, "log_every_n_steps": 1}
+    trainer = quiet_trainer(callbacks=[evaluation, saving], **own, **settings)
+    module = Sides(directions="both")
+    trainer.fit(module, data)
+    return evaluation.results, evaluation.best, saving.best_model_score.item(), module
+
+
+def fit_of_rank(rank, world, root, folder):
+    return fitted(root, folder, devices=world, strategy="ddp")[:3]
+
+
+@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
+def test_a_fit_monitors_either_direction_and_is_the_same_on_two_processes(root, tmp_path, run_processes):
+    results, best, score, module = fitted(root, tmp_path / "alone")
+    assert score == pytest.approx(best["val/reverse/mAP"])
+    data = Pairs(of_side(root, "sketches"), of_side(root, "photos"), classes_per_batch=2)
+    for name, value in expected_metrics(data, module.eval()).items():
+        assert results["val"][name] == pytest.approx(value, abs=1e-6)
+    assert results["untrained"]["test/reverse/mAP"] != results["val"]["val/reverse/mAP"]
+    assert results["untrained"].keys() == {name.replace("val/", "test/") for name in results["val"]}
+    assert {"best/val/mAP", "best/val/reverse/mAP"} == {f"best/{name}" for name in best if name.endswith("/mAP")}
+    kept = torch.load(tmp_path / "alone" / "best.ckpt", weights_only=True)
+    assert kept["query_preparation"]["preparation"]["image_size"] == 12
+    assert kept["preparation"]["preparation"]["image_size"] == 16
+    for of_rank in run_processes(fit_of_rank, 2, root, tmp_path / "two", backend=None):
+        assert of_rank[0]["val"] == pytest.approx(results["val"], abs=1e-5)
+        assert of_rank[1] == pytest.approx(best, abs=1e-5)
 
 
 def test_several_sets_are_paired_by_name_or_with_the_single_set_of_the_other_side(tmp_path, root):

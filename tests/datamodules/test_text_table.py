@@ -55,7 +55,11 @@ def test_without_splits_classes_are_split(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "header", "message"),
     [
-        (ROWS, ("words", "label", "split", "tags"), "line 1 of .* must name the columns text and label .* text missing"),
+        (
+            ROWS,
+            ("words", "label", "split", "tags"),
+            "line 1 of .* must name the columns text and label .* text missing",
+        ),
         ([*ROWS, ("", "lamp", "test", "")], None, "`text` must not be empty in any row, at line 8 of"),
         ([*ROWS, ("x", "", "test", "")], None, "`label` must not be empty in any row, at line 8 of"),
         ([*ROWS, ("x", "shoe", "test", "")], None, "a class must be in training or .* got 'shoe', at line 8 of"),
@@ -69,16 +73,16 @@ def test_an_invalid_table_is_one_sentence(rows, header, message, tmp_path):
 
 
 def test_a_missing_table_is_one_sentence(tmp_path):
-    with pytest.raises(FileNotFoundError, match="^TextTable: .*captions.csv, the `table`"):
+    with pytest.raises(FileNotFoundError, match=r"^TextTable: .*captions.csv, the `table`"):
         TextTable(tmp_path / "captions.csv").prepare_data()
 
 
 def test_texts_follow_the_tokenizer_of_the_network_of_a_run(tmp_path):
     pl.seed_everything(0)
     embedder = TextEmbedder("ngram_net", 8, backbone_args={"buckets": 500, "dim": 8})
-    module = RetrievalModule(embedder, SmoothAPLoss(), lr=0.01)
+    module = RetrievalModule(embedder, SmoothAPLoss())
     data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
-    with pytest.raises(ValueError, match="^TextTable: `tokenizer` must be given outside of a run"):
+    with pytest.raises(ValueError, match=r"^TextTable: `tokenizer` must be given outside of a run"):
         data.train_set[0]
     pl.Trainer(max_epochs=2, callbacks=[RetrievalEvaluation()], **QUIET).fit(module, data)
     assert data.train_set[1]["images"].tolist() == embedder.tokenizer.tokens("trainers")
@@ -87,12 +91,14 @@ def test_texts_follow_the_tokenizer_of_the_network_of_a_run(tmp_path):
 def test_a_network_without_a_tokenizer_is_one_sentence(tmp_path):
     module = RetrievalModule(torch.nn.Linear(3, 2), SmoothAPLoss())
     data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
-    with pytest.raises(ValueError, match="^TextTable: the network of the candidates must have a `tokenizer`, got Linear"):
+    with pytest.raises(
+        ValueError, match=r"^TextTable: the network of the candidates must have a `tokenizer`, got Linear"
+    ):
         pl.Trainer(max_epochs=1, **QUIET).fit(module, data)
 
 
 def test_many_cut_texts_are_reported(tmp_path):
     embedder = TextEmbedder("ngram_net", 8, max_length=20, backbone_args={"buckets": 500, "dim": 8})
     data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
-    with pytest.warns(UserWarning, match="^TextTable: 2 of the first 4 training texts have more than 20 tokens"):
+    with pytest.warns(UserWarning, match=r"^TextTable: 2 of the first 4 training texts have more than 20 tokens"):
         pl.Trainer(max_epochs=1, **QUIET).fit(RetrievalModule(embedder, SmoothAPLoss()), data)

@@ -95,7 +95,8 @@ def test_an_embedding_depends_neither_on_padding_nor_on_the_batch(kind, tmp_path
     alone = torch.cat([embedder(embedder.tokenizer([text])) for text in TEXTS])
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
     no_tokens = embedder(torch.full((2, 3), -1))
-    assert torch.isfinite(no_tokens).all() and torch.isfinite(embedder(torch.full((2, 0), -1))).all()
+    assert torch.isfinite(no_tokens).all()
+    assert torch.isfinite(embedder(torch.full((2, 0), -1))).all()
 
 
 @pytest.mark.parametrize("kind", ["bert", "ngram_net"])
@@ -140,7 +141,8 @@ def test_texts_are_cut_at_the_maximum_length(name, tmp_path):
         name = f"hf/{tmp_path}"
     tokenizer = TextEmbedder(name, 8, max_length=4).tokenizer
     assert tokenizer(["red shoes of a green sofa", "a"]).shape[1] == 4
-    assert tokenizer.is_cut("red shoes of a green sofa") and not tokenizer.is_cut("a")
+    assert tokenizer.is_cut("red shoes of a green sofa")
+    assert not tokenizer.is_cut("a")
 
 
 def bytes_of(text):

@@ -78,6 +78,36 @@ def test_layer_decay():
     assert_same(module.embedder, plain)
 
 
+@pytest.mark.parametrize(
+    ("make", "rates"),
+    [(WithBackbone, [1.25, 2.5, 5.0, 5.0, 10.0]), (net, [5.0])],
+    ids=["with a backbone and a head", "without"],
+)
+def test_rates_of_two_networks(make, rates):
+    """`query_lr_factor` multiplies the rates of the queries, whose head and layers have their factors if they exist."""
+    log, settings = Log(), {"layer_decay": 0.5, "head_lr_factor": 2, "query_lr_factor": 10.0}
+    module = module_with(WithBackbone(), query_embedder=make(), **settings)
+    fit(module, two_sided(), callbacks=[log])
+    assert log.rates == [[0.125, 0.25, 0.5, 0.5, 1.0, *rates]] * 3
+    (optimizer,) = module.trainer.optimizers
+    of_queries = [parameter for group in optimizer.param_groups[5:] for parameter in group["params"]]
+    assert set(of_queries) == set(module.query_embedder.parameters())
+
+
+def two_sided():
+    """Batches whose queries and candidates are the same images."""
+    return [{"queries": batch, "candidates": batch} for batch in batches()]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_backbones_of_both_networks_are_frozen_at_first(epochs):
+    module = module_with(WithBackbone(), query_embedder=WithBackbone(), freeze_backbone_epochs=1)
+    fit(module, two_sided(), max_epochs=epochs)
+    for network in (module.query_embedder, module.embedder):
+        assert torch.equal(network.backbone[0].weight, WithBackbone().backbone[0].weight) == (epochs == 1)
+        assert not torch.equal(network.head.weight, WithBackbone().head.weight)
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("embedder", "settings", "sentence"),

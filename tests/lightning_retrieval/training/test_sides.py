@@ -9,12 +9,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import ModelCheckpoint
+import yaml
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins import DoublePrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
-from pytorch_metric_learning.losses import MultiSimilarityLoss, NTXentLoss, TripletMarginLoss
+from pytorch_metric_learning.losses import MultiSimilarityLoss
+from sklearn.metrics import average_precision_score
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_retrieval import (
@@ -27,6 +29,7 @@ from lightning_retrieval import (
     SmoothAPLoss,
     WeightedSum,
 )
+from lightning_retrieval.callbacks import APMonitor, MemoryMonitor, RetrievalEvaluation
 from lightning_retrieval.losses import After, Before
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.full_sharding import full_tensor
@@ -416,6 +419,169 @@ def test_settings_that_do_not_fit_two_sides(error, sentence, settings):
         RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
 
 
+def one_sided_dict(batch):
+    images, labels, _ = batch["candidates"]
+    return {"images": images, "labels": labels}
+
+
+def with_nan(batch):
+    batch["candidates"][0][2] = torch.nan
+    return batch
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "sentence", "settings", "change"),
+    [
+        (
+            TypeError,
+            r"with a `query_embedder` or directions='both', a batch for training must be .*, got 3 items; .* Pairs",
+            {"query_embedder": query_net()},
+            lambda batch: batch["candidates"],
+        ),
+        (
+            TypeError,
+            r"must be .*, got a dict with .*images",
+            {"directions": "both"},
+            lambda batch: one_sided_dict(batch),
+        ),
+        (ValueError, r"must have queries and candidates, got only queries", {}, lambda b: {"queries": b["queries"]}),
+        (TypeError, r"with a batch of queries and candidates .* NotRanked", {"loss": NotRanked()}, lambda batch: batch),
+        (
+            ValueError,
+            r"at least one query and one candidate, got \[\[7, 0\]\]",
+            {"query_embedder": query_net()},
+            lambda batch: {**batch, "candidates": tuple(column[:0] for column in batch["candidates"])},
+        ),
+        (
+            ValueError,
+            r"NaN or inf in 1 of 10 rows at step 0 \(seen on rank 0\), the first for ids \[2\] of the candidates",
+            {"query_embedder": query_net()},
+            with_nan,
+        ),
+        (
+            TypeError,
+            r"`ids` must be given",
+            {"query_embedder": query_net(), "memory": CrossBatchMemory(20)},
+            lambda batch: {**batch, "candidates": batch["candidates"][:2]},
+        ),
+    ],
+)
+def test_batches_that_do_not_fit_raise(error, sentence, settings, change):
+    module = RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
+    with pytest.raises(error, match=sentence):
+        fit(module, [change(pairs(1)[0])])
+    assert torch.equal(module.embedder[0].weight, net()[0].weight)
+
+
+def test_each_direction_and_its_terms_are_logged():
+    losses = SmoothAPLoss(tau=0.1), MultiSimilarityLoss()
+    module = module_of(WeightedSum({"ap": (1.0, losses[0]), "pairs": (0.5, losses[1])}), "both")
+    (batch,) = pairs(1)
+    (texts, text_labels, _), (images, labels, _) = batch["queries"], batch["candidates"]
+    with torch.no_grad():
+        q, c = module.query_embedder(texts), module.embedder(images)
+    forward = [with_references(loss, q, text_labels, c, labels).item() for loss in losses]
+    reverse = [with_references(loss, c, labels, q, text_labels).item() for loss in losses]
+    values = fit(module, [batch]).callback_metrics
+    expected = {
+        "forward": forward[0] + forward[1] / 2,
+        "forward/ap": forward[0],
+        "forward/pairs": forward[1],
+        "reverse": reverse[0] + reverse[1] / 2,
+        "reverse/ap": reverse[0],
+        "reverse/pairs": reverse[1],
+    }
+    logged = {name.removeprefix("train/loss/"): float(value) for name, value in values.items() if "loss/" in name}
+    assert logged == pytest.approx(expected)
+    assert float(values["train/loss"]) == pytest.approx((expected["forward"] + expected["reverse"]) / 2)
+
+
+def test_the_report_counts_both_sides(tmp_path, caplog):
+    caplog.set_level("INFO")
+    memory = CrossBatchMemory(50, start_step=9)
+    module = module_of(SmoothAPLoss(), "both", chunk_size={"queries": 2, "candidates": None}, memory=memory)
+    fit(module, pairs(), logger=CSVLogger(tmp_path, "", 0))
+    sentence = "batches of 7 queries and 10 candidates of P = 3 classes, lists of 10 images and of 7 queries"
+    assert f"RetrievalModule: {sentence} and up to 50 of the memory, from step 9 on." in caplog.messages
+    settings = yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["batch"]
+    sizes = {"images": 17, "queries": 7, "candidates": 10, "classes": 3, "list_length": 60, "processes": 1}
+    assert settings == {**sizes, "chunk_size": {"queries": 2, "candidates": 10}}
+
+
+class CheckedLoader(DataLoader):
+    """Keeps what it is asked to check."""
+
+    def check_first_batch(self, labels, ids, *, gathered, side):
+        self.__dict__.setdefault("checked", {})[side] = labels.tolist(), ids.tolist(), gathered
+
+
+def test_the_loader_checks_each_side_of_the_first_batch():
+    loader = CheckedLoader(pairs(2), batch_size=None)
+    fit(module_of(SmoothAPLoss()), loader)
+    sides = {side: (labels.tolist(), ids.tolist(), True) for side, (_, labels, ids) in pairs(1)[0].items()}
+    assert loader.checked == sides
+
+
+@pytest.mark.parametrize(
+    ("side", "directions", "warns"),
+    [("queries", "queries", False), ("queries", "both", True), ("candidates", "queries", True)],
+)
+def test_lists_of_one_label_are_warned_of(side, directions, warns):
+    (batch,) = pairs(1)
+    inputs, labels, ids = batch[side]
+    batch[side] = inputs, torch.zeros_like(labels), ids
+    found = warnings_with("no list has a negative", fit, module_of(SmoothAPLoss(), directions), [batch])
+    assert len(found) == warns
+
+
+def test_the_monitors_follow_the_first_direction_and_the_candidates():
+    """`train/AP` is the mean over the queries that have a positive, and the probe holds candidates."""
+    monitor = MemoryMonitor(probe=4)
+    module = module_of(SmoothAPLoss(tau=0.1), "both", memory=CrossBatchMemory(50, start_step="auto"))
+    (batch,) = pairs(1)
+    (texts, text_labels, _), (images, labels, _) = batch["queries"], batch["candidates"]
+    with torch.no_grad():
+        scores = F.normalize(module.query_embedder(texts)) @ F.normalize(module.embedder(images)).T
+    relevant = text_labels[:, None] == labels
+    values = [average_precision_score(row, of) for row, of in zip(relevant, scores) if row.any()]
+    callbacks = [RetrievalEvaluation(), APMonitor(), CutProbe(monitor), monitor]
+    with pytest.warns(UserWarning, match="the memory has not begun in 1 steps"):
+        run = fit(module, [batch], callbacks=callbacks)
+    assert float(run.callback_metrics["train/AP"]) == pytest.approx(sum(values) / len(values))
+    assert 0 < len(values) < QUERIES
+
+
+class CutProbe(pl.Callback):
+    """Compares the probe of a monitor with the candidates of a batch."""
+
+    def __init__(self, monitor):
+        self.monitor = monitor
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        assert torch.equal(self.monitor.state_dict()["images"], batch["candidates"][0][:4])
+
+
+def test_a_run_is_resumed_bit_by_bit(tmp_path):
+    """With dropout on both sides, a memory and Adam's moments."""
+
+    settings = {"mode": "one_list", "optimizer": ADAM, "chunk_size": 3, "query_lr_factor": 2.0}
+
+    def run(epochs, checkpoint=None):
+        module = module_of(SmoothAPLoss(tau=0.1), "both", networks=(query_net(0.3), net(0.3)), **settings)
+        trainer = quiet_trainer(max_epochs=epochs)
+        trainer.fit(module, DataLoader(pairs(), batch_size=None), ckpt_path=checkpoint, weights_only=True)
+        return module, trainer
+
+    whole, _ = run(2)
+    _, half = run(1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = run(2, tmp_path / "half.ckpt")
+    for found, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    assert len(resumed.memory) == len(whole.memory) > CANDIDATES
+
+
 # --- Several processes, of which the second has fewer queries and more candidates
 
 FIRST = {"queries": 5, "candidates": 3}  # rows of the first of two processes
@@ -479,7 +645,7 @@ class Whole(pl.Callback):
 
 
 def message_of(name, world):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="RetrievalModule: ") as raised:
         run_of(name, world)
     return str(raised.value)
 
