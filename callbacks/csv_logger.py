@@ -17,8 +17,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import gather_objects
-from lightning_retrieval.files import new_file
-from lightning_retrieval.training.checkpoint_files import find_damage
+from lightning_retrieval.files import find_damage, new_file
 
 
 def run_folder(trainer: Any) -> Path:

@@ -1,6 +1,7 @@
 """Draws one row of pictures for each query: the query and the images that the model ranks first."""
 
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from lightning_retrieval.training.step import unpack
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
 _TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # lengths in pixels
 _SIDE = _TILE + 2 * _BORDER
+_TEXT_COLUMNS, _TEXT_LINES = 13, 6  # letters in a line and lines of a text that is drawn as a tile
 _BLOCK_GALLERY = 1 << 14  # number of gallery images that are scored at a time
 
 Order = Literal["spread", "hardest", "quantiles"]
@@ -61,6 +63,8 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
     if getattr(dataset, "two_sided", False):
         index, side = divmod(index, len(SIDES))
         dataset = dataset.sides[SIDES[side]].dataset
+    if hasattr(dataset, "texts"):
+        return text_tile(dataset.texts[index])
     try:
         item = dataset[index]
     except (IndexError, KeyError, TypeError) as error:
@@ -84,6 +88,14 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
             f"{tuple(images.shape[1:])}."
         )
     return as_image(images[0].cpu(), getattr(dataset, "transform", None))
+
+
+def text_tile(text: str) -> Image.Image:
+    """Draw a text in the size of a tile; the rest of a long text is cut off."""
+    image = Image.new("RGB", (_TILE, _TILE), _WHITE)
+    lines = textwrap.wrap(text, _TEXT_COLUMNS)[:_TEXT_LINES]
+    ImageDraw.Draw(image).multiline_text((2, 1), "\n".join(lines), _DARK, font_size=10, spacing=1)
+    return image
 
 
 def as_image(tensor: Shaped[Tensor, "channel height width"], transform: Any = None) -> Image.Image:
@@ -281,9 +293,10 @@ class RetrievalGallery(EvaluationFigure):
 
     Relations:
         The lists are the same as for the metrics, including post-processing. An instance is represented by its first
-        image, and junk images are not drawn. If the images of a set cannot be drawn (the ids do not index the set, or
-        the set holds vectors), a warning is issued instead. For sets with another metric than `RetrievalMetrics`, AP is
-        not known, and queries are chosen by `"spread"`.
+        image, and junk images are not drawn. Of data with two sides, the candidates of each query are drawn; texts of a
+        `TextTable` are drawn as text. If the images of a set cannot be drawn (the ids do not index the set, or the set
+        holds vectors), a warning is issued instead. For sets with another metric than `RetrievalMetrics`, AP is not
+        known, and queries are chosen by `"spread"`.
     """
 
     ranked_by_label_only = False

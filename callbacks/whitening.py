@@ -127,7 +127,7 @@ def _whitening(pl_module: pl.LightningModule) -> Whitening:
 def _training_images(trainer: pl.Trainer) -> Any:
     """Return a copy of the training set that reads its images as in evaluation."""
     datamodule: Any = getattr(trainer, "datamodule", None)
-    dataset = getattr(datamodule, "train_set", None)
+    dataset: Any = getattr(datamodule, "train_set", None)
     if dataset is None:
         dataset = getattr(trainer.train_dataloader, "dataset", None)
     if not hasattr(dataset, "__len__"):

@@ -125,14 +125,17 @@ def check_sampler(owner: str, sampler: SamplerName | GlobalBatchSampler) -> Samp
 
 @runtime_checkable
 class LabelledImages(Protocol):
-    """A map-style dataset whose items are dicts with `images`, `labels` and `ids`; an item's id is its index."""
+    """A map-style dataset whose items are dicts with `images`, `labels` and `ids`; an item's id is its index.
+
+    The items of a `PairSet` are pairs of a side and such a dict.
+    """
 
     @property
     def labels(self) -> Int[Tensor, " item"]: ...
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: int) -> Any: ...
 
 
 def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from lightning_retrieval.datamodules.image_index import (
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import (
     TAG_SEPARATOR,
-    TextTable,
+    TableColumns,
     find_file,
     leaves_root,
     normalized_path,
@@ -66,7 +66,7 @@ def is_invalid_split(name: str) -> bool:
     return re.fullmatch(r"[\w-]+", name) is None
 
 
-def parse_images(table: TextTable) -> list[str]:
+def parse_images(table: TableColumns) -> list[str]:
     """The path of each image, without `./` and `//`."""
     images = table.columns["image"]
     table.check(find_rows(images, is_empty), "`image` must not be empty in any row")
@@ -74,7 +74,7 @@ def parse_images(table: TextTable) -> list[str]:
     return [normalized_path(image) for image in images]
 
 
-def parse_labels(table: TextTable, distractors: NDArray[np.bool_]) -> NDArray[Any]:
+def parse_labels(table: TableColumns, distractors: NDArray[np.bool_]) -> NDArray[Any]:
     """Return the label of each image: integers if all labels are integers, else text; arbitrary for distractors.
 
     Without the column `label`, each file is a class of its own.
@@ -93,7 +93,7 @@ def parse_labels(table: TextTable, distractors: NDArray[np.bool_]) -> NDArray[An
     return numbers
 
 
-def parse_roles(table: TextTable) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
+def parse_roles(table: TableColumns) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
     """Return the role of each image, or None without the column `role`; and whether each image is a distractor."""
     if "role" not in table.columns:
         return None, np.zeros(len(table.lines), dtype=bool)
@@ -103,7 +103,9 @@ def parse_roles(table: TextTable) -> tuple[NDArray[np.uint8] | None, NDArray[np.
     return roles, np.array(names) == "distractor"
 
 
-def parse_tags(table: TextTable, distractors: NDArray[np.bool_]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
+def parse_tags(
+    table: TableColumns, distractors: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64] | None, list[str] | None]:
     """Return the tags of each image, padded, and the names of the tags; None without the column `tags`.
 
     Distractors have no tags, because they are relevant to no query.
@@ -119,7 +121,7 @@ def parse_tags(table: TextTable, distractors: NDArray[np.bool_]) -> tuple[NDArra
     return tag_numbers(tags_of_images)
 
 
-def parse_splits(table: TextTable) -> NDArray[Any] | None:
+def parse_splits(table: TableColumns) -> NDArray[Any] | None:
     """The split of each image, or None without the column `split`."""
     if "split" not in table.columns:
         return None
@@ -129,13 +131,13 @@ def parse_splits(table: TextTable) -> NDArray[Any] | None:
     names = sorted(set(splits))
     if "train" not in names or len(names) == 1:
         raise ValueError(
-            f"ImageTable: `split` must have rows of train and of val, test or others, got "
+            f"{table.owner}: `split` must have rows of train and of val, test or others, got "
             f"{', '.join(map(repr, names))} in {table.path}."
         )
     return np.array(splits)
 
 
-def parse_numbers(table: TextTable, column: Literal["category", "camera"]) -> NDArray[np.int64] | None:
+def parse_numbers(table: TableColumns, column: Literal["category", "camera"]) -> NDArray[np.int64] | None:
     """Return the number of each image's category or camera, None without the column. Splits share the numbering."""
     if column not in table.columns:
         return None
@@ -148,7 +150,7 @@ def parse_numbers(table: TextTable, column: Literal["category", "camera"]) -> ND
     return numbers
 
 
-def parse_boxes(table: TextTable) -> NDArray[np.int32] | None:
+def parse_boxes(table: TableColumns) -> NDArray[np.int32] | None:
     """The box of each image, shape (rows, 4); None if neither `box` nor the sides are columns."""
     columns = table.columns
     if "box" in columns:
@@ -187,7 +189,7 @@ def parse_box(text: str) -> tuple[int, ...] | None:
     return None
 
 
-def check_unique_images(table: TextTable, images: Sequence[str], boxes: NDArray[np.int32] | None) -> None:
+def check_unique_images(table: TableColumns, images: Sequence[str], boxes: NDArray[np.int32] | None) -> None:
     """Check that no image is listed twice with the same box. Otherwise, a query would be in its own ranked list."""
     keys: Sequence[Any] = images
     if boxes is not None:
@@ -231,7 +233,7 @@ class ImageRows:
     boxes: NDArray[np.int32] | None
     roles: NDArray[np.uint8] | None
     cameras: NDArray[np.int64] | None
-    table: TextTable
+    table: TableColumns
 
     def index(self, name: str, chosen: NDArray[np.bool_]) -> ImageIndex:
         """Create the index of the chosen rows, which form the split `name`; the classes are numbered 0, 1, ..."""

@@ -424,7 +424,7 @@ class TableLines(ListLines):
 
 
 @dataclass
-class TextTable:
+class TableColumns:
     """Columns of text, and the location of each row in the file for error messages.
 
     Args:
@@ -432,16 +432,18 @@ class TextTable:
         columns: the fields of each column, by the column's name.
         lines: line or row number of each row in the file.
         unit: unit of `lines`, `"line"` or `"row"`.
+        owner: prefix of error messages.
     """
 
     path: Path
     columns: dict[str, list[str]]
     lines: Sequence[int]
     unit: str = "line"
+    owner: str = "ImageTable"
 
     def lines_of(self, rows: NDArray[np.intp]) -> TableLines:
         """Return the line numbers of the rows with these indices, for an `ImageIndex`."""
-        return TableLines(ListFile("ImageTable", self.path), rows, numbers=self.lines, unit=self.unit)
+        return TableLines(ListFile(self.owner, self.path), rows, numbers=self.lines, unit=self.unit)
 
     def check(self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None) -> None:
         """Raise a ValueError about the first of the invalid rows, if there are any.
@@ -454,7 +456,7 @@ class TextTable:
         if len(invalid_rows) == 0:
             return
         row = invalid_rows[0]
-        message = f"ImageTable: {rule}"
+        message = f"{self.owner}: {rule}"
         if values is not None:
             message += f", got {values[row]!r}"
         message += f", at {self.unit} {self.lines[row]} of {self.path}"
@@ -463,13 +465,20 @@ class TextTable:
         raise ValueError(f"{message}.")
 
 
-def read_table(path: Path, required: Sequence[str] = ("image", "label"), *, all_columns: bool = False) -> TextTable:
-    """Read the columns with the names `COLUMNS` from a CSV or Parquet file.
+def read_table(
+    path: Path,
+    required: Sequence[str] = ("image", "label"),
+    *,
+    all_columns: bool = False,
+    owner: str = "ImageTable",
+) -> TableColumns:
+    """Read the required columns, and those with the names `COLUMNS`, from a CSV or Parquet file.
 
     Args:
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
         required: the columns that the table must have; `tags` may stand in for `label`.
         all_columns: read the columns with other names as well.
+        owner: prefix of error messages.
 
     Raises:
         ModuleNotFoundError: if the file is Parquet and pyarrow is not installed.
@@ -477,26 +486,26 @@ def read_table(path: Path, required: Sequence[str] = ("image", "label"), *, all_
             row, or the rows have different numbers of fields.
     """
     if path.suffix.lower() in PARQUET_SUFFIXES:
-        table = _read_parquet(path, required, all_columns)
+        table = _read_parquet(owner, path, required, all_columns)
     else:
-        table = _read_csv(path, required, all_columns)
+        table = _read_csv(owner, path, required, all_columns)
     if not table.lines:
-        raise ValueError(f"ImageTable: {path} must have rows, got only the header.")
+        raise ValueError(f"{owner}: {path} must have rows, got only the header.")
     return table
 
 
-def _wanted_columns(header: Sequence[str], all_columns: bool) -> list[str]:
-    """The columns to read: those with the names `COLUMNS`, or all."""
+def _wanted_columns(header: Sequence[str], required: Sequence[str], all_columns: bool) -> list[str]:
+    """The columns to read: the required ones and those with the names `COLUMNS`, or all."""
     if all_columns:
         return list(dict.fromkeys(header))
-    return [name for name in COLUMNS if name in header]
+    return [name for name in dict.fromkeys((*required, *COLUMNS)) if name in header]
 
 
-def _read_csv(path: Path, required: Sequence[str], all_columns: bool) -> TextTable:
-    rows = ListFile("ImageTable", path).csv_rows()
+def _read_csv(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:
+    rows = ListFile(owner, path).csv_rows()
     header = read_csv_header(rows)
-    wanted = _wanted_columns(header, all_columns)
-    _check_header(path, header, required, wanted)
+    wanted = _wanted_columns(header, required, all_columns)
+    _check_header(owner, path, header, required, wanted)
     positions: list[tuple[str, int]] = []
     table: dict[str, list[str]] = {}
     for name in wanted:
@@ -506,34 +515,34 @@ def _read_csv(path: Path, required: Sequence[str], all_columns: bool) -> TextTab
     for row, line in rows:
         if len(row) != len(header):
             raise ValueError(
-                f"ImageTable: each row must have the header's {len(header)} fields, got {len(row)}, at line {line} of "
+                f"{owner}: each row must have the header's {len(header)} fields, got {len(row)}, at line {line} of "
                 f"{path}."
             )
         lines.append(line)
         for name, position in positions:
             table[name].append(row[position].strip())
-    return TextTable(path, table, lines)
+    return TableColumns(path, table, lines, owner=owner)
 
 
-def _read_parquet(path: Path, required: Sequence[str], all_columns: bool) -> TextTable:
+def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:
     with optional_import(
-        f"ImageTable: pyarrow must be installed to read {path}: pip install 'lightning-retrieval[parquet]'; "
+        f"{owner}: pyarrow must be installed to read {path}: pip install 'lightning-retrieval[parquet]'; "
         "or provide the table as CSV."
     ):
         import pyarrow.parquet
     table: dict[str, list[str]] = {}
     try:
         header = pyarrow.parquet.read_schema(path).names
-        wanted = _wanted_columns(header, all_columns)
+        wanted = _wanted_columns(header, required, all_columns)
         readable = [name for name in wanted if header.count(name) == 1]
         content = pyarrow.parquet.read_table(path, columns=readable)
         for name in readable:
             separator = TAG_SEPARATOR if name == "tags" else " "
             table[name] = [as_text(value, separator) for value in content.column(name).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
-        raise ValueError(f"ImageTable: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
-    _check_header(path, header, required, wanted)
-    return TextTable(path, table, range(1, content.num_rows + 1), unit="row")
+        raise ValueError(f"{owner}: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
+    _check_header(owner, path, header, required, wanted)
+    return TableColumns(path, table, range(1, content.num_rows + 1), unit="row", owner=owner)
 
 
 def as_text(value: Any, separator: str) -> str:
@@ -555,19 +564,24 @@ def as_text(value: Any, separator: str) -> str:
     return str(value).strip()
 
 
-def _check_header(path: Path, header: Sequence[str], required: Sequence[str], wanted: Sequence[str]) -> None:
+def _check_header(
+    owner: str, path: Path, header: Sequence[str], required: Sequence[str], wanted: Sequence[str]
+) -> None:
     missing = find_missing(required, header)
     if "tags" in header and "label" in missing:
         missing.remove("label")
     missing_sides = find_missing(SIDES, header)
-    if "box" not in header and len(missing_sides) < len(SIDES):
+    if "image" in required and "box" not in header and len(missing_sides) < len(SIDES):
         missing += missing_sides
     if missing:
         columns = " and ".join(required).replace("label", "label (or tags)")
+        sides = ""
+        if "image" in required:
+            sides = f", and all of {', '.join(SIDES)} or none"
         raise ValueError(
-            f"ImageTable: line 1 of {path} must name the columns {columns}, and all of "
-            f"{', '.join(SIDES)} or none, separated by commas; {', '.join(missing)} missing in {','.join(header)!r}."
+            f"{owner}: line 1 of {path} must name the columns {columns}{sides}, separated by commas; "
+            f"{', '.join(missing)} missing in {','.join(header)!r}."
         )
     for name in wanted:
         if list(header).count(name) > 1:
-            raise ValueError(f"ImageTable: line 1 of {path} must name each column once, got {name} twice.")
+            raise ValueError(f"{owner}: line 1 of {path} must name each column once, got {name} twice.")

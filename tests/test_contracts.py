@@ -29,6 +29,7 @@ from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import BoxIndex, ImageIndex
 from lightning_retrieval.datamodules.base import UNKNOWN, ShownArguments
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
+from lightning_retrieval.datamodules.glyphs.glyphs import Glyphs
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.detection import (
     COCOMetrics,
@@ -143,8 +144,8 @@ TABLE = {
     "EmbeddingMetric": Entry(without=NEVER_MADE),
     "RetrievalMetrics": Entry(
         {"ks": (1, 7), "map_ks": (5,), "map_divisor": "hits", "extra_metrics": ("mINP", "NDCG@3")}
-        | {"alpha": 2.0, "dims": (1, 3)},
-        not_moved=LAST_TABLE,
+        | {"alpha": 2.0, "dims": (1, 3), "reverse": True},
+        not_moved={**LAST_TABLE, "_reverse_values": "the same of the other direction"},
     ),
     "RandomGalleryMetrics": Entry({"ks": (1, 7), "draws": 3, "seed": 4}, not_moved=LAST_TABLE),
     "RevisitedMetrics": Entry(
@@ -291,6 +292,14 @@ TABLE = {
     ),
     "DetectionDataModule": Entry(without=NEVER_MADE),
     "PascalVOC": Entry({"root": "VOCdevkit", "train_sets": ("VOC2007", "VOC2012"), "eval_batch_size": 4}),
+    "PairSampler": Entry(
+        {"query_labels": [0, 1, 1], "candidate_labels": [1, 0, 0], "classes_per_batch": 2, "samples_per_class": 2},
+        not_attributes={f"{side}_labels": LABELS["labels"] for side in ("query", "candidate")},
+    ),
+    "Pairs": Entry(
+        {"queries": Glyphs(), "candidates": Glyphs(), "classes_per_batch": 8, "queries_per_class": 2, "num_workers": 1},
+        not_attributes={"seed": "None stands for the seed of `seed_everything`"},
+    ),
     "RandomBatchSampler": Entry({"num_images": 7, "batch_size": 3, "seed": 5}),
     "item_generator": Entry(without=ONLY_CALLED),
     "resume_position": Entry(without=ONLY_CALLED),

@@ -18,8 +18,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +122,30 @@ class GlyphImages:
     characters: tuple[str, ...]
     categories: tuple[str, ...]
     font_names: tuple[str, ...]
+
+    def of_fonts(self, names: Sequence[str]) -> "GlyphImages":
+        """The images in some of the fonts.
+
+        Args:
+            names: names of fonts.
+
+        Raises:
+            ValueError: if a font is not installed.
+        """
+        for name in names:
+            if name not in self.font_names:
+                raise ValueError(
+                    f"Glyphs: `fonts` must be names of matplotlib's fonts, got {name!r}; they are "
+                    f"{', '.join(self.font_names)}."
+                )
+        chosen = np.isin(self.fonts, [self.font_names.index(name) for name in names])
+        return replace(
+            self,
+            images=self.images[chosen],
+            labels=self.labels[chosen],
+            fonts=self.fonts[chosen],
+            splits=self.splits[chosen],
+        )
 
 
 def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:

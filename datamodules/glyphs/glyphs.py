@@ -1,6 +1,7 @@
 """The data module, the dataset and the augmentation of Glyphs, the built-in data set."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 from torch.utils.data import Dataset
 
-from lightning_retrieval.checks import check_bool, check_choice, check_instance, check_path
+from lightning_retrieval.checks import check_bool, check_choice, check_instance, check_path, check_strings
 from lightning_retrieval.datamodules.base import RetrievalDataModule, check_no_unknown_arguments
 from lightning_retrieval.datamodules.glyphs.characters import table_counts, table_differences
 from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
@@ -98,11 +99,16 @@ class Glyphs(RetrievalDataModule):
             set.
         augment: whether the training images are slightly rotated, sheared, scaled and shifted.
         channels: number of channels: 1, or 3 equal channels for networks that expect colour images.
+        fonts: names of matplotlib's fonts, such as `["DejaVuSans", "DejaVuSans-Bold"]`: only images in these fonts are
+            used. None means all fonts. Fonts with the same drawing of a character share an image, which belongs to the
+            first of them.
         cache_dir: folder in which the drawn images are cached; if None, the user's cache folder.
 
     Raises:
-        ValueError: if a number is out of its range.
-        TypeError: if a number is not an integer, `augment` is not a bool, or `cache_dir` is not a path.
+        ValueError: if a number is out of its range, or `fonts` is empty; when the images are loaded, if a font is not
+            installed.
+        TypeError: if a number is not an integer, `augment` is not a bool, `fonts` does not hold strings, or `cache_dir`
+            is not a path.
         OSError: if the cache folder cannot be written.
 
     Example:
@@ -123,6 +129,7 @@ class Glyphs(RetrievalDataModule):
         seed: int | None = None,
         augment: bool = True,
         channels: Literal[1, 3] = 1,
+        fonts: Sequence[str] | None = None,
         cache_dir: str | Path | None = None,
         **unknown: Any,
     ) -> None:
@@ -136,6 +143,12 @@ class Glyphs(RetrievalDataModule):
         )
         self.augment = check_bool("Glyphs", "augment", augment)
         self.channels = check_choice("Glyphs", "channels", channels, (1, 3))
+        self.fonts: tuple[str, ...] | None = None
+        if fonts is not None:
+            check_strings("Glyphs", "fonts", fonts)
+            self.fonts = tuple(fonts)
+            if not self.fonts:
+                raise ValueError("Glyphs: `fonts` must hold at least one name, got []; None means all fonts.")
         if cache_dir is not None:
             check_path("Glyphs", "cache_dir", cache_dir)
         self.cache_dir = cache_dir
@@ -173,7 +186,10 @@ class Glyphs(RetrievalDataModule):
         """Compare the counts of images and classes with the table of classes, and look for missing fonts.
 
         The images are drawn if they are not in the cache. Counts may differ with other versions of fonts and renderer.
+        With `fonts`, the counts are not compared.
         """
+        if self.fonts is not None:
+            return super().check()
         report = DataReport()
         counts_of_table = table_counts()
         for split, (counts, _) in super().check().splits.items():
@@ -186,7 +202,10 @@ class Glyphs(RetrievalDataModule):
 
     @cached_property
     def _glyphs(self) -> GlyphImages:
-        return load_glyph_images(self.cache_dir)
+        glyphs = load_glyph_images(self.cache_dir)
+        if self.fonts is None:
+            return glyphs
+        return glyphs.of_fonts(self.fonts)
 
 
 def random_affine(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_retrieval import losses
 from lightning_retrieval.checks import check_integer, check_positive, first_line
-from lightning_retrieval.cli.embedding import UnreadableImage, load_checkpoint, read_image_rows, recorded_checkpoint
+from lightning_retrieval.cli.embedding import UnreadableImage, load_checkpoint, recorded_checkpoint
+from lightning_retrieval.cli.index import read_image_rows
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
@@ -184,6 +185,11 @@ def _embedding_module(manifest: EmbeddingManifest, checkpoint: Path | None, outp
             f"{OWNER}: `output` must not be the checkpoint that made the embeddings, got {output}; give another file."
         )
     module = load_checkpoint(OWNER, found)
+    if module.query_embedder is not None:
+        raise ValueError(
+            f"{OWNER}: `checkpoint` must be of a model with one network, got {found}, which has a `query_embedder`; "
+            "train the network of queries with a FrozenEmbedder of the candidates instead."
+        )
     is_whitened = module.whitening is not None and module.whitening.learned is not None
     if is_whitened or tuple(module.eval_scales) != (1,):
         raise ValueError(

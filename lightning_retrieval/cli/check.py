@@ -30,6 +30,7 @@ DATA_MODULES = (
     "RevisitedOxford",
     "RevisitedParis",
     "StanfordOnlineProducts",
+    "TextTable",
     "VGGFace2",
     "VehicleID",
 )

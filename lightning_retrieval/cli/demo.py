@@ -1,4 +1,4 @@
-"""`lightning-retrieval demo`: a Gradio page that searches an index for an uploaded, a random or a clicked image."""
+"""`lightning-retrieval demo`: a Gradio page that searches an index for an image or, if the model takes it, a text."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from PIL import Image
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.options import model_settings, printable
 from lightning_retrieval.cli.search import FONTS
-from lightning_retrieval.cli.search_images import Hit, ImageSearcher, image_folder
+from lightning_retrieval.cli.search_images import Hit, ImageSearcher, QueryResult, image_folder
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
@@ -34,7 +34,10 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
 EXAMPLES = 3  # queries that the empty page offers
 DRAWS, DRAWN_FROM = 12, 100  # random directions, and the number of images near each of which one is drawn
+LONGEST_TEXT = 1000  # characters of a text that is searched for
 INVITATION = "Drop an image, click an example or take a random image: the page shows the {k} nearest."
+INVITATION_TO_TYPE = "Type what you look for and press Enter. {invitation}"
+NO_TEXT = "There is no text to search for; type some words."
 NO_IMAGE = "There is no image to search for; choose an image file."
 NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothing from an address; upload it first."
 NONE_READABLE = "None of the drawn images can be read in the folder of the index; give their folder with `--images`."
@@ -256,8 +259,12 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     ) -> tuple[Any, ...]:
         return answers.of_path(paths[event.index])
 
+    invitation = INVITATION.format(k=k)
     with gradio.Blocks(title="Image search", analytics_enabled=False) as page:
         gradio.Markdown(f"# Image search\n{_indexed(searcher.index, images)}", elem_id="indexed")
+        if searcher.takes_texts:
+            invitation = INVITATION_TO_TYPE.format(invitation=invitation)
+            words = gradio.Textbox(label="Words", max_length=LONGEST_TEXT, submit_btn=True, elem_id="words")
         with gradio.Row():
             with gradio.Column(scale=2):
                 upload = gradio.File(label="Your image", height=140, elem_id="upload")
@@ -273,7 +280,7 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
                     visible=False,
                     type="pil",
                 )
-        text = gradio.Markdown(INVITATION.format(k=k), elem_id="about")
+        text = gradio.Markdown(invitation, elem_id="about")
         results = _pictures(gradio, "results", [], columns=5, visible=False)
         paths, example_paths = gradio.State([]), gradio.State([path for _, path in examples])
         shown = [query, text, results, paths, offered]
@@ -282,6 +289,8 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         uploaded = upload.upload(answers.of_upload, upload, shown, api_name="search", **progress)
         uploaded.then(None, js="() => null", outputs=upload)  # the area is free for the next image
         private = {"api_visibility": "private", **progress}
+        if searcher.takes_texts:
+            words.submit(answers.of_text, words, shown, **private)
         another.click(answers.of_random_image, None, shown, **private)
         offered.select(search_by_picture, example_paths, shown, **private)
         clicked = results.select(search_by_picture, paths, shown, **private)
@@ -311,6 +320,14 @@ class PageAnswers:
             return self._only_text(NO_IMAGE)
         return self._of_file(file, Path(file).name)
 
+    def of_text(self, text: str | None) -> tuple[Any, ...]:
+        """The answer for a text, of which the first `LONGEST_TEXT` characters count."""
+        words = (text or "").strip()[:LONGEST_TEXT]
+        if not words:
+            return self._only_text(NO_TEXT)
+        results, _ = self.searcher.search([], self.k, texts=[words])
+        return self._answer(_bold(words), results[0], self._gradio.Image(value=None, visible=False))
+
     def of_path(self, path: str) -> tuple[Any, ...]:
         """The answer for an image of the index."""
         return self._of_file(str(self.images / path), path)
@@ -329,11 +346,14 @@ class PageAnswers:
         except ValueError as error:
             return self._only_text(f"{shown} {error}")
         results, _ = self.searcher.search([file], self.k)
-        hits = results[0].hits
-        text = f"{shown}: {results[0].nothing_similar}"
+        return self._answer(shown, results[0], self._gradio.Image(value=picture, visible=True))
+
+    def _answer(self, shown: str, result: QueryResult, query: Any) -> tuple[Any, ...]:
+        """The answer for a result, with the picture of the query."""
+        hits = result.hits
+        text = f"{shown}: {result.nothing_similar}"
         if hits:
             text = f"{shown}: {len(hits)} nearest of {len(self.searcher.index):,} images. Click one to search for it."
-        query = self._gradio.Image(value=picture, visible=True)
         # A new gallery, so that the frame around the previously clicked image disappears.
         gallery = self._gradio.Gallery(value=captioned(hits, self.images), selected_index=None, visible=True)
         return query, text, gallery, [hit.path for hit in hits], self._gradio.Gallery(visible=False)

@@ -5,6 +5,7 @@ its evaluation uses, and `ImageEmbedder.embed` returns the embeddings batch by b
 fatal.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +23,10 @@ from lightning_retrieval.callbacks.embedding_writer import RangeBatches
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
-from lightning_retrieval.datamodules.image_table import check_unique_images, parse_boxes, parse_images
+from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.files import file_digest
+from lightning_retrieval.files import file_digest, find_damage
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.preparation.decoding import image_suffixes
@@ -33,11 +34,13 @@ from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_tr
 from lightning_retrieval.preparation.serialised import shown_transform
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.rows import Rows
-from lightning_retrieval.training.checkpoint_files import find_damage
+from lightning_retrieval.training.checkpoint_files import network_digest
 from lightning_retrieval.training.checkpointed_module import restored_module
 from lightning_retrieval.training.chunk_size import is_out_of_memory
 from lightning_retrieval.training.module import RetrievalModule
+from lightning_retrieval.training.sides import Side, side_of_module
 
+NETWORK = "network_sha256"  # entry of the metadata of embeddings: the digest of the network of candidates
 BEST_CHECKPOINT = Path("checkpoints", "best.ckpt")  # in the folder of a run
 
 
@@ -61,6 +64,16 @@ class ListedImages:
     def of_paths(cls, root: Path, paths: Sequence[str], names: Sequence[str] | None = None) -> "ListedImages":
         """A list of images without labels and boxes."""
         return cls(root, ImageIndex(paths, [0] * len(paths)), [None] * len(paths), names)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths of the images."""
+        return self.index.paths
+
+    def files(self, positions: range) -> Iterator[Path]:
+        """The files of some of the images."""
+        for position in positions:
+            yield self.root / self.paths[position]
 
     def fields(self) -> Iterator[list[Any]]:
         """Path, label and box of each image, which identify the list."""
@@ -100,33 +113,6 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
     labels = [label or None for label in table.columns.get("label", [""] * len(paths))]
     index = ImageIndex(paths, [0] * len(paths), boxes=parse_boxes(table))
     return ListedImages(root or images.parent, index, labels)
-
-
-def read_image_rows(
-    owner: str, name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
-) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Read a table that has a single row for each image.
-
-    Args:
-        owner: prefix of error messages.
-        name: name of the argument that gives the table, for error messages.
-        table: CSV or Parquet table.
-        required: as for `read_table`.
-        all_columns: as for `read_table`.
-
-    Returns:
-        The columns of the table by name, and the row of each image by its path.
-
-    Raises:
-        FileNotFoundError: if the table does not exist.
-        ValueError: if the table cannot be read, or an image is in several rows.
-    """
-    if not table.is_file():
-        raise FileNotFoundError(f"{owner}: `{name}` must be a CSV or Parquet table, got {table}, which is not a file.")
-    read = read_table(table, required, all_columns=all_columns)
-    images = parse_images(read)
-    check_unique_images(read, images, None)
-    return read.columns, {image: row for row, image in enumerate(images)}
 
 
 def images_in_folder(owner: str, folder: Path) -> ListedImages:
@@ -198,7 +184,7 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
 
     Raises:
         FileNotFoundError: if the recorded file does not exist.
-        ValueError: if the file is another checkpoint.
+        ValueError: if the file is the checkpoint of another network, or images were prepared otherwise.
     """
     if given is None:
         given = Path(str(about.get("checkpoint")))
@@ -208,13 +194,38 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
                 f"at {given}."
             )
     checkpoint = find_checkpoint(owner, given)
-    if file_digest(checkpoint) != about.get("checkpoint_sha256"):
+    sha256 = file_digest(checkpoint)
+    if sha256 == about.get("checkpoint_sha256"):
+        return checkpoint
+    module = load_checkpoint(owner, checkpoint)
+    prepared = json.loads(json.dumps(module.preparation))  # in the form that `about` has in a file
+    is_prepared_alike = prepared in (None, about.get("preparation"))
+    network = {"checkpoint_sha256": sha256, NETWORK: network_digest(module)}
+    if not (is_prepared_alike and is_same_network(about, network)):
         raise ValueError(
             f"{owner}: `checkpoint` must be the one that the {made} made with, because embeddings of different models "
             f"cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or embed the images "
             "again."
         )
     return checkpoint
+
+
+def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Whether embeddings come from the same network, although perhaps from another checkpoint of it.
+
+    Embeddings that were made before networks were recorded are compared with their checkpoint, if it still exists.
+
+    Args:
+        earlier: metadata of existing embeddings.
+        about: metadata of an `ImageEmbedder`.
+    """
+    if earlier.get("checkpoint_sha256") == about.get("checkpoint_sha256"):
+        return True
+    recorded = earlier.get(NETWORK)
+    file = Path(str(earlier.get("checkpoint")))
+    if recorded is None and file.is_file() and file_digest(file) == earlier.get("checkpoint_sha256"):
+        recorded = network_digest(load_checkpoint("is_same_network", file))
+    return recorded is not None and recorded == about.get(NETWORK)
 
 
 def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
@@ -335,6 +346,7 @@ class ImageEmbedder:
     num_workers: int
     device: str
     normalizes: bool = True  # whether the module gets normalised images; if False, it gets uint8 images
+    side: Side = "candidates"
 
     @classmethod
     def load(
@@ -348,6 +360,7 @@ class ImageEmbedder:
         batch_size: int,
         num_workers: int,
         device: str | None,
+        side: Side = "candidates",
     ) -> "ImageEmbedder":
         """Load the model of a checkpoint.
 
@@ -355,11 +368,14 @@ class ImageEmbedder:
             owner: prefix of error messages.
             checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, see `find_checkpoint`.
             transform: name of the transform that the user gave, see `choose_transform`.
-            recorded: the preparation recorded in an index; if None, the preparation recorded in the checkpoint.
+            recorded: the preparation recorded in an index; if None, or if queries have their own network, the
+                preparation recorded in the checkpoint.
             sha256: digest of the checkpoint, if the caller has already computed it.
             batch_size: number of images embedded at a time; the number is 1 if images keep their sizes.
             num_workers: number of processes that read images.
             device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+            side: what the images are, which decides by which network they are embedded. Images are embedded as
+                candidates if the network of queries embeds texts.
 
         Raises:
             FileNotFoundError: if the checkpoint does not exist.
@@ -369,22 +385,28 @@ class ImageEmbedder:
         check_integer(owner, "num_workers", num_workers, least=0)
         checkpoint = find_checkpoint(owner, checkpoint)
         module = load_checkpoint(owner, checkpoint)
-        if recorded is None:
-            recorded = module.preparation
+        if text_network(module) is not None:
+            side = "candidates"
+        of_side = side_of_module(module, side)
+        if recorded is None or of_side is not module:
+            recorded = of_side.preparation
         channels = image_channels(module)
-        prepare, serialised, source = choose_transform(owner, checkpoint, module, transform, recorded, channels)
+        if module.query_embedder is not None:
+            channels = image_channels(of_side.embedder)
+        prepare, serialised, source = choose_transform(owner, checkpoint, of_side, transform, recorded, channels)
         about = {
             "checkpoint": str(checkpoint.absolute()),
             "checkpoint_sha256": sha256 or file_digest(checkpoint),
             "preparation": serialised,
             "preparation_from": source,
             "channels": channels,
+            NETWORK: network_digest(module),
         }
         if isinstance(prepare, Preparation) and not prepare.gives_one_size:
             batch_size = 1
         if device is None:
             device = default_device()
-        return cls(owner, module.eval(), prepare, about, batch_size, num_workers, "cpu").on(device)
+        return cls(owner, module.eval(), prepare, about, batch_size, num_workers, "cpu", side=side).on(device)
 
     def on(self, device: str) -> "ImageEmbedder":
         """The same model on another device.
@@ -501,13 +523,46 @@ class ImageEmbedder:
                 )
         return EmbeddedBatch(positions, embeddings, unreadable)
 
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a query may be a text."""
+        return text_network(self.module) is not None
+
+    @torch.inference_mode()
+    def embed_texts(self, texts: Sequence[str]) -> Float[Tensor, "rows dim"]:
+        """Embed texts as queries.
+
+        Raises:
+            ValueError: if the network of queries does not embed texts, or an embedding is not finite.
+        """
+        network = text_network(self.module)
+        if network is None:
+            raise ValueError(
+                f"{self.owner}: `text` must be given for a checkpoint whose network of queries embeds texts, got "
+                f"{self.about['checkpoint']}, whose queries are images; give images, or train with a TextEmbedder."
+            )
+        rows = []
+        for begin in range(0, len(texts), self.batch_size):
+            tokens = network.tokenizer(texts[begin : begin + self.batch_size]).to(self.device)
+            rows.append(self.module.embed_queries(tokens).float().cpu())
+        embeddings = torch.cat(rows)
+        if not torch.isfinite(embeddings).all():
+            raise ValueError(
+                f"{self.owner}: embeddings must be finite, but the model gives NaN or inf for texts; look at its "
+                "training."
+            )
+        return embeddings
+
     @torch.inference_mode()
     def _embed_batch(self, images: Tensor) -> Tensor:
         try:
             images = images.to(self.device)
             if self.normalizes and isinstance(self.transform, Preparation):
                 images = self.transform.normalize(images)
-            embeddings: Tensor = self.module.embed(images).float().cpu()
+            embed = self.module.embed
+            if self.side == "queries":
+                embed = self.module.embed_queries
+            embeddings: Tensor = embed(images).float().cpu()
         except (RuntimeError, ValueError, AssertionError) as error:
             if is_out_of_memory(error):
                 raise ValueError(
@@ -520,6 +575,14 @@ class ImageEmbedder:
                 f"{tuple(images.shape)} ({first_line(error)}); take another."
             ) from None
         return embeddings
+
+
+def text_network(module: RetrievalModule) -> Any:
+    """The network that embeds queries as texts, with its `tokenizer`; None if queries are not texts."""
+    network = side_of_module(module, "queries").embedder
+    if getattr(network, "tokenizer", None) is None:
+        return None
+    return network
 
 
 def default_device() -> str:

@@ -144,6 +144,11 @@ def export_model(
     embedder = ImageEmbedder.load(
         OWNER, checkpoint, transform=transform, batch_size=TIMED_IMAGES, num_workers=0, device="cpu"
     )
+    if embedder.module.query_embedder is not None:
+        raise ValueError(
+            f"{OWNER}: `checkpoint` must be of a model with one network, got {checkpoint}, which has a "
+            "`query_embedder`; export the checkpoint of the candidates, and serve queries with `embed_queries`."
+        )
     merge = getattr(getattr(embedder.module, "embedder", None), "merge_lora", None)
     if merge is not None:
         merge()

@@ -20,7 +20,6 @@ from lightning_retrieval.cli.embedding import (
     ImageEmbedder,
     UnreadableImage,
     images_in_folder,
-    read_image_rows,
 )
 from lightning_retrieval.cli.options import EMBEDDINGS_OPTIONS
 from lightning_retrieval.cli.stores import (
@@ -33,7 +32,8 @@ from lightning_retrieval.cli.stores import (
     new_index,
     opened_index,
 )
-from lightning_retrieval.datamodules.table_file import find_missing
+from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
+from lightning_retrieval.datamodules.table_file import find_missing, read_table
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.conditions import LARGEST_INTEGER, new_columns
@@ -163,6 +163,11 @@ def index_images(
     embedder = ImageEmbedder.load(
         owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
+    if validation is not None and embedder.module.query_embedder is not None:
+        raise ValueError(
+            f"{owner}: `validation` must not be given for a model with a `query_embedder`, since its embeddings are of "
+            f"candidates, got {validation}; give `threshold` to the search."
+        )
     about = {**embedder.about, "images": str(images.absolute())}
     about |= choose_threshold(owner, validation, false_match_rate, about)
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
@@ -224,6 +229,11 @@ def index_embeddings(
     new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     folder = EmbeddingFolder.load(owner, embeddings)
     manifest = folder.manifest
+    if manifest.about.get("side") == "queries":
+        raise ValueError(
+            f"{owner}: `embeddings` must be of candidates, got {embeddings}, which holds embeddings of queries; embed "
+            "the candidates, which is the default."
+        )
     new.check_dim(manifest.dim)
     rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
@@ -276,6 +286,33 @@ def choose_threshold(
     false_matches, misses = float(scores.false_match_rates(value)), float(scores.miss_rates(value))
     rates = {"false_match_rate": false_matches, "miss_rate": misses}
     return {THRESHOLD: {"value": value, **rates, "images": len(scores.negatives)}}
+
+
+def read_image_rows(
+    owner: str, name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
+) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Read a table that has a single row for each image.
+
+    Args:
+        owner: prefix of error messages.
+        name: name of the argument that gives the table, for error messages.
+        table: CSV or Parquet table.
+        required: as for `read_table`.
+        all_columns: as for `read_table`.
+
+    Returns:
+        The columns of the table by name, and the row of each image by its path.
+
+    Raises:
+        FileNotFoundError: if the table does not exist.
+        ValueError: if the table cannot be read, or an image is in several rows.
+    """
+    if not table.is_file():
+        raise FileNotFoundError(f"{owner}: `{name}` must be a CSV or Parquet table, got {table}, which is not a file.")
+    read = read_table(table, required, all_columns=all_columns)
+    images = parse_images(read)
+    check_unique_images(read, images, None)
+    return read.columns, {image: row for row, image in enumerate(images)}
 
 
 def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:

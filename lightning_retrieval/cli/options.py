@@ -165,6 +165,8 @@ def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
     options: argparse.Namespace = parser.parse_args(args)
     if command == "index":
         _check_index_options(parser, options)
+    if command == "search" and not options.queries and not options.text:
+        parser.error("an image or --text must be given")
     return options
 
 
@@ -236,7 +238,13 @@ def _add_embed_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="DIR|TABLE",
         help="folder of images, searched at any depth, or a CSV or Parquet table with the column `image` and, "
-        "optionally, `label` and `box`",
+        "optionally, `label` and `box`; with --side queries, a table with the column `text` if queries are texts",
+    )
+    parser.add_argument(
+        "--side",
+        choices=("queries", "candidates"),
+        default="candidates",
+        help="which network of a checkpoint with two networks embeds them, default candidates",
     )
     parser.add_argument(
         "--output",
@@ -364,7 +372,14 @@ def _add_replacement(group: argparse._MutuallyExclusiveGroup) -> None:
 
 
 def _add_search_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
+    parser.add_argument("queries", nargs="*", metavar="IMAGE", help="image file to search for")
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help='text to search for, such as "red shoes", if the checkpoint has a network for texts; may be repeated',
+    )
     _add_searched_index(parser, images_help="folder of the index's images, if it was moved; for --html")
     parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
     parser.add_argument(
@@ -403,7 +418,11 @@ def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) ->
     parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
     _add_store(parser, "--index")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="C", help="checkpoint that the index was made with, if it was moved"
+        "--checkpoint",
+        type=Path,
+        metavar="C",
+        help="checkpoint that the index was made with, if it was moved; or another whose network of candidates is the "
+        "same, such as one that was trained with it as a FrozenEmbedder",
     )
     parser.add_argument("--images", type=Path, metavar="DIR", help=images_help)
     parser.add_argument(
@@ -464,7 +483,7 @@ COMMANDS = {
         _add_adapt_options,
     ),
     "embed": Command(
-        "Embed images into a folder of Parquet files. After a kill, the same command continues.",
+        "Embed images or texts into a folder of Parquet files. After a kill, the same command continues.",
         "lightning-retrieval embed --checkpoint best.ckpt --images photos --output out",
         _add_embed_options,
     ),
@@ -479,12 +498,12 @@ COMMANDS = {
         _add_index_options,
     ),
     "search": Command(
-        "Find the images of an index that are nearest to query images.",
+        "Find the images of an index that are nearest to query images or texts.",
         "lightning-retrieval search --index index query.jpg --html results.html",
         _add_search_options,
     ),
     "demo": Command(
-        "Search an index in the browser, by upload or by clicking a result.",
+        "Search an index in the browser, by upload, by clicking a result or by text.",
         "lightning-retrieval demo --index index",
         _add_demo_options,
     ),

@@ -1,4 +1,4 @@
-"""`lightning-retrieval search`: print the images of an index nearest to query images, or write them to a page.
+"""`lightning-retrieval search`: print the images of an index nearest to images or texts, or write them to a page.
 
 The page is a single HTML file that needs no server, network connection or other file.
 """
@@ -61,7 +61,12 @@ def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list
         index.set_parameters(options.parameters)
     if page is not None:
         images = image_folder(images, index)  # raises before the search
-    wanted = {"where": options.where, "group_by": options.group_by, "threshold": options.threshold}
+    wanted = {
+        "texts": options.text,
+        "where": options.where,
+        "group_by": options.group_by,
+        "threshold": options.threshold,
+    }
     results, unreadable = search_images(index, options.queries, options.k, **wanted, **model_settings(options))
     if page is not None:
         most = max(len(result.hits) for result in results)
@@ -123,6 +128,8 @@ def _plain(
             for row, hit in enumerate(hits):
                 hit["metadata"] = {name: values[row] for name, values in columns.items()}
         described: dict[str, Any] = {"query": result.query, "results": hits}
+        if result.is_text:
+            described["is_text"] = True
         if result.threshold is not None:
             described |= {"threshold": result.threshold, "nearest": result.nearest}
         queries.append(described)
@@ -145,7 +152,7 @@ def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tup
         section, missing_of_section = _section(number, result, images)
         sections.append(section)
         missing += missing_of_section
-        links.append(f'<a href="#q{number}">{escape(printable(Path(result.query).name))}</a>')
+        links.append(f'<a href="#q{number}">{escape(_short_name(result))}</a>')
     queries = "1 query"
     navigation = ""
     if len(results) > 1:
@@ -174,13 +181,23 @@ def _section(number: int, result: QueryResult, images: Path) -> tuple[str, list[
         nothing = f"<p>{escape(result.nothing_similar)}</p>"
     query = printable(result.query)
     description = f"Query: {query}"
-    picture = _picture(Path(result.query), description) or _missing_picture(description)
+    if result.is_text:
+        picture = f'<span class="picture words">{escape(query)}</span>'
+    else:
+        picture = _picture(Path(result.query), description) or _missing_picture(description)
     section = (
         f'<section id="q{number}" aria-labelledby="t{number}"><div class="query">{picture}'
         f'<h2 id="t{number}"><span class="label">Query {number}</span><span class="path">{escape(query)}</span></h2>'
         f"</div>{nothing}<ol>{''.join(cards)}</ol></section>\n"
     )
     return section, missing
+
+
+def _short_name(result: QueryResult) -> str:
+    """The name of a query in the list of queries: the name of the file, or the text."""
+    if result.is_text:
+        return printable(result.query)
+    return printable(Path(result.query).name)
 
 
 def _card(query: int, hit: Hit, picture: str) -> str:
@@ -267,6 +284,7 @@ ol { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr))
   background: var(--well); }
 .picture img { display: block; width: 100%; height: 100%; object-fit: contain; }
 .sharp img { image-rendering: pixelated; }
+.words { padding: 0.8rem; font-size: 1.1rem; text-align: center; overflow-wrap: anywhere; }
 .gone { color: var(--soft); font-size: 0.85rem; }
 .rank { position: absolute; top: 0.5rem; left: 0.5rem; min-width: 1.7em; padding: 0 0.45em; border-radius: 99px;
   background: rgb(0 0 0 / 0.72); color: #fff; font-size: 0.85rem; font-weight: 650; line-height: 1.7em;

@@ -1,4 +1,4 @@
-"""Finds the images of an index that are nearest to query images."""
+"""Finds the images of an index that are nearest to query images or texts."""
 
 import os
 from collections.abc import Sequence
@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import Float
+from torch import Tensor
+
 from lightning_retrieval.checks import check_finite_number, check_integer, short_repr
-from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage, recorded_checkpoint
+from lightning_retrieval.cli.embedding import (
+    ImageEmbedder,
+    ListedImages,
+    UnreadableImage,
+    recorded_checkpoint,
+)
 from lightning_retrieval.cli.stores import THRESHOLD
 from lightning_retrieval.search.conditions import check_group, parse_where
 from lightning_retrieval.search.milvus_store import EmbeddingStore
@@ -36,16 +44,18 @@ class QueryResult:
     """A query with its hits, nearest first.
 
     Args:
-        query: path of the image file.
+        query: path of the image file, or the text.
         hits: the images found whose similarity is at least the threshold.
         threshold: the lowest similarity of a hit; None if there is no threshold.
         nearest: similarity of the nearest image found, which may be below the threshold; None if none was found.
+        is_text: whether the query is a text.
     """
 
     query: str
     hits: list[Hit]
     threshold: float | None = None
     nearest: float | None = None
+    is_text: bool = False
 
     @property
     def nothing_similar(self) -> str:
@@ -62,6 +72,7 @@ def search_images(
     queries: Sequence[str],
     k: int | None = None,
     *,
+    texts: Sequence[str] = (),
     where: str | None = None,
     group_by: str | None = None,
     threshold: float | None = None,
@@ -78,10 +89,12 @@ def search_images(
         queries: paths of image files.
         k: number of hits of each query, at most the number of images in the index; if None, 10, or
             all images if the index has fewer than 10.
+        texts: texts to search for, after the images, if the network of queries embeds texts.
         where: condition on the columns of the index that all hits must meet, see `RetrievalIndex.search`.
         group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
         threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one.
-        checkpoint: file of the model; if None, the file that the index was made with.
+        checkpoint: file of the model, whose network of candidates must be that of the index; if None, the file that
+            the index was made with.
         transform: dotted name of the function, if a function prepared the images of the index. The function is
             imported.
         batch_size: number of images embedded at a time.
@@ -89,13 +102,13 @@ def search_images(
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 
     Returns:
-        The results of the readable queries, and the unreadable queries.
+        The results of the readable queries and of the texts, and the unreadable queries.
 
     Raises:
         FileNotFoundError: if the checkpoint does not exist.
-        ValueError: if the index was not made by `index_images`, or was made with another checkpoint, `k` is too large,
-            `where` or `group_by` does not fit the columns of the index, `threshold` is not finite, or no query can be
-            read.
+        ValueError: if the index was not made by `index_images`, or was made with another network, `k` is too large,
+            `where` or `group_by` does not fit the columns of the index, `threshold` is not finite, no query can be
+            read, or texts are given and the network of queries does not embed texts.
     """
     settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
     _check_index(index)
@@ -103,7 +116,7 @@ def search_images(
     parse_where(OWNER, where, index.column_kinds)
     check_group(OWNER, group_by, index.column_kinds)
     searcher = ImageSearcher(index, threshold=threshold, batch_size=batch_size, num_workers=num_workers, **settings)
-    return searcher.search(queries, k, where=where, group_by=group_by)
+    return searcher.search(queries, k, texts=texts, where=where, group_by=group_by)
 
 
 class ImageSearcher:
@@ -142,32 +155,62 @@ class ImageSearcher:
             batch_size=batch_size,
             num_workers=num_workers,
             device=device,
+            side="queries",
         )
 
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a query may be a text."""
+        return self._embedder.takes_texts
+
     def search(
-        self, queries: Sequence[str], k: int | None = None, *, where: str | None = None, group_by: str | None = None
+        self,
+        queries: Sequence[str],
+        k: int | None = None,
+        *,
+        texts: Sequence[str] = (),
+        where: str | None = None,
+        group_by: str | None = None,
     ) -> tuple[list[QueryResult], list[UnreadableImage]]:
-        """The results of the readable queries, and the unreadable queries; see `search_images`."""
+        """The results of the readable queries and of the texts, and the unreadable queries; see `search_images`."""
         k = _check_k(k, len(self.index))
-        embedded = self._embedder.embed_all(_listed(queries))
-        if len(embedded.positions) == 0:
-            raise ValueError(
-                f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
-            )
-        rows = embedded.embeddings[:]  # a tensor in memory
-        similarities, ids, paths = self.index.search_with_paths(rows, k, where=where, group_by=group_by)
+        wanted = {"where": where, "group_by": group_by}
+        results: list[QueryResult] = []
+        unreadable: list[UnreadableImage] = []
+        rows_of_texts = None
+        if texts:
+            rows_of_texts = self._embedder.embed_texts(texts)  # raises before any image is embedded
+        if queries:
+            embedded = self._embedder.embed_all(_listed(queries))
+            unreadable = embedded.unreadable
+            if len(embedded.positions) == 0 and not texts:
+                raise ValueError(
+                    f"{OWNER}: none of the {len(queries)} queries can be read, the first: {unreadable[0]}."
+                )
+            readable = [queries[position] for position in embedded.positions.tolist()]
+            results += self._results(readable, embedded.embeddings[:], k, **wanted)
+        if rows_of_texts is not None:
+            results += self._results(texts, rows_of_texts, k, is_text=True, **wanted)
+        return results, unreadable
+
+    def _results(
+        self, queries: Sequence[str], rows: Float[Tensor, "query dim"], k: int, *, is_text: bool = False, **wanted: Any
+    ) -> list[QueryResult]:
+        """The results of embedded queries."""
+        if not queries:
+            return []
+        similarities, ids, paths = self.index.search_with_paths(rows, k, **wanted)
         results = []
-        found_rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
-        for position, row, row_paths, row_similarities in found_rows:
+        for query, row, row_paths, row_similarities in zip(queries, ids, paths, similarities.tolist()):
             found = row[row >= 0]  # there may be fewer than k rows
             hits = []
             columns = zip(found.tolist(), row_paths, row_similarities)
             for rank, (image_id, path, similarity) in enumerate(columns, start=1):
                 hits.append(Hit(rank, image_id, path, similarity))
-            results.append(self._result(queries[position], hits))
-        return results, embedded.unreadable
+            results.append(self._result(query, hits, is_text))
+        return results
 
-    def _result(self, query: str, found: list[Hit]) -> QueryResult:
+    def _result(self, query: str, found: list[Hit], is_text: bool) -> QueryResult:
         """The result of a query, without the images found below the threshold."""
         nearest = None
         if found:
@@ -175,7 +218,7 @@ class ImageSearcher:
         hits = found
         if self.threshold is not None:
             hits = [hit for hit in found if hit.similarity >= self.threshold]
-        return QueryResult(query, hits, self.threshold, nearest)
+        return QueryResult(query, hits, self.threshold, nearest, is_text)
 
 
 def _listed(queries: Sequence[str]) -> ListedImages:

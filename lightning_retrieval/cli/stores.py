@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, first_line
-from lightning_retrieval.cli.embedding import EmbeddedImages, UnreadableImage
+from lightning_retrieval.cli.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.conditions import Kind, kinds_of, new_columns, shown_kinds
 from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
@@ -33,7 +33,6 @@ from lightning_retrieval.search.storage import MANIFEST, check_folder
 KIND = "milvus:"
 BLOCK = 1 << 16  # number of rows whose paths are read at a time
 THRESHOLD = "threshold"  # entry of `about`: the threshold of an index with its rates
-MODEL = ("checkpoint_sha256", "preparation")  # entries of `about` that must be equal for embeddings to be comparable
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
     """How an existing index differs from a new one in model or images; None if neither differs."""
-    if MODEL[0] not in earlier:
+    if "checkpoint_sha256" not in earlier:
         return "something else than this command has made them"
     of_model = model_difference(earlier, about)
     if of_model is not None:
@@ -184,9 +183,9 @@ def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | N
 def model_difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
     """Why embeddings in a file cannot be compared with the embeddings of a model; None if they can be compared."""
     made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
-    if earlier.get(MODEL[0]) != made.get(MODEL[0]):
+    if not is_same_network(earlier, made):
         return "they are of another model"
-    if earlier.get(MODEL[1]) != made.get(MODEL[1]):
+    if earlier.get("preparation") != made.get("preparation"):
         return "they are of images that were prepared otherwise"
     return None
 

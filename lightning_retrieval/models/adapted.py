@@ -1,10 +1,18 @@
-"""A frozen embedder with a new head on its embeddings, as `lightning-retrieval adapt` trains it."""
+"""Frozen embedders of earlier runs: as they are, for the candidates of an index, or with a new head."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_instance, check_integer
+from lightning_retrieval.checks import check_bool, check_instance, check_integer, check_path, first_line, short_repr
+from lightning_retrieval.files import find_damage
 from lightning_retrieval.models.embedder import MOST_DIM
+from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
+from lightning_retrieval.plain_data import describe, rebuild
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.ranking.rows import normalize
 
@@ -101,3 +109,145 @@ class AdaptedEmbedder(nn.Module):
 
     def extra_repr(self) -> str:
         return f"from_dim={self.from_dim}, embedding_dim={self.embedding_dim}, hidden_dim={self.hidden_dim}"
+
+
+class FrozenEmbedder(nn.Module):
+    """The embedder of a trained module, which embeds candidates while the network of queries is trained.
+
+    It stays in evaluation mode and is not trained, so an index of its embeddings stays valid. A checkpoint holds its
+    description and its weights, and needs `checkpoint` no longer.
+
+    Args:
+        embedder: maps images to embeddings; None to read it from `checkpoint`.
+        checkpoint: checkpoint of a `RetrievalModule`, whose `embedder` is used.
+        preparation: the preparation of images for `embedder`, or its settings; with `checkpoint`, the preparation in
+            which the module was evaluated is used. If None, the preparation that the embedder wants.
+
+    Raises:
+        FileNotFoundError: if the checkpoint does not exist.
+        ValueError: if not exactly one of `embedder` and `checkpoint` is given; if the checkpoint is damaged or cannot
+            be rebuilt, or its embeddings depend on more than the embedder, such as a whitening.
+        TypeError: if `embedder` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import FrozenEmbedder
+        >>> frozen = FrozenEmbedder(torch.nn.Linear(8, 6)).train()
+        >>> frozen.embedder.training, any(value.requires_grad for value in frozen.parameters())
+        (False, False)
+
+    Relations:
+        `RetrievalModule(FrozenEmbedder(checkpoint="old.ckpt"), loss, query_embedder=...)` trains a network that
+        searches the index of old.ckpt. `AdaptedEmbedder` trains a head on a frozen embedder.
+    """
+
+    def __init__(
+        self,
+        embedder: nn.Module | None = None,
+        *,
+        checkpoint: str | None = None,
+        preparation: dict[str, Any] | Preparation | None = None,
+    ) -> None:
+        super().__init__()
+        if (embedder is None) == (checkpoint is None):
+            raise ValueError(
+                "FrozenEmbedder: one of `embedder` and `checkpoint` must be given, got "
+                f"{'neither' if embedder is None else 'both'}."
+            )
+        if checkpoint is not None:
+            if is_rebuilding():
+                raise ValueError(
+                    "FrozenEmbedder: `checkpoint` must not be set in a file, since a file may not choose what is read, "
+                    f"got {short_repr(checkpoint)}; pass the object again: load_from_checkpoint(path, embedder=...)."
+                )
+            embedder, recorded = embedder_of_checkpoint(
+                "FrozenEmbedder", check_path("FrozenEmbedder", "checkpoint", checkpoint)
+            )
+            preparation = preparation or recorded
+        check_instance("FrozenEmbedder", "embedder", embedder, nn.Module)
+        self.embedder: nn.Module = embedder.requires_grad_(False).eval()  # type: ignore[union-attr]
+        if isinstance(preparation, Mapping):
+            preparation = Preparation(**preparation)
+        self.preparation: Preparation | None = preparation or getattr(embedder, "preparation", None)
+
+    def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
+        """Embed a batch.
+
+        Args:
+            images: images as the embedder expects them.
+        """
+        embeddings: Tensor = self.embedder(images)
+        return embeddings
+
+    def train(self, mode: bool = True) -> "FrozenEmbedder":
+        """Set `training` of this module; the embedder stays in evaluation mode."""
+        super().train(check_bool(type(self).__name__, "mode", mode))
+        self.embedder.eval()
+        return self
+
+    def init_args(self) -> dict[str, Any] | None:
+        """The constructor's arguments as plain values, without a path; None if the embedder cannot be described."""
+        described = describe(self.embedder)
+        if described["init_args"] is None:
+            return None
+        preparation = None
+        if self.preparation is not None:
+            preparation = self.preparation.as_dict()
+        return {"embedder": described, "preparation": preparation}
+
+
+def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dict[str, Any] | None]:
+    """Rebuild the embedder of a checkpoint with its weights.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: checkpoint of a `RetrievalModule`.
+
+    Returns:
+        The embedder, and the settings of the preparation of its evaluation, None if they are not recorded.
+
+    Raises:
+        FileNotFoundError: if the checkpoint does not exist.
+        ValueError: if the file is damaged or cannot be rebuilt, or the embeddings of the module depend on more than its
+            embedder.
+    """
+    if not checkpoint.is_file():
+        raise FileNotFoundError(f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}.")
+    rule = f"{owner}: `checkpoint` must be one of a RetrievalModule whose `embedder` can be rebuilt, got {checkpoint}"
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ValueError(f"{rule}, which is damaged: {damage}.")
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        settings = saved["hyper_parameters"]
+        state = {name: value for name, value in saved["state_dict"].items() if name.startswith("embedder.")}
+        with without_pretrained_weights():
+            embedder = rebuild(owner, "embedder", settings["embedder"], nn.Module)
+        embedder.load_state_dict({name.removeprefix("embedder."): value for name, value in state.items()})
+    except Exception as error:  # unpickling, class paths and constructors raise errors of many types
+        raise ValueError(f"{rule} ({first_line(error)}).") from None
+    further = _further_parts(settings)
+    if further is not None:
+        raise ValueError(
+            f"{owner}: `checkpoint` must be one whose embeddings are those of its `embedder`, got {checkpoint}, which "
+            f"has {further}; train without it, or index the images again."
+        )
+    recorded = saved.get("preparation") or {}
+    if "preparation" not in recorded and recorded:
+        raise ValueError(
+            f"{owner}: `checkpoint` must be one that was evaluated with a Preparation, got {checkpoint}, which was "
+            f"evaluated with {short_repr(recorded)}; give the `embedder` of the loaded module."
+        )
+    return embedder, recorded.get("preparation")
+
+
+def _further_parts(settings: Mapping[str, Any]) -> str | None:
+    """What changes embeddings besides the embedder, according to the hyperparameters of a module."""
+    if settings.get("whitening") is not None:
+        return "a whitening"
+    if list(settings.get("eval_scales", (1,))) != [1]:
+        return f"the scales {short_repr(settings['eval_scales'])}"
+    path = str(settings.get("_class_path", "lightning_retrieval.RetrievalModule"))
+    if not path.startswith("lightning_retrieval."):
+        return f"the class {path}"
+    return None

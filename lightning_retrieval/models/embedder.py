@@ -164,7 +164,7 @@ class Embedder(PretrainedModule):
             self.head.add_module("norm", nn.LayerNorm(feature_dim))
         self.head.add_module("linear", nn.Linear(feature_dim, embedding_dim))
         for part in (self, self.backbone):
-            part.register_load_state_dict_post_hook(_note_loaded_weights)
+            part.register_load_state_dict_post_hook(note_loaded_weights)
         self._prepare_backbone()
         self._freeze()
 
@@ -213,7 +213,7 @@ class Embedder(PretrainedModule):
     @property
     def has_random_weights(self) -> bool:
         """Whether the backbone was built by name with random weights, and no weights have been loaded since."""
-        has_loaded = any(getattr(part, _HAS_LOADED_WEIGHTS, False) for part in (self, self.backbone))
+        has_loaded = has_loaded_weights(self) or has_loaded_weights(self.backbone)
         return self.backbone_name is not None and self.weights is None and not has_loaded
 
     @property
@@ -333,5 +333,11 @@ class Embedder(PretrainedModule):
                 module.eval()
 
 
-def _note_loaded_weights(module: nn.Module, _: Any) -> None:
+def note_loaded_weights(module: nn.Module, _: Any) -> None:
+    """Hook of `load_state_dict`, for `has_loaded_weights`."""
     setattr(module, _HAS_LOADED_WEIGHTS, True)
+
+
+def has_loaded_weights(module: nn.Module) -> bool:
+    """Whether weights have been loaded into a module that has the hook `note_loaded_weights`."""
+    return getattr(module, _HAS_LOADED_WEIGHTS, False)

@@ -8,7 +8,7 @@ a model can be rebuilt from a checkpoint without a network connection.
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -88,18 +88,8 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if transformers is not installed.
     """
-    with optional_import(
-        f"Embedder: transformers must be installed for `backbone` hf/{request.name}: "
-        "pip install 'lightning-retrieval[hf]'."
-    ):
-        import transformers
-    if request.arguments.get("trust_remote_code"):
-        raise ValueError(
-            f"Embedder: `backbone_args` must not have trust_remote_code, got "
-            f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}; to run code of a repository "
-            "that you trust, build the model with transformers and give the module as `backbone`."
-        )
-    config = _config(transformers, request)
+    transformers = load_transformers(request)
+    config = _config(transformers, request, "vision_config")
     image_size = _image_size(config)
     model = _model(transformers, request, config)
     main_input = getattr(model, "main_input_name", "pixel_values")
@@ -114,13 +104,62 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     pooling = request.checked_pooling(default, poolings_of_network(has_class_token))
     backbone = HuggingFaceBackbone(model, pooling, size)
     preparation = {"image_size": image_size, **_folder_preparation(transformers, request)}
-    # The arguments are plain data with the model type, from which `AutoConfig.for_model` can rebuild the config.
-    arguments = {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
-    return BuiltBackbone(backbone.train(), pooling, preparation, arguments)
+    return BuiltBackbone(backbone.train(), pooling, preparation, _kept(config))
 
 
-def _config(transformers: Any, request: BackboneRequest) -> Any:
-    """The config of the image network, from the arguments if they are a whole config, else looked up by name."""
+def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
+    """Build a model of texts of transformers; the text model, if the model is one of images and texts.
+
+    Args:
+        request: as for `build_hugging_face`.
+
+    Returns:
+        The model, and the arguments from which it can be built again.
+
+    Raises:
+        ValueError: if there is no such model, or the model is not an encoder of texts.
+        FileNotFoundError: if a file of weights does not exist.
+        ModuleNotFoundError: if transformers is not installed.
+    """
+    transformers = load_transformers(request)
+    config = _config(transformers, request, "text_config")
+    model = _model(transformers, request, config)
+    if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:
+        raise ValueError(
+            f"Embedder: `backbone` must be an encoder of texts, got hf/{request.name}, a {type(model).__name__}."
+        )
+    return model.train(), _kept(config)
+
+
+def load_transformers(request: BackboneRequest) -> Any:
+    """Import and return transformers, unless the arguments of a request would run code of a repository."""
+    with optional_import(
+        f"Embedder: transformers must be installed for `backbone` hf/{request.name}: "
+        "pip install 'lightning-retrieval[hf]'."
+    ):
+        import transformers
+    if request.arguments.get("trust_remote_code"):
+        raise ValueError(
+            f"Embedder: `backbone_args` must not have trust_remote_code, got "
+            f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}; to run code of a repository "
+            "that you trust, build the model with transformers and give the module as `backbone`."
+        )
+    return transformers
+
+
+def _kept(config: Any) -> dict[str, Any]:
+    """The config as plain data with the model type, from which `AutoConfig.for_model` can rebuild it."""
+    return {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
+
+
+def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_config", "text_config"]) -> Any:
+    """The config of the network, from the arguments if they are a whole config, else looked up by name.
+
+    Args:
+        transformers: the library.
+        request: name, weights and arguments.
+        part: the part that is taken of the config of a model of images and texts.
+    """
     arguments = {name: value for name, value in request.arguments.items() if name not in NO_CODE}
     if "model_type" in arguments:
         kind = arguments.pop("model_type")
@@ -134,14 +173,14 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
         config = transformers.AutoConfig.for_model(kind, **arguments)
     else:
         try:
-            config = transformers.AutoConfig.from_pretrained(request.name, **_source(request), **NO_CODE, **arguments)
-            in_file, _ = transformers.PretrainedConfig.get_config_dict(request.name, **_source(request))
+            config = transformers.AutoConfig.from_pretrained(request.name, **source_of(request), **NO_CODE, **arguments)
+            in_file, _ = transformers.PretrainedConfig.get_config_dict(request.name, **source_of(request))
         except (OSError, ValueError) as error:
             raise _unknown_model(request, error) from None
         _check_no_kernels(request, in_file)
     if pretrained.is_rebuilding():
         _without_pretrained_parts(config)
-    return getattr(config, "vision_config", config)  # config of the image part of a model of images and text
+    return getattr(config, part, config)
 
 
 def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
@@ -156,16 +195,20 @@ def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
 
 def _load(transformers: Any, request: BackboneRequest, config: Any, settings: dict[str, Any]) -> Any:
     has_file = pretrained.is_local_file(request.weights)
+    kind = _class_of_model(transformers, config)
     if request.weights is None or has_file or pretrained.are_skipped():
-        model: Any = transformers.AutoModel.from_config(config, **NO_CODE, **settings)
+        if kind is transformers.AutoModel:
+            model: Any = kind.from_config(config, **NO_CODE, **settings)
+        else:
+            model = kind(config, **settings)
         if has_file and not pretrained.are_skipped():
             prefix = f"{model.base_model_prefix}."
             pretrained.load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     try:
-        model, loading = transformers.AutoModel.from_pretrained(
-            request.name, config=config, output_loading_info=True, **_source(request), **NO_CODE, **settings
+        model, loading = kind.from_pretrained(
+            request.name, config=config, output_loading_info=True, **source_of(request), **NO_CODE, **settings
         )
     except (OSError, ValueError) as error:
         raise pretrained.hub_error("weights", what, error) from None
@@ -173,6 +216,14 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
     pretrained.check_loaded(what, f"hf/{request.name}", model, trained)
     return model
+
+
+def _class_of_model(transformers: Any, config: Any) -> Any:
+    """The class that builds the model of a config: `AutoModel`, except for the text part of SigLIP."""
+    name = type(config).__name__.removesuffix("Config")
+    if type(config) in transformers.MODEL_MAPPING or not hasattr(transformers, f"{name}Model"):
+        return transformers.AutoModel
+    return getattr(transformers, f"{name}Model")
 
 
 def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
@@ -192,7 +243,7 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
     return pretrained.hub_error("backbone", what, error)
 
 
-def _source(request: BackboneRequest) -> dict[str, Any]:
+def source_of(request: BackboneRequest) -> dict[str, Any]:
     """The arguments that tell transformers which revision to load, and whether to look only on disk.
 
     While a file that holds the weights is loaded, nothing may be downloaded.
@@ -264,7 +315,7 @@ def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str
         return {}
     kind = transformers.image_processing_utils.ImageProcessingMixin
     try:
-        settings, _ = kind.get_image_processor_dict(request.name, **_source(request))
+        settings, _ = kind.get_image_processor_dict(request.name, **source_of(request))
     except (OSError, ValueError):
         return {}
     return preparation_of_processor(settings)

@@ -13,7 +13,8 @@
 """
 
 import copy
-import zipfile
+import hashlib
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ from torch.optim import Optimizer
 
 from lightning_retrieval.checks import check_path, first_line, short_repr
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.files import find_damage
+from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
+from lightning_retrieval.plain_data import class_path, describe
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
@@ -37,8 +41,6 @@ BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
 HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
-ZIP_START = b"PK\x03\x04"
-LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 
 
 def check_checkpoint(owner: str, checkpoint: Any) -> None:
@@ -146,25 +148,6 @@ def read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
     return content
 
 
-def find_damage(checkpoint: Any) -> str | None:
-    """A description of the damage of a checkpoint file; None if it is intact or not checked (see `check_checkpoint`).
-
-    Args:
-        checkpoint: a path, or a stream.
-    """
-    if isinstance(checkpoint, (str, Path)):
-        if not Path(checkpoint).is_file():
-            return None
-        with open(checkpoint, "rb") as stream:
-            return _find_damage(stream)
-    if not (hasattr(checkpoint, "seekable") and checkpoint.seekable()):
-        return None
-    position = checkpoint.tell()
-    damage = _find_damage(checkpoint)
-    checkpoint.seek(position)
-    return damage
-
-
 class VerifiedCheckpoints(CheckpointIO):
     """Verifies checkpoints before they are loaded; everything else is delegated to another `CheckpointIO`.
 
@@ -199,24 +182,6 @@ class VerifiedCheckpoints(CheckpointIO):
     def teardown(self) -> None:
         """Tear down the other `CheckpointIO`."""
         self.checkpoint_io.teardown()
-
-
-def _find_damage(stream: Any) -> str | None:
-    """A description of the damage of a file that `torch.save` wrote; None if it is intact."""
-    start = stream.read(len(ZIP_START))
-    if start.startswith(LEGACY_START):
-        return None
-    if start != ZIP_START:
-        return "its first bytes are not those of a checkpoint"
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            record = archive.testzip()
-    except Exception as error:  # a damaged archive can raise errors of many types
-        text = " ".join(str(error).split())
-        return f"it is no complete zip archive ({text or type(error).__name__})"
-    if record is not None:
-        return f"the checksum of its record {record} is wrong"
-    return None
 
 
 def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
@@ -292,6 +257,45 @@ def _fingerprints(module: nn.Module, names: list[str]) -> dict[str, float]:
     with torch.no_grad():
         means = [full_tensor(found[name]).abs().float().mean().cpu() for name in names]
     return dict(zip(names, map(float, means)))
+
+
+def network_digest(module: Any) -> str:
+    """SHA-256 of everything that the embedding of a candidate depends on, except the preparation of images.
+
+    Modules with the same digest give the same embeddings, such as a module and one that was trained with the first
+    one's `FrozenEmbedder`.
+
+    Args:
+        module: a `RetrievalModule`.
+
+    Cost:
+        All weights of the network are read once.
+    """
+    embedder, parts = module.embedder, {"whitening": module.whitening}
+    if isinstance(embedder, FrozenEmbedder):
+        embedder = embedder.embedder
+    parts["embedder"] = embedder
+    described: dict[str, Any] = {name: describe(part) for name, part in parts.items()}
+    described["scales"] = [list(module.eval_scales), module.eval_scales_pooling]
+    described["forward"] = [_defining_class(module, name) for name in ("forward", "embed")]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name, part in parts.items():
+        state = {}
+        if part is not None:
+            state = part.state_dict()
+        for key, value in sorted(state.items()):
+            digest.update(f"{name} {key} {getattr(value, 'dtype', None)} {getattr(value, 'shape', value)}".encode())
+            if isinstance(value, Tensor):
+                digest.update(full_tensor(value).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _defining_class(module: Any, method: str) -> str:
+    """The class that defines a method of a module."""
+    for cls in type(module).__mro__:
+        if method in vars(cls):
+            return class_path(cls)
+    return ""
 
 
 def has_finetuning(module: Any) -> bool:

@@ -510,7 +510,7 @@ class RetrievalModule(ManualTraining):
         for side in SIDES:
             if side not in batch:
                 continue
-            embed = self.embed
+            embed: Callable[[Tensor], Tensor] = self.embed
             if side == "queries":
                 embed = self.embed_queries
             output = _with_columns(self._embed_batch(batch[side], embed), batch[side], rule)

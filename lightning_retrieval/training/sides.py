@@ -66,11 +66,14 @@ def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
     roles = torch.full(labels.shape[:1], number + 1, device=labels.device)
     if "roles" in output:
         roles[output["roles"] == Role.JUNK] = int(Role.JUNK)
-    numbered = {name: 2 * output[name] + number for name in ("ids", "instances") if name in output}
     embeddings = output["embeddings"]
     # The networks of the two sides may return different types under autocast.
     embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-    return {**output, **numbered, "embeddings": embeddings, "roles": roles}
+    rows = {**output, "embeddings": embeddings, "roles": roles}
+    for name in ("ids", "instances"):
+        if name in output:
+            rows[name] = 2 * output[name] + number
+    return rows
 
 
 def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from lightning_retrieval.datamodules import (
     INaturalist,
     InShop,
     LandmarksClean,
+    Pairs,
     PascalVOC,
     PKSampler,
     RevisitedOxford,
@@ -204,6 +205,17 @@ def three_files():
     return {"root": ".", "train": "train.json", "test": "test.json", "val": "val.json", **OF_BOXES}
 
 
+def two_sides():
+    of_batches = {"queries_per_class": 1, "classes_per_batch": 2, "samples_per_class": 2, "eval_batch_size": 4}
+    of_loaders = {"num_workers": 0, "seed": 0, "pin_memory": None, "persistent_workers": None}
+    return {"queries": Glyphs(), "candidates": Glyphs(), **of_batches, **of_loaders}
+
+
+def first_pair(data):
+    batch = next(iter(data.train_dataloader()))
+    return [batch["queries"]["images"], batch["candidates"]["labels"]]
+
+
 GLYPH_SCENES = Call("GlyphScenes", GlyphScenes, scenes, use=lambda data: data.test_set[0][0])
 PASCAL_VOC = Call("PascalVOC", PascalVOC, lambda: {"root": ".", "train_sets": ["VOC2007"], **OF_BOXES})
 IMAGE_FOLDER = Call(
@@ -219,6 +231,8 @@ CALLS = {
     "AllClassesSampler": [constructor("AllClassesSampler", use=list)],
     "CategorySampler": [constructor("CategorySampler", use=list)],
     "TagSampler": [constructor("TagSampler", use=list)],
+    "PairSampler": [constructor("PairSampler", use=list)],
+    "Pairs": [Call("Pairs", Pairs, two_sides, use=first_pair)],
     "RetrievalDataLoader": [constructor("RetrievalDataLoader", use=list)],
     "item_generator": [Call("item_generator", item_generator, lambda: {"index": 3}, use=lambda _: 0)],
     "resume_position": [Call("resume_position", resume_position, lambda: {"trainer": trainer()})],
@@ -227,7 +241,7 @@ CALLS = {
     ],
     "DataReport": [constructor("DataReport", use=str)],
     "GlyphDataset": [constructor("GlyphDataset")],
-    "Glyphs": [Call("Glyphs", Glyphs, lambda: {"seed": 0, "cache_dir": None})],
+    "Glyphs": [Call("Glyphs", Glyphs, lambda: {"seed": 0, "fonts": ["cmr10"], "cache_dir": None})],
     "ImageIndex": [Call("ImageIndex", ImageIndex, index_columns)],
     "ImageSet": [
         Call(

@@ -92,7 +92,7 @@ def rows_to_augment():
 
 CALLS = {
     "EmbeddingMetric": calls(OwnMetric, {}),
-    "RetrievalMetrics": calls(RetrievalMetrics, {"ks": (1, 2), "map_ks": (2,), "alpha": 1.0, **TABLE}),
+    "RetrievalMetrics": calls(RetrievalMetrics, {"ks": (1, 2), "map_ks": (2,), "alpha": 1.0, "reverse": True, **TABLE}),
     "RandomGalleryMetrics": calls(
         RandomGalleryMetrics, {"ks": (1, 2), "draws": 2, "seed": 0, "map_ks": (2,), "alpha": 1.0, **TABLE}
     ),

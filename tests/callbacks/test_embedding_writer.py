@@ -10,9 +10,11 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import EmbeddingWriter
 from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees_more import SMALL, write_folders
+from tests.point_set import Points
 
 IMAGES = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
 LABELLED = TensorDataset(IMAGES, torch.tensor([3, 3, 5, 5, -1, 7, 7, 8, 8, 8]), torch.arange(10))
@@ -139,6 +141,9 @@ def test_mistakes_raise_one_sentence(tmp_path):
     module.predict_step = lambda batch, batch_idx: batch[0]
     with pytest.raises(TypeError, match=r"^EmbeddingWriter: `predict_step` must return a dict .*, got Tensor\.$"):
         predict(tmp_path / "g", module=module)
+    two_sides = PairSet(Points(0, 4), Points(1, 4))
+    with pytest.raises(ValueError, match=r"^EmbeddingWriter: a prediction set must have one side, .* predict with the"):
+        predict(tmp_path / "g", DataLoader(two_sides, batch_size=3, collate_fn=two_sides.collate))
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` must be a new folder, .* something else; give"):
         predict(tmp_path)

@@ -14,12 +14,20 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import DetectionPicture, RetrievalEvaluation, RetrievalGallery, detections, gallery
-from lightning_retrieval.callbacks.gallery import ap_caption, as_image, load_image, nearest_images, query_ap
-from lightning_retrieval.datamodules import GlyphScenes, ImageFolder
+from lightning_retrieval.callbacks.gallery import (
+    ap_caption,
+    as_image,
+    load_image,
+    nearest_images,
+    query_ap,
+    text_tile,
+)
+from lightning_retrieval.datamodules import GlyphScenes, ImageFolder, ImageTable, Pairs, TextTable
 from lightning_retrieval.detection import DetectionModule, TinyFasterRCNN
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
-from lightning_retrieval.models import Preparation
+from lightning_retrieval.models import Preparation, TextEmbedder
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
+from tests.datamodules.trees import write_image, write_text
 from tests.datamodules.trees_more import write_folders
 from tests.quiet_trainer import quiet_trainer
 
@@ -153,6 +161,40 @@ def test_set_smaller_than_k_leaves_tiles_empty(tmp_path):
     for row in range(5):
         assert [border(tile(pixels, row, column)) for column in (0, 5, 6)] == [GREY, WHITE, WHITE]
         assert border(tile(pixels, row, 4)) in (GREEN, RED)
+
+
+def test_queries_and_candidates_are_drawn_from_their_own_sides(tmp_path):
+    """The queries are texts, which are drawn as texts."""
+    photos = ["image,label,split", *[f"{i}.png,{name},test" for i, name in enumerate(["cat", "eel", "owl"] * 2)]]
+    texts = ["text,label,split", *[f"one {name} alone,{name},test" for name in ("owl", "cat", "eel")]]
+    for file, lines, other in (("photos.csv", photos, "x.png,x,train"), ("texts.csv", texts, "an x,x,train")):
+        write_text(tmp_path / file, "\n".join([*lines, other]))
+    for number in range(6):
+        write_image(tmp_path / f"{number}.png", size=(12, 12), seed=number)
+    data = Pairs(TextTable(tmp_path / "texts.csv"), ImageTable(tmp_path, "photos.csv", image_size=12, resize=12))
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(432, 6))
+    model = RetrievalModule(network, SmoothAPLoss(), query_embedder=TextEmbedder("ngram_net", 6))
+    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3))
+    run.test(model, datamodule=data, verbose=False)
+    with Image.open(tmp_path / "retrieval" / "test.png") as picture:
+        pixels = np.asarray(picture)
+
+    candidates = data.candidates.test_set
+    with torch.no_grad():
+        queries = model.eval().embed_queries(model.query_embedder.tokenizer(data.queries.test_set.texts[:]))
+        rows = model.embed(torch.stack([item["images"] for item in candidates]))
+    for row, (query, label) in enumerate([(0, 2), (2, 1)]):  # an owl, and an eel
+        shown = tile(pixels, row, 0)[4:-4, 4:-4]
+        assert np.array_equal(shown, np.asarray(text_tile(data.queries.test_set.texts[query])))
+        ranking = (queries[query] @ nn.functional.normalize(rows, dim=1).T).argsort(descending=True).tolist()[:3]
+        for column, item in enumerate(ranking, 1):
+            square = tile(pixels, row, column)
+            with Image.open(tmp_path / f"{item}.png") as file:
+                expected = np.asarray(file).repeat(6, axis=0).repeat(6, axis=1)
+            assert np.abs(square[4:-4, 4:-4].astype(int) - expected).max() <= 1
+            assert border(square) == (GREEN if item % 3 == label else RED)
+    assert not np.array_equal(tile(pixels, 0, 0), tile(pixels, 1, 0))
 
 
 @pytest.mark.refusal

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule, SmoothAPLoss, SupervisedWhitening
 from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
-from lightning_retrieval.datamodules import Glyphs, ImageFolder
+from lightning_retrieval.datamodules import Glyphs, ImageFolder, Pairs
 from lightning_retrieval.distributed import gather_rows
 from lightning_retrieval.models import whitening as whitening_module
 from tests.quiet_trainer import quiet_trainer
@@ -158,6 +158,26 @@ def test_glyphs_are_not_augmented(tmp_path):
     with torch.no_grad():
         assert_same(model.whitening.learned, PCAWhitening(dim=3).fit(model.eval()(images)).learned)
     assert data.train_set.augment
+
+
+def test_of_two_sides_the_candidates_are_learned_from_and_both_are_whitened(tmp_path, root):
+    sides = [ImageFolder(root, train_transform=NOISY, eval_transform=PIXELS) for _ in range(2)]
+    data = Pairs(*sides, classes_per_batch=4, samples_per_class=3, eval_batch_size=5)
+    model = module(query_embedder=Dots())
+    run = trainer(tmp_path, LearnWhitening(images=20), RetrievalEvaluation(ks=(1,)))
+    run.fit(model, datamodule=data)
+    rows = by_hand(model, root, "train", whiten=False)[torch.arange(20) * 27 // 20]
+    fresh = PCAWhitening(dim=3).fit(rows)
+    assert_same(model.whitening.learned, fresh.learned)
+    candidates = by_hand(model, root, "test")
+    images = [PIXELS(Image.open(path)) for path in sorted(root.glob("test/*/*.png"))]
+    with torch.no_grad():
+        queries = model.embed_queries(torch.stack(images))
+        torch.testing.assert_close(queries, fresh(model.embed_queries(torch.stack(images), whiten=False)))
+    metrics = RetrievalMetrics()
+    roles = torch.tensor([1, 2]).repeat_interleave(12)
+    metrics.update(torch.cat([queries, candidates]), torch.arange(12).repeat(2) // 4, roles=roles)
+    assert run.callback_metrics["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item())
 
 
 def test_loaders_without_a_data_module(tmp_path, root):

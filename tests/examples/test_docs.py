@@ -70,6 +70,8 @@ SHORT_SCRIPTS = {
     "examples/own_images.py": SHORT,
     "examples/compare.py": [*SHORT, "--seeds", "0", "1"],
     "examples/relevance.py": ["--steps", "1", "--seeds", "0", "--tags", "4", "--classes", "9"],
+    "examples/two_sides.py": ["--steps", "1", "--seeds", "0", "--tasks", "fonts, one network"],
+    "examples/upgrade.py": ["--steps", "1", "--seeds", "0"],
 }
 IGNORED = [  # what the library warns of in short runs
     "ignore:RetrievalEvaluation. (val|test) metrics cover:UserWarning",

@@ -415,6 +415,98 @@ def test_training_by_rules_is_compared_with_training_without_them(tmp_path, caps
         assert (tmp_path / "out/results.jsonl").read_text() == before
 
 
+def write_emoji(folder, codes):
+    """Write noise as the emoji with these characters, by two makers each, as emoji.py does."""
+    for number, code in enumerate(codes):
+        for maker in ("apple", "google"):
+            file = folder / "Objects" / code / f"{maker}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((64, 64), number % 80 + 9).convert("RGBA").save(file)
+
+
+DIFFERENCE = r"[+-]\d\.\d{4} \([+-]\d\.\d{4} to [+-]\d\.\d{4}\)"
+
+
+def test_losses_of_two_sides_are_compared_with_settings_that_are_chosen_alike(tmp_path, capsys, monkeypatch):
+    """two_sides.py on a few emoji and fonts: what is tried, the tables, and that finished runs are not repeated."""
+    write_emoji(tmp_path / "emoji", [f"{0x1F400 + number:x}" for number in range(64)] + ["1f1e9-1f1ea", "1f466-1f3fb"])
+    with imported(EXAMPLES, "two_sides") as script:
+        monkeypatch.setattr(script, "SANS", ("cmr10",))
+        monkeypatch.setattr(script, "SERIF", ("cmtt10",))
+        monkeypatch.setattr(script, "LEAST_EMOJI", 2)
+        for name in script.LOSSES.keys() - {"InfoNCE", "sigmoid", "Smooth-AP + InfoNCE"}:
+            monkeypatch.delitem(script.LOSSES, name)
+        few = ["--steps", "2", "--seeds", "0", "1", "--classes", "2", "--output", str(tmp_path / "out")]
+        few += ["--emoji", str(tmp_path / "emoji"), "--tasks", "fonts, one network", "names, four pictures"]
+        script.main([*few, "keywords, four pictures"])
+        names = (tmp_path / "out/names.csv").read_text()
+        assert f"\nrat,1f400,{script.split_of('1f400')}\n" in names
+        assert "1f1e9" not in names
+        assert "1f466-1f3fb" not in names
+        printed = capsys.readouterr().out
+        for task in ("fonts, one network", "names, four pictures", "keywords, four pictures"):
+            table = (tmp_path / f"out/{task}.md").read_text()
+            assert table in printed
+            (row,) = (line for line in table.splitlines() if line.startswith("| sigmoid | "))
+            assert re.fullmatch(rf"(\| [\w.]+ ){{5}}\| {DIFFERENCE} \| 0\.\d+, t at the start \d+ \| \d+ s \|", row)
+        results = script.read_results(tmp_path / "out/results.jsonl")
+        tried = [key for key in results if key.startswith("names, four pictures, sigmoid, ")]
+        assert len([key for key in tried if key.endswith("seed 0, 1 steps, val")]) == 5
+        assert len([key for key in tried if key.endswith(", test")]) == len(tried) - 5 == 2
+        best = max(tried[:5], key=lambda key: results[key]["metrics"]["mAP"])
+        assert {key.partition(", seed")[0] for key in tried[5:]} == {best.partition(", seed")[0]}
+        before = (tmp_path / "out/results.jsonl").read_text()
+        script.main(few)
+        assert (tmp_path / "out/results.jsonl").read_text() == before
+
+
+def test_the_keyword_of_an_emoji_is_the_rarest_word_that_enough_names_have():
+    with imported(EXAMPLES, "two_sides") as script:
+        names = {f"cat {number}": f"cat face with {number}" for number in range(6)}
+        names |= {f"face {number}": "face" for number in range(4)}
+        names |= {"dog": "dog face", "sign": "a cat sign", "owl": "owl"}
+        wanted = {code: code.split()[0] for code in names} | {"dog": "face", "sign": "cat"}
+        del wanted["owl"]
+        assert script.keywords_of(names) == wanted
+
+
+def test_the_sigmoid_loss_is_that_of_its_paper():
+    with imported(EXAMPLES, "two_sides") as script:
+        loss = script.SigmoidLoss(t=5.0, b=-2.0).double()
+        x, y = torch.nn.functional.normalize(torch.randn(2, 6, 4, dtype=torch.float64), dim=2)
+        labels, ref_labels = torch.tensor([0, 1, 2, 2, 0, 1]), torch.tensor([0, 0, 1, 2, 2, 1])
+        total = 0.0
+        for i in range(6):
+            for j in range(6):
+                z = 1 if labels[i] == ref_labels[j] else -1
+                total -= float(torch.nn.functional.logsigmoid(z * (5 * x[i] @ y[j] - 2)))
+        torch.testing.assert_close(loss(x, labels, y, ref_labels).item(), total / 6)
+
+        def value(x, y, t_prime, bias):
+            parameters = {"t_prime": t_prime, "bias": bias}
+            return torch.func.functional_call(loss, parameters, (x, labels, y, ref_labels))
+
+        arguments = [x, y, *(parameter.detach() for parameter in loss.parameters())]
+        assert torch.autograd.gradcheck(value, [argument.clone().requires_grad_() for argument in arguments])
+
+
+def test_an_upgrade_is_compared_with_the_old_network(tmp_path, capsys, monkeypatch):
+    with imported(EXAMPLES, "upgrade") as script:
+        monkeypatch.setattr(script, "QUERY_FONTS", ("cmr10",))
+        monkeypatch.setattr(script, "INDEX_FONTS", ("cmtt10",))
+        few = ["--steps", "1", "--seeds", "0", "1", "--output", str(tmp_path)]
+        script.main(few)
+        table = (tmp_path / "upgrade.md").read_text()
+        assert table in capsys.readouterr().out
+        old, upgraded, *_ = table.splitlines()[2:]
+        assert re.fullmatch(r"\| old queries, old index (\| 0\.\d{4} ){2}\|  \|", old)
+        assert re.fullmatch(rf"\| new queries, old index (\| 0\.\d{{4}} ){{2}}\| {DIFFERENCE} \|", upgraded)
+        before = (tmp_path / "results.jsonl").read_text()
+        assert len(before.splitlines()) == 2
+        script.main(few)
+        assert (tmp_path / "results.jsonl").read_text() == before
+
+
 def test_emoji_of_another_package_or_without_a_network(emoji, tmp_path, capsys):
     (tmp_path / "apple.tgz").write_bytes((tmp_path / "apple.tgz").read_bytes() + b"more")
     with pytest.raises(SystemExit):

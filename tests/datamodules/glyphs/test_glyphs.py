@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +75,29 @@ def test_augmentation_can_be_turned_off(drawn_glyphs):
     dataset = Glyphs(augment=False).train_set
     image = torch.from_numpy(drawn_glyphs.images[drawn_glyphs.splits == "train"][3]).float() / 255
     assert torch.equal(dataset[SeededIndex(3, seed=1)]["images"][0], image)
+
+
+def test_a_data_module_has_the_images_of_its_fonts_in_order(drawn_glyphs):
+    fonts = ["DejaVuSerif", "DejaVuSans-Bold"]
+    found = Glyphs(fonts=fonts, augment=False)
+    for split, dataset in {"train": found.train_set, "val": found.val_set, "test": found.test_set}.items():
+        wanted = []
+        for image, label, font, of_image in zip(
+            drawn_glyphs.images, drawn_glyphs.labels, drawn_glyphs.fonts, drawn_glyphs.splits
+        ):
+            if of_image == split and drawn_glyphs.font_names[font] in fonts:
+                wanted.append((int(label), image))
+        assert dataset.labels.tolist() == [label for label, _ in wanted]
+        assert np.array_equal(dataset.images.numpy(), np.stack([image for _, image in wanted]))
+    report = found.check()
+    assert report.ok
+    assert report.splits["test"][0][0] == len(found.test_set)
+
+
+@pytest.mark.refusal
+def test_a_font_that_is_not_installed_raises():
+    with pytest.raises(ValueError, match=r"^Glyphs: `fonts` must be names of .* got 'Comic'; they are DejaVuSans, "):
+        _ = Glyphs(fonts=["cmr10", "Comic"]).val_set
 
 
 def test_a_check_compares_the_counts_with_the_tables(drawn_glyphs):

@@ -14,12 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval import RetrievalIndex
+from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import demo
 from lightning_retrieval.cli.demo import (
     INVITATION,
     MEGABYTES,
     NO_IMAGE,
+    NO_TEXT,
     NOT_UPLOADED,
     SIDE,
     captioned,
@@ -30,8 +31,9 @@ from lightning_retrieval.cli.demo import (
 )
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.cli.search_images import Hit
+from lightning_retrieval.models import FrozenEmbedder, TextEmbedder
 from tests.browser import Browser
-from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of, run
+from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of, run, save_checkpoint
 from tests.processes import start_processes
 
 EXAMPLES = "document.querySelectorAll('#examples .thumbnail-item')"
@@ -179,7 +181,7 @@ def test_old_files_are_deleted_with_their_folders(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def serve_after_a_used_port(rank, world_size, index, folder, port, used):
+def serve_after_a_used_port(rank, world_size, index, folder, port, used, *more):
     os.environ["GRADIO_TEMP_DIR"] = str(folder / "uploads")
     serve = demo.serve_demo
 
@@ -192,13 +194,13 @@ def serve_after_a_used_port(rank, world_size, index, folder, port, used):
 
     demo.serve_demo = serve_twice
     (folder / "pid").write_text(str(os.getpid()))
-    main(["demo", f"--index={index}", f"--port={port}", "-k12", "--device=cpu"])
+    main(["demo", f"--index={index}", f"--port={port}", "-k12", "--device=cpu", *more])
 
 
 class Server:
     """A page that is being served, after an attempt to serve it on a port that is in use."""
 
-    def __init__(self, indexed, folder):
+    def __init__(self, indexed, folder, *more):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.address, self.folder, self.uploads = f"http://127.0.0.1:{port}", folder, folder / "uploads"
@@ -206,7 +208,7 @@ class Server:
         (folder / "process").mkdir()
         with socket.create_server(("127.0.0.1", 0)) as used:
             self.used = used.getsockname()[1]
-            args = (indexed / "index", folder, port, self.used)
+            args = (indexed / "index", folder, port, self.used, *more)
             (self.started,) = start_processes(serve_after_a_used_port, 1, *args, folder=folder / "process")
             end = time.monotonic() + 120
             while f"The page is at {self.address}/; Ctrl-C ends it." not in self.started.output():
@@ -314,6 +316,50 @@ def test_the_page_in_a_browser(server, indexed, tmp_path):
     finally:
         browser.close()
     assert backgrounds["light"] == backgrounds["phone"] != backgrounds["dark"]
+
+
+def type_words(browser, words):
+    """Type words into the field for them and press Enter, with the keyboard alone."""
+    browser.evaluate("document.querySelector('#words textarea, #words input').focus()")
+    browser.call("Input.insertText", text=words)
+    for kind in ("keyDown", "keyUp"):
+        browser.call(
+            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+        )
+
+
+@pytest.mark.slow
+def test_words_are_searched_for_in_a_browser(indexed, tmp_path, capsys):
+    pytest.importorskip("gradio")
+    torch.manual_seed(0)
+    frozen = FrozenEmbedder(checkpoint=RetrievalIndex.load(indexed / "index").about["checkpoint"])
+    dim = RetrievalIndex.load(indexed / "index").dim
+    texts = TextEmbedder("ngram_net", dim, backbone_args={"buckets": 500, "dim": 8})
+    module = RetrievalModule(frozen, SmoothAPLoss(), query_embedder=texts)
+    checkpoint = save_checkpoint(tmp_path / "texts.ckpt", module)
+    given = ["search", f"--index={indexed / 'index'}", f"--checkpoint={checkpoint}", "--text=red <b>shoes", "--json"]
+    nearest = json.loads(command(capsys, *given)[1])["queries"][0]["results"][0]["path"]
+    server = Server(indexed, tmp_path, f"--checkpoint={checkpoint}")
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(server.address, 400)
+        browser.wait_for("document.querySelector('#words textarea, #words input') !== null", 60)
+        browser.wait_for(f"{EXAMPLES}.length === 3 && {DRAWN}")
+        assert browser.evaluate(ABOUT).startswith("Type what you look for and press Enter.")
+        type_words(browser, "red <b>shoes")
+        about = "red <b>shoes: 12 nearest of 40 images. Click one to search for it."
+        browser.wait_for(f"{ABOUT} === {about!r} && {RESULTS}.length === 12 && {DRAWN}")
+        assert browser.evaluate(f"{RESULTS}[0].innerText").split(maxsplit=1)[1] == nearest
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+        browser.picture(tmp_path / "words.png")
+        browser.evaluate(f"{RESULTS}[0].click()")
+        browser.wait_for(f"{ABOUT}.startsWith({nearest!r}) && {DRAWN}")
+        browser.evaluate("document.querySelector('#words textarea, #words input').select()")
+        type_words(browser, "   ")
+        browser.wait_for(f"{ABOUT} === {NO_TEXT!r}")
+    finally:
+        browser.close()
+        server.started.end()
 
 
 @pytest.mark.slow

@@ -1,0 +1,345 @@
+"""The embedder of texts: a tokenizer, a backbone for tokens, a linear layer and L2 normalisation.
+
+The input of the network is a tensor of tokens (rows, tokens), padded with -1, so that batches of texts are split into
+chunks, sent to devices and gathered like batches of images. The tokenizer is part of the checkpoint.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from lightning_retrieval.checks import check_bool, check_callable, check_integer, check_mapping, short_repr
+from lightning_retrieval.models.backbone_request import BackboneRequest
+from lightning_retrieval.models.embedder import MOST_DIM, has_loaded_weights, note_loaded_weights
+from lightning_retrieval.models.hugging_face_backbones import build_text_model, source_of
+from lightning_retrieval.models.pretrained import are_skipped, is_local_file, is_rebuilding
+from lightning_retrieval.models.tokenizers import (
+    PADDING,
+    JSONTokenizer,
+    NgramTokenizer,
+    read_hugging_face_tokenizer,
+)
+from lightning_retrieval.plain_data import check_plain_data
+from lightning_retrieval.ranking.rows import normalize as l2_normalize
+
+NGRAM_NET = "ngram_net"
+HUGGING_FACE = "hf/"
+NGRAM_SETTINGS = ("buckets", "min_n", "max_n")  # arguments of "ngram_net" that are those of the tokenizer
+# Text models that were trained without a mask, on texts padded to the full length: they pool the last token.
+PADDED_MODELS = ("siglip_text_model", "siglip2_text_model")
+DEFAULT_LENGTH = 512  # maximum number of tokens of a model that does not name one
+
+
+class NgramNet(nn.Module):
+    """A hidden layer on the mean of the vectors of a text's n-grams, small enough to be trained from scratch on a CPU.
+
+    Args:
+        buckets: number of different tokens.
+        dim: dimension of the vectors and of the hidden layer.
+
+    Raises:
+        ValueError: if a number is out of its range.
+        TypeError: if a number is not an integer.
+    """
+
+    def __init__(self, buckets: int = 1 << 15, dim: int = 128) -> None:
+        super().__init__()
+        self.dim = check_integer("NgramNet", "dim", dim, 1, MOST_DIM)
+        self.buckets = check_integer("NgramNet", "buckets", buckets, 1)
+        self.vectors = nn.EmbeddingBag(buckets + 1, dim, mode="mean", padding_idx=0)
+        self.hidden = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Int64[Tensor, "batch token"]) -> Float[Tensor, "batch dim"]:
+        mean = self.vectors(tokens + 1)  # the vector of padding is the first
+        return nn.functional.gelu(self.hidden(mean))
+
+
+class HuggingFaceTextBackbone(nn.Module):
+    """A text model of transformers as a function from tokens to vectors.
+
+    A vector is what the model pools itself (CLIP, SigLIP), else the mean of the last hidden states of its tokens.
+
+    Args:
+        model: an encoder of texts.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        config = model.config
+        self.pads_to: int | None = None
+        if config.model_type in PADDED_MODELS:
+            self.pads_to = config.max_position_embeddings
+        self.padding_id = config.pad_token_id or 0
+        self.dim: int = getattr(config, "projection_size", None) or config.hidden_size
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens that the model takes."""
+        length: int = getattr(self.model.config, "max_position_embeddings", DEFAULT_LENGTH)
+        embeddings = getattr(self.model, "embeddings", None)
+        reserved = getattr(embeddings, "padding_idx", None)  # RoBERTa counts positions from after this one
+        if isinstance(reserved, int):
+            return length - reserved - 1
+        return length
+
+    def forward(self, tokens: Int64[Tensor, "batch token"]) -> Float[Tensor, "batch dim"]:
+        if self.pads_to is not None:
+            tokens = nn.functional.pad(tokens, (0, self.pads_to - tokens.shape[1]), value=PADDING)
+        is_token = tokens >= 0
+        ids = tokens.where(is_token, torch.full_like(tokens, self.padding_id))
+        if self.pads_to is not None:
+            pooled: Tensor = self.model(input_ids=ids).pooler_output
+            return pooled
+        is_token[:, 0] = True  # an empty text has one token of padding, since attention needs a token
+        output = self.model(input_ids=ids, attention_mask=is_token.long())
+        if getattr(output, "pooler_output", None) is not None:
+            return output.pooler_output  # type: ignore[no-any-return]
+        weights = is_token.to(output.last_hidden_state.dtype)[:, :, None]  # (batch, token, 1)
+        mean: Tensor = (output.last_hidden_state * weights).sum(1) / weights.sum(1)
+        return mean
+
+
+class TextEmbedder(nn.Module):
+    """Maps tokens of texts to embeddings with a `backbone` and a linear `head`; `tokenizer` maps texts to tokens.
+
+    Args:
+        backbone: `"ngram_net"`, a small network on hashed character n-grams, which needs no download; `"hf/"` followed
+            by a Hugging Face hub id or a local folder (`"hf/google/siglip-base-patch16-224"`), of whose model only the
+            text part is used; or a module that maps tokens (N, T) to vectors (N, C), for which `tokenizer` and
+            `feature_dim` must be given.
+        embedding_dim: dimension of the embeddings, from 1 to 2^20.
+        normalize: whether embeddings are L2-normalised, in float32 or better, also under autocast.
+        weights: pretrained weights of a model of Hugging Face, as for `Embedder`: None for random weights,
+            `"DEFAULT"`, a revision of the hub, or the path of a local file.
+        max_length: maximum number of tokens of a text. Longer texts are cut. If None, the maximum of the tokenizer and
+            of the model; a number must not exceed these.
+        backbone_args: further arguments that build the network, as plain values: `buckets`, `min_n`, `max_n` and `dim`
+            for `"ngram_net"`, or entries of the config of Hugging Face.
+        tokenizer: the tokenizer of a backbone that is a module: a function from texts to tokens, padded with -1.
+        feature_dim: dimension C of the vectors of a backbone that is a module.
+
+    Raises:
+        ValueError: if the backbone or the weights are unknown, a number is out of its range, or an argument does not
+            belong to the backbone.
+        TypeError: if the backbone is neither a name nor a module, or a number or flag has another type.
+        ModuleNotFoundError: if transformers is not installed and the backbone needs it.
+
+    Example:
+        >>> from lightning_retrieval.models import TextEmbedder
+        >>> embedder = TextEmbedder("ngram_net", embedding_dim=64)
+        >>> tokens = embedder.tokenizer(["red shoes", "a sofa", ""])
+        >>> tuple(tokens.shape), tuple(embedder(tokens).shape)
+        ((3, 20), (3, 64))
+
+    Relations:
+        It is the `query_embedder` of a `RetrievalModule` whose queries are texts. `TextTable` reads the texts and uses
+        `tokenizer`. The state dict holds a tokenizer of Hugging Face as bytes, so that a checkpoint needs no files
+        besides.
+    """
+
+    def __init__(
+        self,
+        backbone: str | nn.Module,
+        embedding_dim: int = 512,
+        *,
+        normalize: bool = True,
+        weights: str | None = None,
+        max_length: int | None = None,
+        backbone_args: dict[str, Any] | None = None,
+        tokenizer: Any = None,
+        feature_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding_dim = check_integer("TextEmbedder", "embedding_dim", embedding_dim, 1, MOST_DIM)
+        self.normalize = check_bool("TextEmbedder", "normalize", normalize)
+        self.weights = weights
+        if max_length is not None:
+            check_integer("TextEmbedder", "max_length", max_length, least=1)
+        self.max_length = max_length
+        self.backbone_name: str | None = None
+        self.backbone_args: dict[str, Any] = {}
+        if backbone_args is not None:
+            check_mapping("TextEmbedder", "backbone_args", backbone_args)
+            self.backbone_args = dict(backbone_args)
+        if isinstance(backbone, str):
+            self.backbone_name = backbone
+            self._build(backbone, tokenizer, feature_dim)
+        else:
+            self._use(backbone, tokenizer, feature_dim)
+        self.head = nn.Linear(self.feature_dim, embedding_dim)
+        for part in (self, self.backbone):
+            part.register_load_state_dict_post_hook(note_loaded_weights)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The function from texts to tokens.
+
+        Raises:
+            ValueError: if the embedder was rebuilt from a file, and its weights, which hold the tokenizer, are not
+                loaded.
+        """
+        if self._tokenizer is None:
+            raise ValueError(
+                f"TextEmbedder: `tokenizer` of {self.backbone_name} must be loaded with the weights; load the state "
+                "dict first."
+            )
+        return self._tokenizer
+
+    @property
+    def has_random_weights(self) -> bool:
+        """Whether the backbone was built by name with random weights, and no weights have been loaded since."""
+        has_loaded = has_loaded_weights(self) or has_loaded_weights(self.backbone)
+        return self.backbone_name is not None and self.weights is None and not has_loaded
+
+    def forward(self, tokens: Int64[Tensor, "batch token"]) -> Float[Tensor, "batch dim"]:
+        """Embed a batch of texts.
+
+        Args:
+            tokens: what `tokenizer` returns. A row of -1 is an empty text.
+
+        Raises:
+            ValueError: if `tokens` is not a matrix of integers.
+        """
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(
+                "TextEmbedder: `images` must be tokens, a tensor of integers (rows, tokens), got "
+                f"{tuple(tokens.shape)} of {tokens.dtype}; use the data module TextTable, or `tokenizer(texts)`."
+            )
+        if tokens.shape[1] == 0:  # all texts are empty
+            tokens = nn.functional.pad(tokens, (0, 1), value=PADDING)
+        features: Tensor = self.backbone(tokens)
+        embeddings: Tensor = self.head(features)
+        if self.normalize:
+            return l2_normalize(embeddings)
+        return embeddings
+
+    def init_args(self) -> dict[str, Any] | None:
+        """The constructor's arguments as plain values, or None if the backbone was given as a module.
+
+        The path of a local file of weights is omitted. The tokenizer of a model of Hugging Face is in the state dict.
+        """
+        if self.backbone_name is None:
+            return None
+        weights = self.weights
+        if is_local_file(weights):
+            weights = None
+        return {
+            "backbone": self.backbone_name,
+            "embedding_dim": self.embedding_dim,
+            "normalize": self.normalize,
+            "weights": weights,
+            "max_length": self.max_length,
+            "backbone_args": self.backbone_args,
+        }
+
+    def get_extra_state(self) -> Tensor:
+        """The tokenizer as bytes; empty if the constructor's arguments describe it."""
+        if isinstance(self._tokenizer, JSONTokenizer):
+            return self._tokenizer.state()
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Rebuild the tokenizer.
+
+        Args:
+            state: what `get_extra_state` has returned.
+
+        Raises:
+            ValueError: if the state is not one of a tokenizer.
+        """
+        needs_tokenizer = str(self.backbone_name).startswith(HUGGING_FACE)
+        if needs_tokenizer:
+            self._tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
+        elif not isinstance(state, Tensor) or state.numel() > 0:
+            raise ValueError(
+                f"TextEmbedder: the weights must hold no tokenizer for {self.backbone_name}, got {short_repr(state)}."
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"backbone_name={self.backbone_name!r}, embedding_dim={self.embedding_dim}, normalize={self.normalize}, "
+            f"weights={self.weights!r}, max_length={self.max_length}"
+        )
+
+    def _build(self, name: str, tokenizer: Any, feature_dim: int | None) -> None:
+        """Build the backbone with this name and its tokenizer."""
+        if tokenizer is not None or feature_dim is not None:
+            raise ValueError(
+                "TextEmbedder: `tokenizer` and `feature_dim` must be given only for a `backbone` that is a module, got "
+                f"them for {name!r}."
+            )
+        if is_rebuilding():
+            check_plain_data("TextEmbedder", "backbone_args", self.backbone_args)
+        self._tokenizer: Any = None
+        try:
+            if name == NGRAM_NET:
+                self._build_ngram_net()
+            elif name.startswith(HUGGING_FACE):
+                self._build_hugging_face(name.removeprefix(HUGGING_FACE))
+            else:
+                raise ValueError(
+                    "TextEmbedder: `backbone` must be 'ngram_net', 'hf/' and a Hugging Face hub id or a local folder, "
+                    f"or a module, got {name!r}."
+                )
+        except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
+            message = str(error)
+            for owner in ("Embedder", "NgramNet", "NgramTokenizer", "JSONTokenizer"):
+                if message.startswith(f"{owner}:"):
+                    raise type(error)(f"TextEmbedder{message.removeprefix(owner)}") from None
+            raise
+
+    def _build_ngram_net(self) -> None:
+        if self.weights is not None:
+            raise ValueError(f"TextEmbedder: `weights` must be None for 'ngram_net', got {short_repr(self.weights)}.")
+        of_tokenizer = {name: value for name, value in self.backbone_args.items() if name in NGRAM_SETTINGS}
+        of_net = {name: value for name, value in self.backbone_args.items() if name in ("buckets", "dim")}
+        unknown = self.backbone_args.keys() - of_tokenizer.keys() - of_net.keys()
+        if unknown:
+            raise ValueError(
+                "TextEmbedder: `backbone_args` must be among buckets, min_n, max_n and dim for 'ngram_net', got "
+                f"{short_repr(min(unknown))}."
+            )
+        if self.max_length is not None:
+            of_tokenizer["max_length"] = self.max_length
+        self._tokenizer = NgramTokenizer(**of_tokenizer)
+        network = NgramNet(**of_net)
+        self.backbone: nn.Module = network
+        self.feature_dim = network.dim
+
+    def _build_hugging_face(self, name: str) -> None:
+        request = BackboneRequest(name, self.weights, None, None, self.backbone_args)
+        model, self.backbone_args = build_text_model(request)
+        network = HuggingFaceTextBackbone(model)
+        self.backbone = network
+        self.feature_dim = network.dim
+        if are_skipped():
+            return
+        self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), network.max_length)
+        most = self._tokenizer.max_length
+        if self.max_length is not None:
+            check_integer("TextEmbedder", "max_length", self.max_length, 1, most)
+            self._tokenizer = JSONTokenizer(self._tokenizer.text, max_length=self.max_length)
+
+    def _use(self, backbone: nn.Module, tokenizer: Any, feature_dim: int | None) -> None:
+        """Use a module as the backbone, with the user's tokenizer."""
+        if not isinstance(backbone, nn.Module):
+            raise TypeError(
+                f"TextEmbedder: `backbone` must be the name of a model or a torch.nn.Module, got "
+                f"{short_repr(backbone)} ({type(backbone).__name__})."
+            )
+        given: Mapping[str, Any] = {"weights": self.weights, "max_length": self.max_length}
+        for argument, value in {**given, "backbone_args": self.backbone_args or None}.items():
+            if value is not None:
+                raise ValueError(f"TextEmbedder: `{argument}` must be None for a module, got {short_repr(value)}.")
+        self.backbone = backbone
+        self._tokenizer = check_callable("TextEmbedder", "tokenizer", tokenizer)
+        self.feature_dim = check_integer("TextEmbedder", "feature_dim", feature_dim, 1, MOST_DIM)
+
+
+def is_text_embedder(module: Any) -> bool:
+    """Whether a network embeds texts: it has a tokenizer."""
+    return hasattr(module, "tokenizer")

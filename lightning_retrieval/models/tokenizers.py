@@ -1,0 +1,221 @@
+"""Tokenizers: functions from texts to an integer tensor (rows, tokens), padded with -1, which a `TextEmbedder` takes.
+
+A tokenizer is plain data: a few numbers, or the text of a `tokenizer.json`. A checkpoint holds it, and needs neither a
+vocabulary file nor a network.
+"""
+
+import json
+import unicodedata
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+from lightning_retrieval.checks import check_integer, first_line, short_repr
+from lightning_retrieval.models import pretrained
+from lightning_retrieval.optional_packages import optional_import
+
+PADDING = -1  # the token that fills shorter rows
+MOST_BUCKETS = 1 << 22
+MOST_CHARACTERS = 64  # largest length of an n-gram
+MOST_TOKENS = 1 << 16
+LARGEST_STATE = 1 << 26  # bytes of a serialised tokenizer
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+
+class Tokenizer(ABC):
+    """Base class of the tokenizers.
+
+    Args:
+        max_length: maximum number of tokens of a text. Longer texts are cut.
+
+    Raises:
+        ValueError: if `max_length` is out of its range.
+        TypeError: if `max_length` is not an integer; when called, if the texts are not strings.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = check_integer(type(self).__name__, "max_length", max_length, 1, MOST_TOKENS)
+
+    def __call__(self, texts: Sequence[str]) -> Int64[Tensor, "rows tokens"]:
+        """The tokens of each text, at most `max_length`, padded with -1 to the longest row.
+
+        Args:
+            texts: any strings, also empty ones.
+        """
+        is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+        if not is_list or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"{type(self).__name__}: `texts` must be a list of strings, got {short_repr(texts)}.")
+        return padded([torch.tensor(self.tokens(text)[: self.max_length], dtype=torch.int64) for text in texts])
+
+    @abstractmethod
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a text; they may be more than `max_length`."""
+
+    @abstractmethod
+    def is_cut(self, text: str) -> bool:
+        """Whether a text has more than `max_length` tokens."""
+
+
+def padded(rows: Sequence[Int64[Tensor, " tokens"]]) -> Int64[Tensor, "rows tokens"]:
+    """Rows of tokens as one tensor, padded with -1.
+
+    Args:
+        rows: the tokens of each text.
+    """
+    if not rows:
+        return torch.empty(0, 0, dtype=torch.int64)
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=PADDING)
+
+
+class NgramTokenizer(Tokenizer):
+    """Maps each text to its hashed character n-grams, without a vocabulary.
+
+    The text is normalised (NFKC), lower-cased and split at white space. Each word gets a space on both sides, and its
+    n-grams are those of scikit-learn's analyzer `char_wb`. An n-gram becomes the CRC-32 of its UTF-8 bytes modulo
+    `buckets`, which is the same on all machines.
+
+    Args:
+        buckets: number of different tokens, up to 2^22.
+        min_n: length of the shortest n-grams, in characters.
+        max_n: length of the longest n-grams, up to 64.
+        max_length: maximum number of tokens of a text. Longer texts are cut.
+
+    Raises:
+        ValueError: if a number is out of its range.
+        TypeError: if a number is not an integer.
+
+    Example:
+        >>> from lightning_retrieval.models import NgramTokenizer
+        >>> NgramTokenizer(buckets=1000, min_n=3, max_n=3)(["Red", "red shoes"])
+        tensor([[588, 987, 974,  -1,  -1,  -1,  -1,  -1],
+                [588, 987, 974, 133, 462, 748, 541, 929]])
+    """
+
+    def __init__(self, *, buckets: int = 1 << 15, min_n: int = 3, max_n: int = 5, max_length: int = 1024) -> None:
+        super().__init__(max_length)
+        owner = type(self).__name__
+        self.buckets = check_integer(owner, "buckets", buckets, 1, MOST_BUCKETS)
+        self.max_n = check_integer(owner, "max_n", max_n, 1, MOST_CHARACTERS)
+        self.min_n = check_integer(owner, "min_n", min_n, 1, max_n)
+
+    def tokens(self, text: str) -> list[int]:
+        return [zlib.crc32(ngram.encode("utf-8", "surrogatepass")) % self.buckets for ngram in self._ngrams(text)]
+
+    def is_cut(self, text: str) -> bool:
+        return len(self.tokens(text)) > self.max_length
+
+    def _ngrams(self, text: str) -> Iterator[str]:
+        for word in unicodedata.normalize("NFKC", text).lower().split():
+            marked = f" {word} "
+            for n in range(self.min_n, self.max_n + 1):
+                for begin in range(max(1, len(marked) - n + 1)):
+                    yield marked[begin : begin + n]
+                if n >= len(marked):  # longer n-grams would be the same
+                    break
+
+
+class JSONTokenizer(Tokenizer):
+    """A fast tokenizer of Hugging Face, rebuilt from the text of its `tokenizer.json` without running any code of it.
+
+    Args:
+        text: content of `tokenizer.json`.
+        max_length: maximum number of tokens of a text, including special tokens. Longer texts are cut.
+
+    Raises:
+        ValueError: if the text is not that of a tokenizer.
+        ModuleNotFoundError: if the package tokenizers is not installed, which comes with transformers.
+    """
+
+    def __init__(self, text: str, *, max_length: int) -> None:
+        super().__init__(max_length)
+        with optional_import(
+            "JSONTokenizer: tokenizers must be installed for the tokenizer of a Hugging Face model: "
+            "pip install 'lightning-retrieval[hf]'."
+        ):
+            import tokenizers
+        self.text = text
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer.no_padding()
+            self._tokenizer.enable_truncation(max_length)
+        except Exception as error:  # tokenizers raises errors without a type of their own
+            raise ValueError(
+                f"JSONTokenizer: `text` must be the content of a {TOKENIZER_FILE}, got {short_repr(text)} "
+                f"({first_line(error)})."
+            ) from None
+
+    def tokens(self, text: str) -> list[int]:
+        ids: list[int] = self._encoded(text).ids
+        return ids
+
+    def is_cut(self, text: str) -> bool:
+        return len(self._encoded(text).overflowing) > 0
+
+    def _encoded(self, text: str) -> Any:
+        return self._tokenizer.encode(text.encode("utf-8", "replace").decode())  # without lone surrogates
+
+    def state(self) -> UInt8[Tensor, " bytes"]:
+        """The tokenizer as a tensor, for the state dict of a model. Its numbers are bytes of JSON."""
+        content = json.dumps({"tokenizer": self.text, "max_length": self.max_length})
+        return torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
+
+    @classmethod
+    def from_state(cls, owner: str, state: Any) -> "JSONTokenizer":
+        """Rebuild the tokenizer that `state` has returned.
+
+        Args:
+            owner: prefix of error messages.
+            state: a value from a file.
+
+        Raises:
+            ValueError: if the value is not the state of a tokenizer.
+        """
+        rule = f"{owner}: the state of a tokenizer must be a tensor of bytes that a checkpoint holds"
+        if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+            raise ValueError(f"{rule}, got {short_repr(state)}.")
+        if len(state) > LARGEST_STATE:
+            raise ValueError(f"{rule}, at most {LARGEST_STATE:,} bytes, got {len(state):,}.")
+        try:
+            content = json.loads(state.cpu().numpy().tobytes())
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, Mapping) or not isinstance(content.get("tokenizer"), str):
+            raise ValueError(f"{rule}, got bytes that are not the JSON of one.")
+        try:
+            return cls(content["tokenizer"], max_length=content.get("max_length"))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{rule}, got one that cannot be rebuilt ({first_line(error)}).") from None
+
+
+def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length: int) -> JSONTokenizer:
+    """Read the tokenizer of a model of Hugging Face.
+
+    Args:
+        name: a hub id or a local folder.
+        source: arguments of transformers that choose the revision, and whether to look only on disk.
+        max_length: maximum number of tokens that the model takes. The tokenizer may have a lower one.
+
+    Raises:
+        ValueError: if there is no `tokenizer.json`, or the file is not one of a tokenizer.
+    """
+    from transformers.utils import cached_file
+
+    try:
+        text = Path(cached_file(name, TOKENIZER_FILE, **source)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise pretrained.hub_error("backbone", f"the {TOKENIZER_FILE} of hf/{name}", error) from None
+    config: Any = None
+    try:
+        config = json.loads(Path(cached_file(name, TOKENIZER_CONFIG, **source)).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # without the file, the limit is that of the model
+        config = {}
+    of_tokenizer = config.get("model_max_length") if isinstance(config, dict) else None
+    if isinstance(of_tokenizer, int) and of_tokenizer > 0:
+        max_length = min(max_length, of_tokenizer)
+    return JSONTokenizer(text, max_length=max_length)

@@ -1,0 +1,104 @@
+"""Tables of texts: what is read, what is refused, and which tokenizer is used."""
+
+import csv
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_retrieval import RetrievalEvaluation, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.datamodules import TextTable
+from lightning_retrieval.models import NgramTokenizer, TextEmbedder
+from tests.quiet_trainer import QUIET
+
+ROWS = [
+    ("a red shoe", "shoe", "train", "red; shoe"),
+    ("trainers", "shoe", "train", "shoe"),
+    ("ein Sofa, grün", "sofa", "train", ""),
+    ("a couch", "sofa", "train", "green"),
+    ("lamp", "lamp", "test", "red"),
+    ("lamp", "lamp", "test", "red"),
+]
+
+
+def write_texts(folder, *rows, header=("text", "label", "split", "tags")):
+    with open(folder / "captions.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    return folder / "captions.csv"
+
+
+def test_a_table_is_read_into_splits(tmp_path):
+    tokenizer = NgramTokenizer()
+    data = TextTable(write_texts(tmp_path, *ROWS), tokenizer=tokenizer)
+    train, test = data.train_set, data.test_set
+    assert train.labels.tolist() == [0, 0, 1, 1]
+    assert list(train.class_names) == ["shoe", "sofa"]
+    assert list(test.class_names) == ["lamp"]
+    assert list(train.tag_names) == ["green", "red", "shoe"]
+    assert train.tags.tolist() == [[1, 2], [2, -1], [-1, -1], [0, -1]]
+    item = train[2]
+    assert item["images"].tolist() == tokenizer.tokens("ein Sofa, grün")
+    assert (int(item["labels"]), int(item["ids"])) == (1, 2)
+    batch = train.collate([train[0], train[1]])
+    assert torch.equal(batch["images"], tokenizer(["a red shoe", "trainers"]))
+    assert batch["ids"].tolist() == [0, 1]
+    assert data.val_set is test
+
+
+def test_without_splits_classes_are_split(tmp_path):
+    rows = [(f"text {row}", row % 4) for row in range(8)]
+    data = TextTable(write_texts(tmp_path, *rows, header=("text", "label")), tokenizer=NgramTokenizer())
+    assert set(data.train_set.class_names).isdisjoint(data.test_set.class_names)
+    assert len(data.train_set) == len(data.test_set) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "header", "message"),
+    [
+        (
+            ROWS,
+            ("words", "label", "split", "tags"),
+            "line 1 of .* must name the columns text and label .* text missing",
+        ),
+        ([*ROWS, ("", "lamp", "test", "")], None, "`text` must not be empty in any row, at line 8 of"),
+        ([*ROWS, ("x", "", "test", "")], None, "`label` must not be empty in any row, at line 8 of"),
+        ([*ROWS, ("x", "shoe", "test", "")], None, "a class must be in training or .* got 'shoe', at line 8 of"),
+        (ROWS[:4], None, "`split` must have rows of train and of val, test or others, got 'train'"),
+    ],
+)
+def test_an_invalid_table_is_one_sentence(rows, header, message, tmp_path):
+    path = write_texts(tmp_path, *rows, header=header or ("text", "label", "split", "tags"))
+    with pytest.raises(ValueError, match=f"^TextTable: {message}"):
+        TextTable(path, tokenizer=NgramTokenizer()).prepare_data()
+
+
+def test_a_missing_table_is_one_sentence(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"^TextTable: .*captions.csv, the `table`"):
+        TextTable(tmp_path / "captions.csv").prepare_data()
+
+
+def test_texts_follow_the_tokenizer_of_the_network_of_a_run(tmp_path):
+    pl.seed_everything(0)
+    embedder = TextEmbedder("ngram_net", 8, backbone_args={"buckets": 500, "dim": 8})
+    module = RetrievalModule(embedder, SmoothAPLoss())
+    data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
+    with pytest.raises(ValueError, match=r"^TextTable: `tokenizer` must be given outside of a run"):
+        data.train_set[0]
+    pl.Trainer(max_epochs=2, callbacks=[RetrievalEvaluation()], **QUIET).fit(module, data)
+    assert data.train_set[1]["images"].tolist() == embedder.tokenizer.tokens("trainers")
+
+
+def test_a_network_without_a_tokenizer_is_one_sentence(tmp_path):
+    module = RetrievalModule(torch.nn.Linear(3, 2), SmoothAPLoss())
+    data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
+    with pytest.raises(
+        ValueError, match=r"^TextTable: the network of the candidates must have a `tokenizer`, got Linear"
+    ):
+        pl.Trainer(max_epochs=1, **QUIET).fit(module, data)
+
+
+def test_many_cut_texts_are_reported(tmp_path):
+    embedder = TextEmbedder("ngram_net", 8, max_length=20, backbone_args={"buckets": 500, "dim": 8})
+    data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
+    with pytest.warns(UserWarning, match=r"^TextTable: 2 of the first 4 training texts have more than 20 tokens"):
+        pl.Trainer(max_epochs=1, **QUIET).fit(RetrievalModule(embedder, SmoothAPLoss()), data)

@@ -1,0 +1,205 @@
+"""`TextEmbedder` against transformers' own output, its tokenizers against scikit-learn and transformers."""
+
+import copy
+import json
+import zlib
+
+import pytest
+import torch
+
+from lightning_retrieval.models import NgramTokenizer, TextEmbedder
+from lightning_retrieval.models.pretrained import without_pretrained_weights
+from lightning_retrieval.plain_data import describe, rebuild
+
+TEXTS = ["red shoes", "A SOFA of green velvet, which is long", "naïve", "shoes", ""]
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 12,
+    "pad_token_id": 0,
+}
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
+KINDS = {
+    "bert": SMALL,
+    "roberta": {**SMALL, "max_position_embeddings": 13, "pad_token_id": 3, **SPECIAL},
+    "clip_text_model": {**SMALL, **SPECIAL, "eos_token_id": 39},
+}
+IMAGES = {**SMALL, "image_size": 8, "patch_size": 4}
+KINDS["clip"] = {"text_config": KINDS["clip_text_model"], "vision_config": IMAGES}
+KINDS["siglip"] = {"text_config": {**SMALL, **SPECIAL}, "vision_config": IMAGES}
+
+
+def write_text_folder(folder, kind):
+    """Write the folder of a small text model with random weights and a word tokenizer; the model, in eval mode."""
+    import transformers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
+    model = transformers.AutoModel.from_config(config)
+    model.save_pretrained(folder)
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "red", "shoes", "a", "sofa", "of", "green", "velvet", ",", "long"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    vocabulary["[END]"] = 39
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [END]", special_tokens=[("[CLS]", 1), ("[END]", 39)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=9)
+    fast.save_pretrained(folder)
+    return model.eval(), fast
+
+
+def features_of_transformers(kind, model, tokenizer, texts):
+    """What transformers computes for these texts, each by itself; SigLIP was trained on texts of the full length."""
+    rows = []
+    for text in texts:
+        ids = tokenizer(text, truncation=True)["input_ids"]
+        if kind.startswith("siglip"):
+            ids = ids + [0] * (12 - len(ids))
+        output = getattr(model, "text_model", model)(input_ids=torch.tensor([ids]))
+        if kind in ("bert", "roberta"):
+            rows.append(output.last_hidden_state[0].mean(0))
+        else:
+            rows.append(output.pooler_output[0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_model_gives_what_transformers_gives(kind, tmp_path):
+    model, tokenizer = write_text_folder(tmp_path, kind)
+    embedder = TextEmbedder(f"hf/{tmp_path}", 8, weights="DEFAULT").eval()
+    tokens = embedder.tokenizer(TEXTS)
+    for row, text in zip(tokens, TEXTS):
+        assert row[row >= 0].tolist() == tokenizer(text, truncation=True)["input_ids"]
+    with torch.no_grad():
+        features = embedder.backbone(tokens)
+        torch.testing.assert_close(features, features_of_transformers(kind, model, tokenizer, TEXTS))
+        expected = torch.nn.functional.normalize(embedder.head(features))
+        torch.testing.assert_close(embedder(tokens), expected)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "ngram_net"])
+def test_an_embedding_depends_neither_on_padding_nor_on_the_batch(kind, tmp_path):
+    name = kind
+    if kind in KINDS:
+        write_text_folder(tmp_path, kind)
+        name = f"hf/{tmp_path}"
+    embedder = TextEmbedder(name, 8).eval()
+    together = embedder(embedder.tokenizer(TEXTS))
+    alone = torch.cat([embedder(embedder.tokenizer([text])) for text in TEXTS])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+    no_tokens = embedder(torch.full((2, 3), -1))
+    assert torch.isfinite(no_tokens).all()
+    assert torch.isfinite(embedder(torch.full((2, 0), -1))).all()
+
+
+@pytest.mark.parametrize("kind", ["bert", "ngram_net"])
+def test_a_text_embedder_is_rebuilt_from_plain_data_and_its_state(kind, tmp_path, monkeypatch):
+    settings = {"backbone_args": {"buckets": 50, "min_n": 2}}
+    name = kind
+    if kind in KINDS:
+        write_text_folder(tmp_path / "model", kind)
+        name, settings = f"hf/{tmp_path / 'model'}", {"max_length": 5}
+    embedder = TextEmbedder(name, 8, **settings).eval()
+    expected = embedder(embedder.tokenizer(TEXTS))
+    described = json.loads(json.dumps(describe(embedder)))
+    torch.save(embedder.state_dict(), tmp_path / "state.pt")
+    if kind in KINDS:
+        (tmp_path / "model").rename(tmp_path / "gone")
+    with without_pretrained_weights():
+        rebuilt = rebuild("Test", "query_embedder", described, torch.nn.Module).eval()
+    assert rebuilt.has_random_weights
+    rebuilt.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert not rebuilt.has_random_weights
+    assert torch.equal(rebuilt(rebuilt.tokenizer(TEXTS)), expected)
+    assert describe(rebuilt) == described
+    assert copy.deepcopy(rebuilt).tokenizer(TEXTS).shape[1] == rebuilt.tokenizer(TEXTS).shape[1]
+
+
+def test_ngrams_are_those_of_scikit_learn(monkeypatch):
+    monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")  # scikit-learn sets it
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    ngrams = CountVectorizer(analyzer="char_wb", ngram_range=(2, 4)).build_analyzer()
+    tokenizer = NgramTokenizer(buckets=1000, min_n=2, max_n=4)
+    for text in ["red shoes", "a b  cd", "Ünïcode 鞋子", "I", ""]:
+        assert tokenizer.tokens(text) == [zlib.crc32(ngram.encode()) % 1000 for ngram in ngrams(text.lower().strip())]
+    assert tokenizer.tokens("ＲＥＤ\tshoes\n") == tokenizer.tokens("red shoes")
+    assert tokenizer(["red shoes", ""])[1].eq(-1).all()
+
+
+@pytest.mark.parametrize("name", ["ngram_net", "bert"])
+def test_texts_are_cut_at_the_maximum_length(name, tmp_path):
+    if name in KINDS:
+        write_text_folder(tmp_path, name)
+        name = f"hf/{tmp_path}"
+    tokenizer = TextEmbedder(name, 8, max_length=4).tokenizer
+    assert tokenizer(["red shoes of a green sofa", "a"]).shape[1] == 4
+    assert tokenizer.is_cut("red shoes of a green sofa")
+    assert not tokenizer.is_cut("a")
+
+
+def bytes_of(text):
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        bytes_of("not JSON"),
+        bytes_of('{"tokenizer": 3, "max_length": 4}'),
+        bytes_of('{"tokenizer": "{}", "max_length": 4}'),
+        bytes_of("[" * 100_000),
+        torch.zeros(2, 2),
+        torch.zeros(0, dtype=torch.uint8),
+        "text",
+    ],
+)
+def test_a_damaged_tokenizer_is_one_sentence(state, tmp_path):
+    write_text_folder(tmp_path, "bert")
+    embedder = TextEmbedder(f"hf/{tmp_path}", 8)
+    before = embedder.tokenizer(TEXTS)
+    with pytest.raises(ValueError, match=r"^TextEmbedder: the state of a tokenizer must be"):
+        embedder.set_extra_state(state)
+    assert torch.equal(embedder.tokenizer(TEXTS), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backbone": "resnet18"}, "`backbone` must be 'ngram_net', 'hf/'"),
+        ({"backbone": "ngram_net", "weights": "DEFAULT"}, "`weights` must be None for 'ngram_net', got 'DEFAULT'"),
+        ({"backbone": "ngram_net", "backbone_args": {"bucket": 3}}, "`backbone_args` must be among .* got 'bucket'"),
+        ({"backbone": "ngram_net", "backbone_args": {"min_n": 6}}, "`min_n` must be an integer from 1 to 5, got 6"),
+        ({"backbone": "ngram_net", "max_length": 0}, "`max_length` must be an integer >= 1, got 0"),
+        ({"backbone": "hf/no/such-folder-here"}, "`backbone` asks for"),
+        ({"backbone": "ngram_net", "feature_dim": 3}, "`tokenizer` and `feature_dim` must be given only"),
+    ],
+)
+def test_invalid_arguments_are_one_sentence(arguments, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=f"^TextEmbedder: {message}"):
+        TextEmbedder(**arguments)
+
+
+def test_an_image_model_and_a_missing_tokenizer_are_one_sentence(tmp_path):
+    from tests.lightning_retrieval.models.hugging_face_folders import write_folder
+
+    write_folder(tmp_path / "images")
+    with pytest.raises(ValueError, match=r"^TextEmbedder: `backbone` must be an encoder of texts, got hf/"):
+        TextEmbedder(f"hf/{tmp_path / 'images'}")
+    write_text_folder(tmp_path / "texts", "bert")
+    (tmp_path / "texts" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^TextEmbedder: `backbone` asks for the tokenizer.json of hf/"):
+        TextEmbedder(f"hf/{tmp_path / 'texts'}")
+
+
+def test_images_are_not_tokens():
+    with pytest.raises(ValueError, match=r"^TextEmbedder: `images` must be tokens, .* got \(2, 3\) of torch.float32"):
+        TextEmbedder("ngram_net")(torch.zeros(2, 3))
