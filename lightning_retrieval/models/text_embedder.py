@@ -202,13 +202,14 @@ class TextEmbedder(nn.Module):
             tokens: what `tokenizer` returns. A row of -1 is an empty text.
 
         Raises:
-            ValueError: if `tokens` is not a matrix of integers.
+            ValueError: if `tokens` is not a matrix.
+            TypeError: if `tokens` is not a tensor of int64.
         """
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(
-                "TextEmbedder: `images` must be tokens, a tensor of integers (rows, tokens), got "
-                f"{tuple(tokens.shape)} of {tokens.dtype}; use the data module TextTable, or `tokenizer(texts)`."
-            )
+        rule = "TextEmbedder: `tokens` must be a matrix of int64 (rows, tokens), such as `tokenizer(texts)`"
+        if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.layout != torch.strided:
+            raise TypeError(f"{rule}, got {getattr(tokens, 'dtype', type(tokens).__name__)}.")
+        if tokens.ndim != 2:
+            raise ValueError(f"{rule}, got shape {tuple(tokens.shape)}.")
         if tokens.shape[1] == 0:  # all texts are empty
             tokens = nn.functional.pad(tokens, (0, 1), value=PADDING)
         features: Tensor = self.backbone(tokens)
