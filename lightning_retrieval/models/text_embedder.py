@@ -141,6 +141,9 @@ class TextEmbedder(nn.Module):
         besides.
     """
 
+    backbone: nn.Module
+    _tokenizer: Any
+
     def __init__(
         self,
         backbone: str | nn.Module,
@@ -255,7 +258,9 @@ class TextEmbedder(nn.Module):
         needs_tokenizer = str(self.backbone_name).startswith(HUGGING_FACE)
         if needs_tokenizer:
             self._tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
-        elif not isinstance(state, Tensor) or state.numel() > 0:
+            return
+        is_empty = isinstance(state, Tensor) and state.numel() == 0
+        if not is_empty:
             raise ValueError(
                 f"TextEmbedder: the weights must hold no tokenizer for {self.backbone_name}, got {short_repr(state)}."
             )
@@ -275,7 +280,7 @@ class TextEmbedder(nn.Module):
             )
         if is_rebuilding():
             check_plain_data("TextEmbedder", "backbone_args", self.backbone_args)
-        self._tokenizer: Any = None
+        self._tokenizer = None
         try:
             if name == NGRAM_NET:
                 self._build_ngram_net()
@@ -308,7 +313,7 @@ class TextEmbedder(nn.Module):
             of_tokenizer["max_length"] = self.max_length
         self._tokenizer = NgramTokenizer(**of_tokenizer)
         network = NgramNet(**of_net)
-        self.backbone: nn.Module = network
+        self.backbone = network
         self.feature_dim = network.dim
 
     def _build_hugging_face(self, name: str) -> None:
