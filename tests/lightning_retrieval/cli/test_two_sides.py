@@ -151,6 +151,33 @@ def test_text_for_a_checkpoint_without_texts_is_one_sentence(folder, index, caps
     assert "an image or --text must be given" in err
 
 
+def test_the_threshold_of_an_index_applies_to_its_own_network_only(folder, index, capsys):
+    loaded = RetrievalIndex.load(index)
+    loaded.about["threshold"] = {"value": 2.0, "false_match_rate": 0.0, "miss_rate": 0.0, "images": 6}
+    loaded.save(index)
+    image = str(folder / "images" / "0.png")
+    given = [f"--index={index}", f"--checkpoint={folder / 'texts.ckpt'}", "--text=red", image, "-k=6"]
+    counts = {query: len(hits) for query, hits in found(capsys, *given).items()}
+    assert counts == {image: 0, "red": 6}
+    assert [len(hits) for hits in found(capsys, *given, "--threshold=2").values()] == [0, 0]
+    of_images = [f"--index={index}", f"--checkpoint={folder / 'images.ckpt'}", image, "-k=6"]
+    assert len(found(capsys, *of_images)[image]) == 6
+
+
+def test_a_text_must_not_be_empty(folder, index, capsys):
+    error = error_of(capsys, "search", f"--index={index}", f"--checkpoint={folder / 'texts.ckpt'}", "--text= ")
+    assert error.startswith("search: `--text` must have a character that is not white space, got [' '].")
+
+
+def test_a_frozen_embedder_of_a_new_checkpoint_is_that_of_the_old_one(folder, index, capsys, tmp_path):
+    frozen = FrozenEmbedder(checkpoint=str(folder / "texts.ckpt"))
+    assert isinstance(frozen.embedder, Embedder)
+    newer = RetrievalModule(frozen, SmoothAPLoss(), query_embedder=TextEmbedder(**TEXTS))
+    save_checkpoint(tmp_path / "newer.ckpt", newer)
+    given = [f"--index={index}", f"--checkpoint={tmp_path / 'newer.ckpt'}", "-k=6"]
+    assert len(found(capsys, *given, "--text=x")["x"]) == 6
+
+
 def test_the_page_shows_a_text_safely(folder, index, capsys, tmp_path):
     page = tmp_path / "page.html"
     text = "<b>red</b> & 'shoes'"
