@@ -195,7 +195,7 @@ class PairSet(Dataset[tuple[Side, dict[str, Any]]]):
         for index in indices:
             position = range(len(self))[index]
             if position < self.num_queries:
-                of_side["queries"].append(index)
+                of_side["queries"].append(_moved(index, position))
             else:
                 of_side["candidates"].append(_moved(index, position - self.num_queries))
         items = []
