@@ -14,6 +14,7 @@ from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.rows import FolderRows
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, run, save_checkpoint
+from tests.lightning_retrieval.models.hugging_face_folders import write_text_folder
 
 TEXTS = {"backbone": "ngram_net", "embedding_dim": 16, "backbone_args": {"buckets": 500, "dim": 8}}
 SMALL = {"backbone": "glyph_net", "embedding_dim": 16, "backbone_args": {"width": 8}}
@@ -78,6 +79,20 @@ def test_texts_search_the_index_of_the_old_checkpoint(folder, index, capsys):
             row = module.embed_queries(module.query_embedder.tokenizer([text]))[0]
         assert results[text] == expected(folder, row)
     assert results[str(folder / "images" / "0.png")][0] == ("0.png", pytest.approx(1, abs=1e-4))
+
+
+def test_a_checkpoint_with_a_model_of_hugging_face_needs_no_files_besides(folder, index, tmp_path, capsys):
+    write_text_folder(tmp_path / "model", "bert")
+    network = TextEmbedder(f"hf/{tmp_path / 'model'}", 16, weights="DEFAULT").eval()
+    with torch.inference_mode():
+        row = network(network.tokenizer(["red shoes"]))[0]
+    frozen = FrozenEmbedder(checkpoint=str(folder / "old.ckpt"))
+    checkpoint = tmp_path / "hf.ckpt"
+    save_checkpoint(checkpoint, RetrievalModule(frozen, SmoothAPLoss(), query_embedder=network))
+    shutil.rmtree(tmp_path / "model")
+    capsys.readouterr()  # the progress of transformers
+    given = [f"--index={index}", f"--checkpoint={checkpoint}", "-k=6", "--text=red shoes"]
+    assert found(capsys, *given)["red shoes"] == expected(folder, row)
 
 
 def test_image_queries_are_embedded_by_the_network_of_queries(folder, index, capsys):
