@@ -122,7 +122,7 @@ class MatchedSet:
         if "tags" in item:
             matched["tags"] = self._retagged(item["tags"])
         if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in of_other:
-            del matched["cameras"]
+            matched.pop("cameras", None)
         if "instances" in of_other and "ids" in item:
             matched.setdefault("instances", item["ids"])
         return matched
