@@ -559,7 +559,7 @@ class ImageEmbedder:
             images = images.to(self.device)
             if self.normalizes and isinstance(self.transform, Preparation):
                 images = self.transform.normalize(images)
-            embed = self.module.embed
+            embed: Callable[[Tensor], Tensor] = self.module.embed
             if self.side == "queries":
                 embed = self.module.embed_queries
             embeddings: Tensor = embed(images).float().cpu()

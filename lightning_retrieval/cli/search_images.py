@@ -174,7 +174,7 @@ class ImageSearcher:
     ) -> tuple[list[QueryResult], list[UnreadableImage]]:
         """The results of the readable queries and of the texts, and the unreadable queries; see `search_images`."""
         k = _check_k(k, len(self.index))
-        wanted = {"where": where, "group_by": group_by}
+        wanted: dict[str, Any] = {"where": where, "group_by": group_by}
         results: list[QueryResult] = []
         unreadable: list[UnreadableImage] = []
         rows_of_texts = None

@@ -200,6 +200,9 @@ def test_an_image_model_and_a_missing_tokenizer_are_one_sentence(tmp_path):
         TextEmbedder(f"hf/{tmp_path / 'texts'}")
 
 
+@pytest.mark.refusal
 def test_images_are_not_tokens():
-    with pytest.raises(ValueError, match=r"^TextEmbedder: `images` must be tokens, .* got \(2, 3\) of torch.float32"):
+    with pytest.raises(TypeError, match=r"^TextEmbedder: `tokens` must be a matrix of int64 .*, got torch.float32"):
         TextEmbedder("ngram_net")(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"^TextEmbedder: `tokens` must be a matrix .*, got shape \(3,\)"):
+        TextEmbedder("ngram_net")(torch.zeros(3, dtype=torch.int64))
