@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.models import Embedder, FrozenEmbedder, TextEmbedder
+from lightning_retrieval.models import Embedder, FrozenEmbedder, PCAWhitening, Preparation, TextEmbedder
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.rows import FolderRows
@@ -234,7 +234,7 @@ def test_embeddings_of_queries_are_not_indexed(folder, tmp_path, capsys):
 HOSTILE = {
     "a function": lambda settings, state: settings.update(query_embedder={"class_path": "os.system", "init_args": {}}),
     "no module": lambda settings, state: settings["query_embedder"].update(class_path="torch.optim.SGD"),
-    "a file": lambda settings, state: settings["embedder"].update(init_args={"checkpoint": "other.ckpt"}),
+    "a file": lambda settings, state: settings["embedder"].update(init_args={"checkpoint": "old.ckpt"}),
     "many buckets": lambda settings, state: settings["query_embedder"]["init_args"]["backbone_args"].update(
         buckets=1e9
     ),
@@ -245,9 +245,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_checkpoint_is_one_sentence(name, folder, index, tmp_path, capsys):
+def test_a_hostile_checkpoint_is_one_sentence(name, folder, index, tmp_path, capsys, monkeypatch):
     saved = torch.load(folder / "texts.ckpt", weights_only=True)
     HOSTILE[name](saved["hyper_parameters"], saved["state_dict"])
+    monkeypatch.chdir(folder)  # where there is a file old.ckpt
     torch.save(saved, tmp_path / "hostile.ckpt")
     error = error_of(capsys, "search", f"--index={index}", f"--checkpoint={tmp_path / 'hostile.ckpt'}", "--text=x")
     assert error.startswith("search: `--checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt")
@@ -261,6 +262,65 @@ def test_export_and_adapt_refuse_two_networks(folder, capsys, tmp_path):
     assert command(capsys, "embed", checkpoint, f"--images={folder / 'images'}", f"--output={embeddings}")[0] == 0
     _, _, error = run(capsys, "adapt", f"--embeddings={embeddings}", f"--output={tmp_path / 'head.ckpt'}")
     assert error.startswith("adapt: `--checkpoint` must be of a model with one network, got")
+
+
+def scaled():
+    return RetrievalModule(Embedder(**SMALL), SmoothAPLoss(), eval_scales=[1.0, 0.5])
+
+
+def whitened():
+    return RetrievalModule(Embedder(**SMALL), SmoothAPLoss(), whitening=PCAWhitening())
+
+
+def of_a_function():
+    module = RetrievalModule(Embedder(**SMALL), SmoothAPLoss())
+    module.preparation = {"function": "mine.prepare"}
+    return module
+
+
+def not_described():
+    return RetrievalModule(Embedder(torch.nn.Conv2d(1, 3, 3)), SmoothAPLoss())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            scaled,
+            r"`checkpoint` must be one whose embeddings are those of its `embedder`, .* has the scales \[1.0, 0.5\]",
+        ),
+        (whitened, "`checkpoint` must be one whose embeddings are those of its `embedder`, .* has a whitening"),
+        (of_a_function, "`checkpoint` must be one that was evaluated with a Preparation, .*mine.prepare"),
+        (not_described, "`checkpoint` must be one of a RetrievalModule whose `embedder` can be rebuilt"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_frozen_is_one_sentence(make, message, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "old.ckpt", make())
+    with pytest.raises(ValueError, match=f"^FrozenEmbedder: {message}"):
+        FrozenEmbedder(checkpoint=str(checkpoint))
+
+
+def test_a_damaged_or_missing_checkpoint_cannot_be_frozen(folder, tmp_path):
+    content = bytearray((folder / "old.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "old.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^FrozenEmbedder: `checkpoint` must be one .* which is damaged: "):
+        FrozenEmbedder(checkpoint=str(tmp_path / "old.ckpt"))
+    with pytest.raises(FileNotFoundError, match=r"^FrozenEmbedder: `checkpoint` must be a file that training wrote"):
+        FrozenEmbedder(checkpoint=str(tmp_path / "gone.ckpt"))
+    with pytest.raises(
+        ValueError, match=r"^FrozenEmbedder: one of `embedder` and `checkpoint` must be given, got neither"
+    ):
+        FrozenEmbedder()
+
+
+def test_a_frozen_embedder_prepares_images_as_its_checkpoint_was_evaluated(tmp_path):
+    module = RetrievalModule(Embedder(**SMALL), SmoothAPLoss())
+    module.preparation = {"preparation": Preparation.named("glyphs").with_size(48).as_dict()}
+    frozen = FrozenEmbedder(checkpoint=str(save_checkpoint(tmp_path / "old.ckpt", module)))
+    assert frozen.preparation == Preparation.named("glyphs").with_size(48)
+    assert not frozen.train().embedder.training
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
 
 
 CONFIG = """
