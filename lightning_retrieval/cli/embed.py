@@ -142,6 +142,14 @@ def _list_queries(embedder: ImageEmbedder, images: Path, root: Path | None) -> L
     return ListedTexts.of_table(OWNER, images)
 
 
+def _digest(listed: ListedImages | ListedTexts, side: Side) -> str:
+    """The digest of a list. It depends on the side, so that a folder of candidates is not continued with queries."""
+    fields = listed.fields()
+    if side == "queries":
+        fields = itertools.chain([[side]], fields)
+    return digest_of_list(fields)
+
+
 def _embedded(
     embedder: ImageEmbedder, listed: ListedImages | ListedTexts, ranges: Sequence[range]
 ) -> Iterator[EmbeddedBatch]:
@@ -242,16 +250,13 @@ def embed_images(
     if listed is None:
         listed = _list_queries(embedder, images, root)
         about = {**about, "side": side}
-    fields = listed.fields()
-    if side == "queries":
-        fields = itertools.chain([[side]], fields)  # a folder of candidates is not continued with queries
     with _quiet_lightning():
         fabric = _fabric(device, devices=devices, num_nodes=num_nodes, precision=precision)
         fabric.launch()
     embedder = embedder.on(str(fabric.device))
     manifest = EmbeddingManifest(
         images=len(listed.paths),
-        images_sha256=digest_of_list(fields),
+        images_sha256=_digest(listed, side),
         model_sha256=embedder.about["checkpoint_sha256"],
         preparation=about["preparation"],
         dim=embedder.dim(),
