@@ -11,8 +11,8 @@ training set.
 the pictures that four makers drew. The test has emoji that are not in the training set. A batch has 128 pictures: one
 of each emoji, or four.
 
-**Keywords** (with the same folder). The queries are words, and the candidates are the pictures of all emoji whose names
-have the word, so a query has many positives. The test has other emoji than the training set, with the same words.
+**Keywords** (with the same folder). The queries are words, and the candidates are pictures of emoji whose names have
+the word, so a query has many positives. The test has other emoji than the training set, with the same words.
 
 All losses rank the candidates for each query and the queries for each candidate. For each loss, three learning rates
 are tried with the first value of its own parameter, and then two more values of this parameter; one seed, half of the
@@ -237,10 +237,13 @@ def write_emoji_tables(emoji: Path, folder: Path) -> None:
         texts, pictures = {}, []
         for file in files:
             code = file.parent.name
-            if code in labels:
-                pictures.append((file.relative_to(emoji), labels[code], split_of(code)))
-                text = names[code] if task == "names" else labels[code].partition(" (")[0]
-                texts[labels[code]] = (text, labels[code], split_of(code))
+            if code not in labels:
+                continue
+            pictures.append((file.relative_to(emoji), labels[code], split_of(code)))
+            text = names[code]
+            if task == "keywords":
+                text = labels[code].partition(" (")[0]
+            texts[labels[code]] = (text, labels[code], split_of(code))
         write_table(folder / f"{task}.csv", [("text", "label", "split"), *texts.values()])
         write_table(folder / f"{task} of pictures.csv", [("image", "label", "split"), *pictures])
 

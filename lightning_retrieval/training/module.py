@@ -234,6 +234,11 @@ class RetrievalModule(ManualTraining):
         self.frozen_side: Side | None = None
         if frozen_side is not None:
             self.frozen_side = check_choice(owner, "frozen_side", frozen_side, SIDES)
+        if self.query_embedder is self.embedder:
+            raise ValueError(
+                f"{owner}: `query_embedder` must be another network than `embedder`, got the same; leave it out, and "
+                "one network embeds both sides."
+            )
         if query_embedder is None and (query_lr_factor != 1 or frozen_side is not None):
             raise ValueError(
                 f"{owner}: `query_lr_factor` and `frozen_side` need a `query_embedder`, got {query_lr_factor} and "

@@ -425,6 +425,11 @@ class NotRanked(nn.Module):
         (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0, "query_embedder": net()}),
         (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both", "query_embedder": net()}),
         (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
+        (
+            ValueError,
+            "`query_embedder` must be another .* got the same",
+            dict.fromkeys(["embedder", "query_embedder"], net()),
+        ),
         (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
         (
             TypeError,
@@ -528,8 +533,9 @@ def test_the_report_counts_both_sides(tmp_path, caplog):
     memory = CrossBatchMemory(50, start_step=9)
     module = module_of(SmoothAPLoss(), "both", chunk_size={"queries": 2, "candidates": None}, memory=memory)
     fit(module, pairs(), logger=CSVLogger(tmp_path, "", 0))
-    sentence = "batches of 7 queries and 10 candidates of P = 3 classes, lists of 10 images and of 7 queries"
-    assert f"RetrievalModule: {sentence} and up to 50 of the memory, from step 9 on." in caplog.messages
+    lists = "lists of 10 images and up to 50 of the memory, from step 9 on, and lists of 7 queries for each candidate"
+    batches = "batches of 7 queries and 10 candidates of P = 3 classes"
+    assert f"RetrievalModule: {batches}, {lists}." in caplog.messages
     settings = yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["batch"]
     sizes = {"images": 17, "queries": 7, "candidates": 10, "classes": 3, "list_length": 60, "processes": 1}
     assert settings == {**sizes, "chunk_size": {"queries": 2, "candidates": 10}}
