@@ -43,7 +43,6 @@ from lightning_retrieval.datamodules.samplers.category import CategorySampler as
 from lightning_retrieval.datamodules.samplers.pairs import PairSampler as PairSampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
 from lightning_retrieval.datamodules.samplers.tags import TagSampler as TagSampler
-from lightning_retrieval.datamodules.text_table import TextSet as TextSet
 from lightning_retrieval.datamodules.text_table import TextTable as TextTable
 from lightning_retrieval.preparation.training_transforms import training_transform as training_transform
 

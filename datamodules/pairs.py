@@ -97,7 +97,7 @@ class MatchedSet:
     @property
     def labels(self) -> Int[Tensor, " item"]:
         """The label of each item."""
-        return self._relabelled(torch.as_tensor(self.dataset.labels))
+        return self._relabelled(torch.as_tensor(self.dataset.labels), ndim=1)
 
     def items(self, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The items with these indices, with the labels and tags of both sides."""
@@ -118,18 +118,24 @@ class MatchedSet:
         """The item in the form of both sides. Items of skipped training images have no labels."""
         matched, of_other = dict(item), self.entries_of_other
         if "labels" in item:
-            matched["labels"] = self._relabelled(torch.as_tensor(item["labels"]))
+            matched["labels"] = self._relabelled(torch.as_tensor(item["labels"]), ndim=0)
         if "tags" in item:
             matched["tags"] = self._retagged(item["tags"])
         if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in of_other:
-            del matched["cameras"]
+            matched.pop("cameras", None)
         if "instances" in of_other and "ids" in item:
             matched.setdefault("instances", item["ids"])
         return matched
 
-    def _relabelled(self, labels: Tensor) -> Tensor:
+    def _relabelled(self, labels: Tensor, ndim: int) -> Tensor:
+        """The labels of both sides. Classes of coarser levels have no names by which they could be matched."""
         if self.classes is None:
             return labels
+        if labels.ndim != ndim:
+            raise ValueError(
+                f"Pairs: classes that are matched by name must have one level, got {labels.shape[-1]} levels; leave "
+                "out `levels`."
+            )
         return self.classes[labels]  # the label -1 of distractors is the last
 
     def _retagged(self, tags: Tensor) -> Tensor:
@@ -189,7 +195,7 @@ class PairSet(Dataset[tuple[Side, dict[str, Any]]]):
         for index in indices:
             position = range(len(self))[index]
             if position < self.num_queries:
-                of_side["queries"].append(index)
+                of_side["queries"].append(_moved(index, position))
             else:
                 of_side["candidates"].append(_moved(index, position - self.num_queries))
         items = []
@@ -264,7 +270,7 @@ class Pairs(RetrievalDataModule):
 
     Classes are the same if they have the same name, or the same number if neither side has names. Classes on one side
     only are skipped in training. In evaluation they stay: their candidates are distractors, and their queries are
-    skipped and counted.
+    skipped and counted. Roles that a data set gives its images, such as query or gallery, do not count.
 
     Each data module transforms, collates and normalises the images of its side, with the preparation for the network
     of its side.

@@ -128,9 +128,10 @@ class TextSet(Dataset[dict[str, Any]]):
     @staticmethod
     def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
         """Make a batch: tokens are padded with -1 to the longest row."""
-        others = [{name: value for name, value in item.items() if name != "images"} for item in items]
-        batch: dict[str, Any] = default_collate(others)
-        return {"images": padded([item["images"] for item in items]), **batch}
+        tokens = padded([item["images"] for item in items])
+        of_one_length = [{**item, "images": row} for item, row in zip(items, tokens)]
+        batch: dict[str, Any] = default_collate(of_one_length)
+        return batch
 
     def __len__(self) -> int:
         return len(self.rows.labels)
@@ -201,11 +202,10 @@ class TextTable(RetrievalDataModule):
     ) -> None:
         super().__init__(**settings)
         self.table = check_path("TextTable", "table", table)
-        check_callable("TextTable", "tokenizer", tokenizer, may_be_none=True)
-        self.tokenizer = CurrentTokenizer(tokenizer)
+        self.tokenizer = check_callable("TextTable", "tokenizer", tokenizer, may_be_none=True)
+        self._current_tokenizer = CurrentTokenizer(tokenizer)
         self.test_fraction = check_test_fraction("TextTable", test_fraction)
         self.split_seed = check_integer("TextTable", "split_seed", split_seed, least=0, most=None)
-        self._given_tokenizer = tokenizer
         self._has_reported = False
 
     def prepare_data(self) -> None:
@@ -219,6 +219,8 @@ class TextTable(RetrievalDataModule):
     @cached_property
     def splits(self) -> dict[str, TextRows]:
         """The texts of each split."""
+        if self.table.is_dir():
+            raise ValueError(f"TextTable: `table` must be a CSV or Parquet file, got the folder {self.table}.")
         if not self.table.is_file():
             find_file("TextTable", Path(), str(self.table), argument="table", root_name="the working directory")
         table = read_table(self.table, required=("text", "label"), owner="TextTable")
@@ -267,7 +269,7 @@ class TextTable(RetrievalDataModule):
         return self._text_set(names[0] if names else "val")
 
     def _text_set(self, name: str) -> TextSet:
-        return TextSet(self.splits[name], self.tokenizer)
+        return TextSet(self.splits[name], self._current_tokenizer)
 
     def _split_classes(self, labels: NDArray[Any]) -> NDArray[Any]:
         """Split the classes between training and test."""
@@ -280,7 +282,7 @@ class TextTable(RetrievalDataModule):
 
     def _follow_module(self) -> None:
         """Take the tokenizer of the network that embeds this side of the run, unless one was given."""
-        if self.trainer is None or self._given_tokenizer is not None:
+        if self.trainer is None or self.tokenizer is not None:
             return
         module = side_of_module(self.trainer.lightning_module, self.side)
         network = getattr(module, "embedder", None)
@@ -290,12 +292,12 @@ class TextTable(RetrievalDataModule):
                 f"TextTable: the network of the {self.side} must have a `tokenizer`, got "
                 f"{type(network).__name__}; take a TextEmbedder, or give TextTable a `tokenizer`."
             )
-        self.tokenizer.current = tokenizer
+        self._current_tokenizer.current = tokenizer
         self._report_cut_texts()
 
     def _report_cut_texts(self) -> None:
         """Warn once if the tokenizer cuts many of the first texts."""
-        tokenizer = self.tokenizer.current
+        tokenizer = self._current_tokenizer.current
         if self._has_reported or rank() > 0 or not hasattr(tokenizer, "is_cut"):
             return
         self._has_reported = True

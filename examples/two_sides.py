@@ -11,14 +11,14 @@ training set.
 the pictures that four makers drew. The test has emoji that are not in the training set. A batch has 128 pictures: one
 of each emoji, or four.
 
-**Keywords** (with the same folder). The queries are words, and the candidates are the pictures of all emoji whose names
-have the word, so a query has many positives. The test has other emoji than the training set, with the same words.
+**Keywords** (with the same folder). The queries are words, and the candidates are pictures of emoji whose names have
+the word, so a query has many positives. The test has other emoji than the training set, with the same words.
 
 All losses rank the candidates for each query and the queries for each candidate. For each loss, three learning rates
-are tried with the first value of its own parameter, and then two more values of this parameter; one seed and the
-validation classes choose. The table has the test set and three seeds. Runs with the same seed are compared with each
-other: a column has the mean difference to InfoNCE with its 95 % t-interval. Tables and results are written to the
-output folder; runs that are in `results.jsonl` are not repeated. InfoNCE needs pytorch-metric-learning.
+are tried with the first value of its own parameter, and then two more values of this parameter; one seed, half of the
+steps and the validation classes choose. The table has the test set and three seeds. Runs with the same seed are
+compared with each other: a column has the mean difference to InfoNCE with its 95 % t-interval. Tables and results are
+written to the output folder; runs that are in `results.jsonl` are not repeated. InfoNCE needs pytorch-metric-learning.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
@@ -45,12 +45,12 @@ from torch import nn
 from lightning_retrieval import Embedder, LogRankLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.cli.options import CommandParser
-from lightning_retrieval.datamodules import Glyphs, ImageTable, Pairs, TextTable
+from lightning_retrieval.datamodules import Glyphs, ImageIndex, ImageSet, ImageTable, Pairs, TextTable
 from lightning_retrieval.losses import RetrievalLoss, ROADMAPLoss
 from lightning_retrieval.models import GlyphNet, Preparation, TextEmbedder
 from lightning_retrieval.training.run_report import quiet_trainer
 
-WIDTH, DIM = 16, 64
+WIDTH, DIM, BUCKETS = 8, 64, 4096
 METRICS = ("mAP", "R@1", "reverse/mAP", "reverse/R@1")  # the differences are those of the first
 FONT_RATES = (0.004, 0.002, 0.008)
 SANS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSans-Oblique")
@@ -154,6 +154,25 @@ class Run:
         return f"{self.task}, {self.loss}, {settings}, seed {self.seed}, {self.steps} steps, {self.split}"
 
 
+class SmallImages(ImageSet):
+    """Images that are read and prepared once for all runs; they are not augmented."""
+
+    prepared: ClassVar[dict[Any, torch.Tensor]] = {}
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file = self.file(index)
+        if file not in self.prepared:
+            self.prepared[file] = self.transform(self.read(index))
+        return {"images": self.prepared[file], "labels": self.labels[index], "ids": torch.tensor(int(index))}
+
+
+class SmallImageTable(ImageTable):
+    """`ImageTable` of `SmallImages`."""
+
+    def image_set(self, index: ImageIndex, transform: Any) -> SmallImages:
+        return SmallImages(index, self.root, transform)
+
+
 def name_of(code: str) -> str:
     """Return the Unicode names of an emoji's characters in lower case, or "" if they say nothing of its picture.
 
@@ -203,7 +222,7 @@ def write_table(file: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def write_emoji_tables(emoji: Path, folder: Path) -> None:
-    """Write a table of the texts and a table of the pictures for the names and for the keywords.
+    """Write a table of the texts and a table of the pictures, for the names and for the keywords.
 
     Args:
         emoji: the folder that `emoji.py` wrote.
@@ -218,10 +237,13 @@ def write_emoji_tables(emoji: Path, folder: Path) -> None:
         texts, pictures = {}, []
         for file in files:
             code = file.parent.name
-            if code in labels:
-                pictures.append((file.relative_to(emoji), labels[code], split_of(code)))
-                text = names[code] if task == "names" else labels[code].partition(" (")[0]
-                texts[labels[code]] = (text, labels[code], split_of(code))
+            if code not in labels:
+                continue
+            pictures.append((file.relative_to(emoji), labels[code], split_of(code)))
+            text = names[code]
+            if task == "keywords":
+                text = labels[code].partition(" (")[0]
+            texts[labels[code]] = (text, labels[code], split_of(code))
         write_table(folder / f"{task}.csv", [("text", "label", "split"), *texts.values()])
         write_table(folder / f"{task} of pictures.csv", [("image", "label", "split"), *pictures])
 
@@ -235,7 +257,7 @@ def make_data(task: Task, options: argparse.Namespace) -> Pairs:
         return Pairs(Glyphs(fonts=SANS), Glyphs(fonts=SERIF), **batch)
     preparation = Preparation(32, resize=32, mean=(0, 0, 0), std=(1, 1, 1))
     pictures = (options.output / f"{task.sides} of pictures.csv").absolute()
-    candidates = ImageTable(options.emoji, pictures, train_transform=preparation, eval_transform=preparation)
+    candidates = SmallImageTable(options.emoji, pictures, train_transform=preparation, eval_transform=preparation)
     return Pairs(TextTable(options.output / f"{task.sides}.csv"), candidates, **batch)
 
 
@@ -246,7 +268,7 @@ def make_module(run: Run) -> RetrievalModule:
     embedder = Embedder(GlyphNet(WIDTH, channels), DIM).to(memory_format=torch.channels_last)  # faster
     query_embedder: nn.Module | None = None
     if task.two_networks:
-        query_embedder = TextEmbedder("ngram_net", DIM)
+        query_embedder = TextEmbedder("ngram_net", DIM, backbone_args={"buckets": BUCKETS})
         if task.sides == "fonts":
             query_embedder = Embedder(GlyphNet(WIDTH, channels), DIM).to(memory_format=torch.channels_last)
     create, _ = LOSSES[run.loss]
@@ -314,7 +336,7 @@ class Study:
     def choose(self, task: str, loss: str) -> Run:
         """Return the run with the highest mAP of the validation classes."""
         _, (value, *values) = LOSSES[loss]
-        seed, steps = self.options.seeds[0], self.options.steps
+        seed, steps = self.options.seeds[0], max(self.options.steps // 2, 1)
         tried = [Run(task, loss, rate, value, seed, steps, "val") for rate in TASKS[task].rates]
         best = max(tried, key=self.metric)
         return max([best, *(replace(best, value=value) for value in values)], key=self.metric)
@@ -326,7 +348,8 @@ class Study:
         first: list[float] = []
         for loss in LOSSES:
             chosen = self.choose(task, loss)
-            runs = [replace(chosen, split="test", seed=seed) for seed in self.options.seeds]
+            final = replace(chosen, split="test", steps=self.options.steps)
+            runs = [replace(final, seed=seed) for seed in self.options.seeds]
             values = [self.metric(run) for run in runs]
             first = first or values
             cells = [loss]

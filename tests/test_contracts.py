@@ -170,6 +170,17 @@ TABLE = {
             "image_size": "if None, that of the weights",
         },
     ),
+    "FrozenEmbedder": Entry(
+        {"embedder": nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4))},
+        shown=(),  # its repr is its embedder
+        not_attributes={"checkpoint": "the weights and the description are kept, not the path"},
+    ),
+    "TextEmbedder": Entry(
+        {"backbone": "ngram_net", "embedding_dim": 4, "max_length": 7, "backbone_args": {"buckets": 50, "dim": 3}},
+        shown=("embedding_dim", "max_length"),  # and backbone_name='ngram_net'
+        not_attributes={"feature_dim": "only given for a backbone that is a module"},
+    ),
+    "NgramTokenizer": Entry({"buckets": 100, "min_n": 2, "max_n": 4, "max_length": 30}),
     "GeM": Entry({"p": 2.5, "eps": 1e-3, "learnable": False}),
     "GlobalAvgPool": Entry(without=NO_TENSOR),
     "GlobalMaxPool": Entry(without=NO_TENSOR),
@@ -268,6 +279,7 @@ TABLE = {
     "IJBC": Entry({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
     "INaturalist": Entry({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
     "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "categories": True, "split_seed": 2}),
+    "TextTable": Entry({"table": "captions.csv", "test_fraction": 0.4, "split_seed": 2}),
     "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"}),
     "HuggingFaceImages": Entry(
         {"path": "pets", "label_column": "kind", "split_names": {"train": "train"}, "test_fraction": 0.3}
@@ -531,6 +543,8 @@ def use(module, dtype=torch.float32):
         return module(embeddings, embeddings > 0)
     if first == "class_logits":
         return module(embeddings, labels)
+    if first == "tokens":
+        return module(labels[:, None])
     if "labels" in others:
         return module(embeddings, labels)
     if isinstance(module, (Whitening, RetrievalModule)):

@@ -48,11 +48,9 @@ class PairSampler(GlobalBatchSampler):
             out of its range.
 
     Example:
-        >>> sampler = PairSampler([7, 5, 5], [5, 5, 7, 7], classes_per_batch=2, samples_per_class=2)
-        >>> len(sampler)
-        1
-        >>> [sorted(batch[:2]) in ([0, 1], [0, 2]) and sorted(batch[2:]) for batch in sampler]  # candidates: 3 to 6
-        [[3, 4, 5, 6]]
+        >>> sampler = PairSampler([7, 5], [5, 5, 7, 7], classes_per_batch=2, samples_per_class=2)
+        >>> [(sorted(batch[:2]), sorted(batch[2:])) for batch in sampler]  # the candidates are the rows 2 to 5
+        [([0, 1], [2, 3, 4, 5])]
 
     The full epoch is drawn at its first batch. This takes about 8 bytes and a few tenths of a microsecond per row.
 

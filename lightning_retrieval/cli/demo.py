@@ -1,4 +1,4 @@
-"""`lightning-retrieval demo`: a Gradio page that searches an index for an uploaded, random or clicked image, or a text."""
+"""`lightning-retrieval demo`: a Gradio page that searches an index for an image or, if the model takes it, a text."""
 
 import argparse
 import os
@@ -270,16 +270,7 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
                 upload = gradio.File(label="Your image", height=140, elem_id="upload")
                 another = gradio.Button("Random image", elem_id="random")
             with gradio.Column(scale=3):
-                offered = _pictures(gradio, "examples", examples, columns=EXAMPLES, visible=bool(examples))
-                query = gradio.Image(
-                    show_label=False,
-                    interactive=False,
-                    height=200,
-                    buttons=[],
-                    elem_id="query",
-                    visible=False,
-                    type="pil",
-                )
+                offered, query = _examples_and_query(gradio, examples)
         text = gradio.Markdown(invitation, elem_id="about")
         results = _pictures(gradio, "results", [], columns=5, visible=False)
         paths, example_paths = gradio.State([]), gradio.State([path for _, path in examples])
@@ -297,6 +288,21 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         _check_inputs(gradio, page)
         clicked.then(None, js="() => window.scrollTo({top: 0})")  # scroll to the new query, above the results
     return page
+
+
+def _examples_and_query(gradio: Any, examples: Sequence[Any]) -> tuple[Any, Any]:
+    """The pictures that the empty page offers, and the place of the picture of a query."""
+    offered = _pictures(gradio, "examples", examples, columns=EXAMPLES, visible=bool(examples))
+    query = gradio.Image(
+        show_label=False,
+        interactive=False,
+        height=200,
+        buttons=[],
+        elem_id="query",
+        visible=False,
+        type="pil",
+    )
+    return offered, query
 
 
 class PageAnswers:

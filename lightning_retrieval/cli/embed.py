@@ -1,6 +1,7 @@
-"""`lightning-retrieval embed`: embed images into a folder of shards, and continue a killed run."""
+"""`lightning-retrieval embed`: embed images or texts into a folder of shards, and continue a killed run."""
 
 import argparse
+import itertools
 import logging
 import sys
 import warnings
@@ -17,7 +18,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_retrieval.callbacks.embedding_writer import wait_for_other_processes
+from lightning_retrieval.callbacks.embedding_writer import RangeBatches, wait_for_other_processes
 from lightning_retrieval.checks import check_choice, check_integer, first_line
 from lightning_retrieval.cli.embedding import (
     EmbeddedBatch,
@@ -28,6 +29,8 @@ from lightning_retrieval.cli.embedding import (
     list_images,
     unusable_device,
 )
+from lightning_retrieval.datamodules.image_table import find_rows, is_empty
+from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.export.onnx_file import errors_only
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
@@ -42,6 +45,7 @@ from lightning_retrieval.search.embedding_folder import (
     load_pyarrow,
 )
 from lightning_retrieval.search.shared_folder import ShardCollector, share_folder
+from lightning_retrieval.training.sides import SIDES, Side
 
 OWNER = "embed_images"
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -82,6 +86,82 @@ class EmbeddedFolder:
     renewed: int = 0
 
 
+@dataclass(frozen=True)
+class ListedTexts:
+    """The texts of a table, with their labels as text if known; the counterpart of `ListedImages`.
+
+    Args:
+        table: the table.
+        paths: the texts.
+        labels: label of each text; None if the label is unknown.
+    """
+
+    table: Path
+    paths: Sequence[str]
+    labels: Sequence[str | None]
+
+    @classmethod
+    def of_table(cls, owner: str, table: Path) -> "ListedTexts":
+        """Read a table.
+
+        Raises:
+            FileNotFoundError: if it does not exist.
+            ValueError: if it cannot be read, has no column `text`, or a text is empty.
+        """
+        if not table.is_file():
+            raise FileNotFoundError(
+                f"{owner}: `images` must be a table with the column text for queries that are texts, got {table}, "
+                "which is not a file."
+            )
+        read = read_table(table, required=("text",), owner=owner)
+        texts = read.columns["text"]
+        read.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
+        labels = [label or None for label in read.columns.get("label", [""] * len(texts))]
+        return cls(table, texts, labels)
+
+    @property
+    def root(self) -> Path:
+        """The folder of the table."""
+        return self.table.parent
+
+    def files(self, positions: range) -> Iterator[Path]:
+        """The table, from which each text is read."""
+        yield self.table
+
+    def fields(self) -> Iterator[list[Any]]:
+        """Text and label of each row, which identify the list."""
+        yield from map(list, zip(self.paths, self.labels))
+
+
+def _list_queries(embedder: ImageEmbedder, images: Path, root: Path | None) -> ListedImages | ListedTexts:
+    """List images, or texts if the network of queries embeds texts."""
+    if not embedder.takes_texts:
+        return list_images(OWNER, images, root)
+    if root is not None:
+        raise ValueError(f"{OWNER}: `root` must be given for images only, got {root} for queries that are texts.")
+    return ListedTexts.of_table(OWNER, images)
+
+
+def _digest(listed: ListedImages | ListedTexts, side: Side) -> str:
+    """The digest of a list. It depends on the side, so that a folder of candidates is not continued with queries."""
+    fields = listed.fields()
+    if side == "queries":
+        fields = itertools.chain([[side]], fields)
+    return digest_of_list(fields)
+
+
+def _embedded(
+    embedder: ImageEmbedder, listed: ListedImages | ListedTexts, ranges: Sequence[range]
+) -> Iterator[EmbeddedBatch]:
+    """Embed some rows of a list, batch by batch."""
+    if isinstance(listed, ListedImages):
+        yield from embedder.embed(listed, ranges)
+        return
+    for positions in RangeBatches(ranges, embedder.batch_size):
+        texts = [listed.paths[position] for position in positions]
+        yield EmbeddedBatch(positions, embedder.embed_texts(texts), [])
+
+
 def _summary(done: EmbeddedFolder) -> str:
     manifest = done.folder.manifest
     rows = manifest.images - len(done.unreadable)
@@ -114,8 +194,9 @@ def embed_images(
     devices: int = 1,
     num_nodes: int = 1,
     precision: str = PRECISIONS[0],
+    side: Side = "candidates",
 ) -> EmbeddedFolder:
-    """Embed images into a folder of Parquet or .npy files. Existing files are kept.
+    """Embed images or texts into a folder of Parquet or .npy files. Existing files are kept.
 
     With several devices or nodes, Lightning Fabric starts a process for each device, and each process calls this
     function again. Each process embeds the images of whole files. The files therefore do not depend on the number of
@@ -137,6 +218,8 @@ def embed_images(
         devices: number of devices of each node. Each device gets a process.
         num_nodes: number of machines.
         precision: precision of the network, as named by Lightning: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
+        side: `"candidates"`, or `"queries"` to embed by the network of queries. If this network embeds texts, `images`
+            must be a table with the column `text` and, optionally, `label`; the texts are stored as paths.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
@@ -151,30 +234,37 @@ def embed_images(
     check_choice(OWNER, "file_format", file_format, FILE_FORMATS)
     check_choice(OWNER, "dtype", dtype, DTYPES)
     check_choice(OWNER, "precision", precision, PRECISIONS)
+    check_choice(OWNER, "side", side, SIDES)
     for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
         check_integer(OWNER, name, number, least=1)
     check_output(OWNER, output)
     if file_format == "parquet":
         load_pyarrow(OWNER)  # raises before any image is embedded, if pyarrow is missing
-    listed = list_images(OWNER, images, root)
+    listed: ListedImages | ListedTexts | None = None
+    if side == "candidates":
+        listed = list_images(OWNER, images, root)
     embedder = ImageEmbedder.load(
-        OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu"
+        OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu", side=side
     )
+    about = embedder.about
+    if listed is None:
+        listed = _list_queries(embedder, images, root)
+        about = {**about, "side": side}
     with _quiet_lightning():
         fabric = _fabric(device, devices=devices, num_nodes=num_nodes, precision=precision)
         fabric.launch()
     embedder = embedder.on(str(fabric.device))
     manifest = EmbeddingManifest(
-        images=len(listed.index),
-        images_sha256=digest_of_list(listed.fields()),
+        images=len(listed.paths),
+        images_sha256=_digest(listed, side),
         model_sha256=embedder.about["checkpoint_sha256"],
-        preparation=embedder.about["preparation"],
+        preparation=about["preparation"],
         dim=embedder.dim(),
         shard_size=shard_size,
         file_format=file_format,
         dtype=dtype,
         precision=str(fabric.strategy.precision.precision),
-        about={**embedder.about, "images": str(listed.root.absolute())},
+        about={**about, "images": str(listed.root.absolute())},
     )
     missing, changed = _embed_missing(fabric, embedder, listed, output, manifest)
     folder = EmbeddingFolder.load(OWNER, output)
@@ -183,30 +273,34 @@ def embed_images(
 
 
 def _embed_missing(
-    fabric: Fabric, embedder: ImageEmbedder, listed: ListedImages, output: Path, manifest: EmbeddingManifest
+    fabric: Fabric,
+    embedder: ImageEmbedder,
+    listed: ListedImages | ListedTexts,
+    output: Path,
+    manifest: EmbeddingManifest,
 ) -> tuple[list[int], list[int]]:
     """Embed the shards of this process, wait for all processes, and return the written and the changed shards."""
 
     def image_files(positions: range) -> str:
-        return digest_of_files(listed.root / listed.index.paths[position] for position in positions)
+        return digest_of_files(listed.files(positions))
 
     with closing(share_folder(OWNER, output, lambda: manifest, image_files)) as shared:
         collector = ShardCollector(shared.begin(manifest.dim), shared.missing, shared.image_files)
         with fabric.autocast():
-            for batch in embedder.embed(listed, list(shared.ranges)):
+            for batch in _embedded(embedder, listed, list(shared.ranges)):
                 _collect(batch, listed, collector)
         collector.finish()
         wait_for_other_processes(OWNER)
         return shared.missing, shared.changed
 
 
-def _collect(batch: EmbeddedBatch, listed: ListedImages, collector: ShardCollector) -> None:
+def _collect(batch: EmbeddedBatch, listed: ListedImages | ListedTexts, collector: ShardCollector) -> None:
     """Pass the rows of a batch, and its unreadable images, to the collector."""
     for image in batch.unreadable:
         collector.add_unreadable(image.position, image.path, image.reason)
     if batch.embeddings is None:
         return
-    paths = [listed.index.paths[position] for position in batch.positions]
+    paths = [listed.paths[position] for position in batch.positions]
     labels = [listed.labels[position] for position in batch.positions]
     ids = np.array(batch.positions, dtype=np.int64)
     collector.add(batch.positions, ShardRows(ids, batch.embeddings.numpy(), paths, labels))

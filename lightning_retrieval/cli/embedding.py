@@ -8,6 +8,7 @@ fatal.
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,16 @@ class ListedImages:
     def of_paths(cls, root: Path, paths: Sequence[str], names: Sequence[str] | None = None) -> "ListedImages":
         """A list of images without labels and boxes."""
         return cls(root, ImageIndex(paths, [0] * len(paths)), [None] * len(paths), names)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths of the images."""
+        return self.index.paths
+
+    def files(self, positions: range) -> Iterator[Path]:
+        """The files of some of the images."""
+        for position in positions:
+            yield self.root / self.paths[position]
 
     def fields(self) -> Iterator[list[Any]]:
         """Path, label and box of each image, which identify the list."""
@@ -203,7 +214,8 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
 def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
     """Whether embeddings come from the same network, although perhaps from another checkpoint of it.
 
-    Embeddings that were made before networks were recorded are compared with their checkpoint, if it still exists.
+    Embeddings that were made before networks were recorded are compared with their checkpoint, if it still exists and
+    can be rebuilt.
 
     Args:
         earlier: metadata of existing embeddings.
@@ -214,7 +226,8 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
     recorded = earlier.get(NETWORK)
     file = Path(str(earlier.get("checkpoint")))
     if recorded is None and file.is_file() and file_digest(file) == earlier.get("checkpoint_sha256"):
-        recorded = network_digest(load_checkpoint("is_same_network", file))
+        with suppress(ValueError):
+            recorded = network_digest(load_checkpoint("is_same_network", file))
     return recorded is not None and recorded == about.get(NETWORK)
 
 
@@ -513,6 +526,11 @@ class ImageEmbedder:
                 )
         return EmbeddedBatch(positions, embeddings, unreadable)
 
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a query may be a text."""
+        return text_network(self.module) is not None
+
     @torch.inference_mode()
     def embed_texts(self, texts: Sequence[str]) -> Float[Tensor, "rows dim"]:
         """Embed texts as queries.
@@ -544,7 +562,7 @@ class ImageEmbedder:
             images = images.to(self.device)
             if self.normalizes and isinstance(self.transform, Preparation):
                 images = self.transform.normalize(images)
-            embed = self.module.embed
+            embed: Callable[[Tensor], Tensor] = self.module.embed
             if self.side == "queries":
                 embed = self.module.embed_queries
             embeddings: Tensor = embed(images).float().cpu()

@@ -144,11 +144,6 @@ def export_model(
     embedder = ImageEmbedder.load(
         OWNER, checkpoint, transform=transform, batch_size=TIMED_IMAGES, num_workers=0, device="cpu"
     )
-    if embedder.module.query_embedder is not None:
-        raise ValueError(
-            f"{OWNER}: `checkpoint` must be of a model with one network, got {checkpoint}, which has a "
-            "`query_embedder`; export the checkpoint of the candidates, and serve queries with `embed_queries`."
-        )
     merge = getattr(getattr(embedder.module, "embedder", None), "merge_lora", None)
     if merge is not None:
         merge()
@@ -178,7 +173,12 @@ def export_model(
 
 
 def _preparation(embedder: ImageEmbedder) -> Preparation:
-    """The preparation of a model; raises unless it produces images of one size."""
+    """The preparation of a model; raises unless it produces images of one size, for a single network."""
+    if embedder.module.query_embedder is not None:
+        raise ValueError(
+            f"{OWNER}: `checkpoint` must be of a model with one network, got {embedder.about['checkpoint']}, which has "
+            "a `query_embedder`; export the checkpoint of the candidates, and serve queries with `embed_queries`."
+        )
     preparation = embedder.transform
     if not isinstance(preparation, Preparation):
         raise ValueError(

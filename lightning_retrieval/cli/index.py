@@ -163,6 +163,11 @@ def index_images(
     embedder = ImageEmbedder.load(
         owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
+    if validation is not None and embedder.module.query_embedder is not None:
+        raise ValueError(
+            f"{owner}: `validation` must not be given for a model with a `query_embedder`, since its embeddings are of "
+            f"candidates, got {validation}; give `threshold` to the search."
+        )
     about = {**embedder.about, "images": str(images.absolute())}
     about |= choose_threshold(owner, validation, false_match_rate, about)
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)

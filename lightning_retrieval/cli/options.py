@@ -238,7 +238,13 @@ def _add_embed_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="DIR|TABLE",
         help="folder of images, searched at any depth, or a CSV or Parquet table with the column `image` and, "
-        "optionally, `label` and `box`",
+        "optionally, `label` and `box`; with --side queries, a table with the column `text` if queries are texts",
+    )
+    parser.add_argument(
+        "--side",
+        choices=("queries", "candidates"),
+        default="candidates",
+        help="which network of a checkpoint with two networks embeds them, default candidates",
     )
     parser.add_argument(
         "--output",
@@ -381,7 +387,10 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--group_by", metavar="COLUMN", help="show one image for each value of this column")
     parser.add_argument(
-        "--threshold", type=float, metavar="T", help="least similarity, instead of the index's; -1: all"
+        "--threshold",
+        type=float,
+        metavar="T",
+        help="least similarity, instead of the index's, which is not used for queries of another network; -1: all",
     )
     parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
@@ -477,7 +486,7 @@ COMMANDS = {
         _add_adapt_options,
     ),
     "embed": Command(
-        "Embed images into a folder of Parquet files. After a kill, the same command continues.",
+        "Embed images or texts into a folder of Parquet files. After a kill, the same command continues.",
         "lightning-retrieval embed --checkpoint best.ckpt --images photos --output out",
         _add_embed_options,
     ),

@@ -15,7 +15,6 @@ from lightning_retrieval.cli.embedding import (
     ListedImages,
     UnreadableImage,
     recorded_checkpoint,
-    text_network,
 )
 from lightning_retrieval.cli.stores import THRESHOLD
 from lightning_retrieval.search.conditions import check_group, parse_where
@@ -93,7 +92,8 @@ def search_images(
         texts: texts to search for, after the images, if the network of queries embeds texts.
         where: condition on the columns of the index that all hits must meet, see `RetrievalIndex.search`.
         group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
-        threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one.
+        threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one. The threshold of the
+            index was chosen for its own network, so it does not apply to queries that another network embeds.
         checkpoint: file of the model, whose network of candidates must be that of the index; if None, the file that
             the index was made with.
         transform: dotted name of the function, if a function prepared the images of the index. The function is
@@ -158,11 +158,14 @@ class ImageSearcher:
             device=device,
             side="queries",
         )
+        self._query_threshold = self.threshold  # for embeddings of the network of queries
+        if threshold is None and self._embedder.module.query_embedder is not None:
+            self._query_threshold = None
 
     @property
     def takes_texts(self) -> bool:
         """Whether a query may be a text."""
-        return text_network(self._embedder.module) is not None
+        return self._embedder.takes_texts
 
     def search(
         self,
@@ -175,10 +178,12 @@ class ImageSearcher:
     ) -> tuple[list[QueryResult], list[UnreadableImage]]:
         """The results of the readable queries and of the texts, and the unreadable queries; see `search_images`."""
         k = _check_k(k, len(self.index))
-        wanted = {"where": where, "group_by": group_by}
+        wanted: dict[str, Any] = {"where": where, "group_by": group_by}
         results: list[QueryResult] = []
         unreadable: list[UnreadableImage] = []
         rows_of_texts = None
+        if not all(text.strip() for text in texts):
+            raise ValueError(f"{OWNER}: `text` must have a character that is not white space, got {list(texts)}.")
         if texts:
             rows_of_texts = self._embedder.embed_texts(texts)  # raises before any image is embedded
         if queries:
@@ -216,10 +221,13 @@ class ImageSearcher:
         nearest = None
         if found:
             nearest = found[0].similarity
+        threshold = self.threshold
+        if is_text or self._embedder.side == "queries":
+            threshold = self._query_threshold
         hits = found
-        if self.threshold is not None:
-            hits = [hit for hit in found if hit.similarity >= self.threshold]
-        return QueryResult(query, hits, self.threshold, nearest, is_text)
+        if threshold is not None:
+            hits = [hit for hit in found if hit.similarity >= threshold]
+        return QueryResult(query, hits, threshold, nearest, is_text)
 
 
 def _listed(queries: Sequence[str]) -> ListedImages:

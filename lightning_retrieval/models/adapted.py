@@ -163,12 +163,15 @@ class FrozenEmbedder(nn.Module):
             embedder, recorded = embedder_of_checkpoint(
                 "FrozenEmbedder", check_path("FrozenEmbedder", "checkpoint", checkpoint)
             )
-            preparation = preparation or recorded
+            if preparation is None:
+                preparation = recorded
         check_instance("FrozenEmbedder", "embedder", embedder, nn.Module)
+        self.preparation: Preparation | None = getattr(embedder, "preparation", None)
+        if isinstance(embedder, FrozenEmbedder):  # a frozen embedder of a frozen embedder is the inner one
+            embedder = embedder.embedder
         self.embedder: nn.Module = embedder.requires_grad_(False).eval()  # type: ignore[union-attr]
-        if isinstance(preparation, Mapping):
-            preparation = Preparation(**preparation)
-        self.preparation: Preparation | None = preparation or getattr(embedder, "preparation", None)
+        if preparation is not None:
+            self.preparation = _checked_preparation(preparation)
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed a batch.
@@ -194,6 +197,19 @@ class FrozenEmbedder(nn.Module):
         if self.preparation is not None:
             preparation = self.preparation.as_dict()
         return {"embedder": described, "preparation": preparation}
+
+
+def _checked_preparation(preparation: Any) -> Preparation:
+    """A preparation, or the one with these settings."""
+    if isinstance(preparation, Preparation):
+        return preparation
+    rule = "FrozenEmbedder: `preparation` must be a Preparation or a dict of its settings"
+    if not isinstance(preparation, Mapping):
+        raise TypeError(f"{rule}, got {short_repr(preparation)} ({type(preparation).__name__}).")
+    try:
+        return Preparation(**preparation)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{rule}, got {short_repr(preparation)} ({first_line(error)}).") from None
 
 
 def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dict[str, Any] | None]:

@@ -141,6 +141,9 @@ class TextEmbedder(nn.Module):
         besides.
     """
 
+    backbone: nn.Module
+    _tokenizer: Any
+
     def __init__(
         self,
         backbone: str | nn.Module,
@@ -202,13 +205,14 @@ class TextEmbedder(nn.Module):
             tokens: what `tokenizer` returns. A row of -1 is an empty text.
 
         Raises:
-            ValueError: if `tokens` is not a matrix of integers.
+            ValueError: if `tokens` is not a matrix.
+            TypeError: if `tokens` is not a tensor of int64.
         """
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(
-                "TextEmbedder: `images` must be tokens, a tensor of integers (rows, tokens), got "
-                f"{tuple(tokens.shape)} of {tokens.dtype}; use the data module TextTable, or `tokenizer(texts)`."
-            )
+        rule = "TextEmbedder: `tokens` must be a matrix of int64 (rows, tokens), such as `tokenizer(texts)`"
+        if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.layout != torch.strided:
+            raise TypeError(f"{rule}, got {getattr(tokens, 'dtype', type(tokens).__name__)}.")
+        if tokens.ndim != 2:
+            raise ValueError(f"{rule}, got shape {tuple(tokens.shape)}.")
         if tokens.shape[1] == 0:  # all texts are empty
             tokens = nn.functional.pad(tokens, (0, 1), value=PADDING)
         features: Tensor = self.backbone(tokens)
@@ -254,7 +258,9 @@ class TextEmbedder(nn.Module):
         needs_tokenizer = str(self.backbone_name).startswith(HUGGING_FACE)
         if needs_tokenizer:
             self._tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
-        elif not isinstance(state, Tensor) or state.numel() > 0:
+            return
+        is_empty = isinstance(state, Tensor) and state.numel() == 0
+        if not is_empty:
             raise ValueError(
                 f"TextEmbedder: the weights must hold no tokenizer for {self.backbone_name}, got {short_repr(state)}."
             )
@@ -274,7 +280,7 @@ class TextEmbedder(nn.Module):
             )
         if is_rebuilding():
             check_plain_data("TextEmbedder", "backbone_args", self.backbone_args)
-        self._tokenizer: Any = None
+        self._tokenizer = None
         try:
             if name == NGRAM_NET:
                 self._build_ngram_net()
@@ -307,7 +313,7 @@ class TextEmbedder(nn.Module):
             of_tokenizer["max_length"] = self.max_length
         self._tokenizer = NgramTokenizer(**of_tokenizer)
         network = NgramNet(**of_net)
-        self.backbone: nn.Module = network
+        self.backbone = network
         self.feature_dim = network.dim
 
     def _build_hugging_face(self, name: str) -> None:

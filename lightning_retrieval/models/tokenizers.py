@@ -21,7 +21,7 @@ from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
 
 PADDING = -1  # the token that fills shorter rows
-MOST_BUCKETS = 1 << 24
+MOST_BUCKETS = 1 << 22
 MOST_CHARACTERS = 64  # largest length of an n-gram
 MOST_TOKENS = 1 << 16
 LARGEST_STATE = 1 << 26  # bytes of a serialised tokenizer
@@ -81,7 +81,7 @@ class NgramTokenizer(Tokenizer):
     `buckets`, which is the same on all machines.
 
     Args:
-        buckets: number of different tokens, up to 2^24.
+        buckets: number of different tokens, up to 2^22.
         min_n: length of the shortest n-grams, in characters.
         max_n: length of the longest n-grams, up to 64.
         max_length: maximum number of tokens of a text. Longer texts are cut.
@@ -187,8 +187,9 @@ class JSONTokenizer(Tokenizer):
             content = None
         if not isinstance(content, Mapping) or not isinstance(content.get("tokenizer"), str):
             raise ValueError(f"{rule}, got bytes that are not the JSON of one.")
+        max_length: Any = content.get("max_length")  # checked below
         try:
-            return cls(content["tokenizer"], max_length=content.get("max_length"))
+            return cls(content["tokenizer"], max_length=max_length)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{rule}, got one that cannot be rebuilt ({first_line(error)}).") from None
 
@@ -204,15 +205,15 @@ def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length
     Raises:
         ValueError: if there is no `tokenizer.json`, or the file is not one of a tokenizer.
     """
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     try:
-        text = Path(cached_file(name, TOKENIZER_FILE, **source)).read_text(encoding="utf-8")
+        text = Path(str(cached_file(name, TOKENIZER_FILE, **source))).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise pretrained.hub_error("backbone", f"the {TOKENIZER_FILE} of hf/{name}", error) from None
     config: Any = None
     try:
-        config = json.loads(Path(cached_file(name, TOKENIZER_CONFIG, **source)).read_text(encoding="utf-8"))
+        config = json.loads(Path(str(cached_file(name, TOKENIZER_CONFIG, **source))).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # without the file, the limit is that of the model
         config = {}
     of_tokenizer = config.get("model_max_length") if isinstance(config, dict) else None

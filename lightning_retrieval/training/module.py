@@ -204,14 +204,12 @@ class RetrievalModule(ManualTraining):
         self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
         self.gather = check_bool(owner, "gather", gather)
         self._set_clipping(gradient_clip_val, gradient_clip_algorithm)
-        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
-        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
-        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
-        if freeze_backbone_epochs > 0:
-            check_backbone(owner, "freeze_backbone_epochs", self._networks())
-        self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
+        self._set_rates(head_lr_factor, layer_decay, freeze_backbone_epochs)
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
-        self._chunk_size_search = {"queries": ChunkSizeSearch(), "candidates": ChunkSizeSearch()}
+        self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
+            "queries": ChunkSizeSearch(),
+            "candidates": ChunkSizeSearch(),
+        }
 
     def _set_sides(self, query_embedder: Any, directions: Any, query_lr_factor: Any, frozen_side: Any) -> None:
         """Check these arguments of the constructor and store them as attributes; freeze the network of `frozen_side`.
@@ -231,6 +229,11 @@ class RetrievalModule(ManualTraining):
         self.frozen_side: Side | None = None
         if frozen_side is not None:
             self.frozen_side = check_choice(owner, "frozen_side", frozen_side, SIDES)
+        if self.query_embedder is self.embedder:
+            raise ValueError(
+                f"{owner}: `query_embedder` must be another network than `embedder`, got the same; leave it out, and "
+                "one network embeds both sides."
+            )
         if query_embedder is None and (query_lr_factor != 1 or frozen_side is not None):
             raise ValueError(
                 f"{owner}: `query_lr_factor` and `frozen_side` need a `query_embedder`, got {query_lr_factor} and "
@@ -258,6 +261,16 @@ class RetrievalModule(ManualTraining):
         if limit is not None:
             self.gradient_clip_val = check_positive(owner, "gradient_clip_val", limit)
         self.gradient_clip_algorithm = check_choice(owner, "gradient_clip_algorithm", algorithm, ("norm", "value"))
+
+    def _set_rates(self, head_lr_factor: float, layer_decay: float, freeze_backbone_epochs: int) -> None:
+        """Check these arguments of the constructor and store them as attributes."""
+        owner = type(self).__name__
+        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
+        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
+        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
+        if freeze_backbone_epochs > 0:
+            check_backbone(owner, "freeze_backbone_epochs", self._networks())
+        self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
 
     def _networks(self) -> list[nn.Module]:
         """The network of images and candidates and, if there is one, that of queries."""
@@ -407,14 +420,24 @@ class RetrievalModule(ManualTraining):
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):
             sides = embedded_sides(self, [inputs for inputs, _, _ in unpacked], sharded, self._chunk_size_search)
-            contexts = {"backward": self.manual_backward, "last_backward": gradients.overlapped}
-            end_of_candidates: Callable[[], AbstractContextManager[None]] = nullcontext
-            if self.query_embedder is not None:  # the gradients of the candidates' network are then complete
-                end_of_candidates = sharded.summed
             if len(sides) == 1:
-                part = chunked_backward(self, sides[0].inputs, step.loss, **sides[0].settings, **contexts)
+                part = chunked_backward(
+                    self,
+                    sides[0].inputs,
+                    step.loss,
+                    **sides[0].settings,
+                    backward=self.manual_backward,
+                    last_backward=gradients.overlapped,
+                )
             else:
-                part = two_sided_backward(*sides, step.loss, end_of_candidates=end_of_candidates, **contexts)
+                part = two_sided_backward(
+                    sides[0],
+                    sides[1],
+                    step.loss,
+                    backward=self.manual_backward,
+                    end_of_candidates=self._end_of_candidates(sharded),
+                    last_backward=gradients.overlapped,
+                )
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)
@@ -458,6 +481,12 @@ class RetrievalModule(ManualTraining):
             candidates=candidates,
             directions=self.directions,
         )
+
+    def _end_of_candidates(self, sharded: ShardedParts) -> Callable[[], AbstractContextManager[None]]:
+        """Context of the last backward pass of candidates, which completes the gradients of a network of their own."""
+        if self.query_embedder is None:
+            return nullcontext
+        return sharded.summed
 
     def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""

@@ -278,14 +278,19 @@ class _FirstStep:
     def lists(self) -> str:
         """The first part of the report: the images in a batch, their classes, and the length of the lists."""
         text = f"{self.owner}: batches of {self._images()}, lists of {self.list_length} images"
-        if self.step.directions == "both":
-            text += f" and of {self.rows[0]} queries"
         if self.relevance is not None:
             text += f" by {self.relevance}"
+        text += self._memory()
+        if self.step.directions == "both":
+            text += f", and lists of {self.rows[0]} queries for each candidate"
+        return text
+
+    def _memory(self) -> str:
+        """What the memory adds to the lists; empty without a memory."""
         memory = self.step.memory
         if memory is None:
-            return text
-        text += f" and up to {memory.size} of the memory"
+            return ""
+        text = f" and up to {memory.size} of the memory"
         if self.step.memory_mode == "one_list_detached":
             text += ", all without a gradient"
         elif self.step.memory_mode == "two_terms":

@@ -108,7 +108,8 @@ def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, Chun
 def _check_one_size(owner: str, name: str, size: Any) -> ChunkSize:
     if size is None:
         return None
-    return check_auto(owner, name, size, least=1)
+    checked: int | Literal["auto"] = check_auto(owner, name, size, least=1)
+    return checked
 
 
 def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
@@ -264,10 +265,12 @@ def _frozen_network(module: Any, side: Side) -> nn.Module | None:
     other = module.query_embedder
     if side == "queries":
         network, other = other, network
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            return None
     elsewhere = {*other.parameters(), *module.loss.parameters()}
-    of_network = set(network.parameters())
     for _, parameter in trained_parameters(module):
-        if parameter in of_network or parameter not in elsewhere:
+        if parameter not in elsewhere:
             return None
     return network
 

@@ -230,9 +230,10 @@ def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
 
 def _check_not_empty(owner: str, unpacked: Sequence[Unpacked]) -> None:
     """Raise on all processes if a side has no rows in one of them, because the others would wait for its embeddings."""
-    rows = [len(labels) for _, labels, _ in unpacked]
-    device = unpacked[0][1].device
-    all_rows = gather_rows(torch.tensor([rows], device=device), [1] * world_size()).tolist()
+    all_rows = [[len(labels) for _, labels, _ in unpacked]]
+    if world_size() > 1:
+        rows = torch.tensor(all_rows, device=unpacked[0][1].device)
+        all_rows = gather_rows(rows, [1] * world_size()).tolist()
     if min(map(min, all_rows)) == 0:
         raise ValueError(
             f"{owner}: each process needs at least one query and one candidate, got {all_rows} queries and candidates "

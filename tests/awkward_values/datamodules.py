@@ -29,13 +29,14 @@ from lightning_retrieval.datamodules import (
     RevisitedOxford,
     RevisitedParis,
     StanfordOnlineProducts,
+    TextTable,
     VehicleID,
     VGGFace2,
     item_generator,
     resume_position,
     training_transform,
 )
-from lightning_retrieval.models import Preparation
+from lightning_retrieval.models import NgramTokenizer, Preparation
 from tests.awkward_values.calls import Call, constructor
 from tests.datamodules.small_ijbc import write_ijbc
 from tests.datamodules.small_revisited import write_revisited
@@ -125,6 +126,11 @@ def write_list(_):
         write_image(Path(f"listed/{number}.png"), seed=number)
     rows = [f"{number}.png,{number // 2},{'train' if number < 4 else 'test'}" for number in range(8)]
     write_text(Path("listed/table.csv"), "\n".join(["image,label,split", *rows]))
+
+
+def write_captions(path):
+    rows = [f"text {number},{number // 2},{'train' if number < 4 else 'test'}" for number in range(8)]
+    write_text(path, "\n".join(["text,label,split", *rows]))
 
 
 def folder_settings():
@@ -259,6 +265,26 @@ CALLS = {
     "ImageFolder": [IMAGE_FOLDER],
     "ImageDataModule": [IMAGE_FOLDER],
     "RetrievalDataModule": [IMAGE_FOLDER],
+    "TextTable": [
+        Call(
+            "TextTable",
+            TextTable,
+            lambda: {
+                "table": folder("captions.csv", write_captions),
+                "tokenizer": NgramTokenizer(),
+                "test_fraction": 0.5,
+                "seed": 0,
+                "sampler": "pk",
+                "pin_memory": None,
+                "persistent_workers": None,
+            },
+            use=lambda data: data.test_set[0]["images"],
+            raises={
+                "tokenizer": ("a lambda", "a class"),
+                "table": ("a file",),  # which the error names, and its line
+            },
+        )
+    ],
     "ImageTable": [
         Call(
             "ImageTable",

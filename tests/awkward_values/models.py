@@ -8,13 +8,16 @@ from lightning_retrieval import multi_scale
 from lightning_retrieval.models import (
     AdaptedEmbedder,
     Embedder,
+    FrozenEmbedder,
     GeM,
     GlobalAvgPool,
     GlobalMaxPool,
     GlyphNet,
+    NgramTokenizer,
     PCAWhitening,
     Preparation,
     SupervisedWhitening,
+    TextEmbedder,
     gem,
 )
 from tests.awkward_values.calls import Call
@@ -43,6 +46,18 @@ def embedder_settings():
         "preparation": {"image_size": 32},
         "backbone_args": {"width": 4},
         "lora": None,
+    }
+
+
+def text_settings():
+    return {
+        "backbone": "ngram_net",
+        "embedding_dim": 4,
+        "weights": None,
+        "max_length": 8,
+        "backbone_args": {"buckets": 9, "dim": 3},
+        "tokenizer": None,
+        "feature_dim": None,
     }
 
 
@@ -110,6 +125,33 @@ CALLS = {
         ),
     ],
     "Preparation": preparation_calls(),
+    "FrozenEmbedder": [
+        Call(
+            "FrozenEmbedder",
+            FrozenEmbedder,
+            lambda: {"embedder": nn.Flatten(), "checkpoint": None, "preparation": {"image_size": 32}},
+            use=lambda network: network(images()),
+        ),
+    ],
+    "TextEmbedder": [
+        Call("TextEmbedder", TextEmbedder, text_settings, use=lambda network: network(network.tokenizer(["red", ""]))),
+        Call(
+            "TextEmbedder",
+            TextEmbedder(**text_settings()),
+            lambda: {"tokens": torch.tensor([[3, 0], [1, -1]])},
+            signature=TextEmbedder.forward,
+            maps=True,
+        ),
+    ],
+    "NgramTokenizer": [
+        Call(
+            "NgramTokenizer",
+            NgramTokenizer,
+            lambda: {"buckets": 9, "min_n": 2, "max_n": 4, "max_length": 5},
+            use=lambda tokenizer: tokenizer(["red", ""]),
+        ),
+        Call("NgramTokenizer", NgramTokenizer(), lambda: {"texts": ["red", ""]}, signature=NgramTokenizer.__call__),
+    ],
     "AdaptedEmbedder": [
         Call(
             "AdaptedEmbedder",

@@ -3,23 +3,28 @@
 import csv
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from sklearn.metrics import average_precision_score
 from torch import nn
 from torch.nn.functional import normalize
+from torch.utils.data import DataLoader
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, Pairs
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
+from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.datamodules.pairs import PairSet
-from lightning_retrieval.models import Preparation
+from lightning_retrieval.models import Preparation, TextEmbedder
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
+from tests.datamodules.pictures import TINY
 from tests.datamodules.trees import write_image
 from tests.point_set import Points
 from tests.quiet_trainer import quiet_trainer
@@ -107,8 +112,10 @@ def test_training_batches_hold_the_same_classes_on_both_sides(make):
         assert names["queries"] == names["candidates"]
 
 
-def indexed(labels, **settings):
-    return ImageSet(ImageIndex([f"{i}.png" for i in range(len(labels))], labels, **settings), ".", torch.as_tensor)
+def indexed(labels, root=Path(), **settings):
+    """A data set of some photos with these labels."""
+    paths = [f"{name}/{image}.png" for name in PHOTOS["train"] for image in range(3)]
+    return ImageSet(ImageIndex(paths[: len(labels)], labels, **settings), root / "photos", TINY)
 
 
 def test_numbers_are_used_as_they_are_if_no_side_has_names():
@@ -133,33 +140,41 @@ def test_distractors_are_relevant_to_nothing_on_the_other_side():
     assert len({of_cat, no_class, other_without}) == 3
 
 
-def items(side, *indices):
-    """The items without their images, which are no files here."""
-    side.dataset.input_of_transform = lambda position: [0.0]
-    return list(side.items(indices))
+def test_labels_of_several_levels_are_matched_by_number_only(root):
+    levels = {"levels": [[0, 5], [1, 5]]}
+    by_number = PairSet(indexed([0, 1], root, **levels), indexed([0, 1], root, **levels))
+    assert [item["labels"].tolist() for item in by_number.sides["candidates"].items([0, 1])] == [[0, 5], [1, 5]]
+    by_name = PairSet(indexed([0, 1], root, **levels, names=["cat", "dog"]), indexed([0], root, names=["dog"]))
+    with pytest.raises(ValueError, match=r"^Pairs: classes that are matched by name must have one level, got 2 levels"):
+        list(by_name.sides["queries"].items([0]))
 
 
-def test_tags_are_matched_by_name_and_have_one_number_of_columns():
-    queries = indexed([0, 0], names=["cat"], tags=[[0, -1], [1, 0]], tag_names=["red", "wool"])
-    candidates = indexed([0], names=["cat"], tags=[[2, 0, 1]], tag_names=["wool", "blue", "red"])
+def test_tags_are_matched_by_name_and_have_one_number_of_columns(root):
+    queries = indexed([0, 0], root, names=["cat"], tags=[[0, -1], [1, 0]], tag_names=["red", "wool"])
+    candidates = indexed([0], root, names=["cat"], tags=[[2, 0, 1]], tag_names=["wool", "blue", "red"])
     sides = PairSet(queries, candidates).sides
-    red, wool = (item["tags"].tolist() for item in items(sides["queries"], 0, 1))
-    (of_candidate,) = (item["tags"].tolist() for item in items(sides["candidates"], 0))
+    red, wool = (item["tags"].tolist() for item in sides["queries"].items([0, 1]))
+    (of_candidate,) = (item["tags"].tolist() for item in sides["candidates"].items([0]))
     assert red[1:] == [-1, -1]
     assert wool[1:] == [red[0], -1]
     assert of_candidate[:2] == [red[0], wool[0]]
     assert of_candidate[2] not in (*red, *wool)
 
 
-def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_other_side_has_instances():
-    videos = indexed([0, 0], names=["cat"], instances=[5, 5], cameras=[1, 1])
-    stills = indexed([0, 0], names=["cat"])
+def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_other_side_has_instances(root):
+    videos = indexed([0, 0], root, names=["cat"], instances=[5, 5], cameras=[1, 1])
+    stills = indexed([0, 0], root, names=["cat"])
     sides = PairSet(stills, videos).sides
-    assert [item["instances"].item() for item in items(sides["queries"], 0, 1)] == [0, 1]
-    assert [item["instances"].item() for item in items(sides["candidates"], 0, 1)] == [5, 5]
-    assert "cameras" not in items(sides["candidates"], 0)[0]
-    both = PairSet(videos, indexed([0], names=["cat"], cameras=[7])).sides
-    assert [items(both[side], 0)[0]["cameras"].item() for side in both] == [1, 7]
+    assert [item["instances"].item() for item in sides["queries"].items([0, 1])] == [0, 1]
+    assert [item["instances"].item() for item in sides["candidates"].items([0, 1])] == [5, 5]
+    assert not any("cameras" in item for item in sides["candidates"].items([0, 1]))
+    videos.on_error, videos.root = "skip", Path("missing")
+    with pytest.warns(UserWarning, match="skipped"):
+        (skipped,) = sides["candidates"].items([SeededIndex(0, seed=1)])
+    assert skipped.keys() == {"skipped"}
+    videos.root = root / "photos"
+    both = PairSet(videos, indexed([0], root, names=["cat"], cameras=[7])).sides
+    assert [next(both[side].items([0]))["cameras"].item() for side in both] == [1, 7]
 
 
 # --- evaluation
@@ -168,10 +183,11 @@ def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_ot
 class Sides(RetrievalModule):
     """A network for the images of each side."""
 
-    def __init__(self, seed=0):
-        torch.manual_seed(seed)
+    def __init__(self, directions="queries", relevance=None):
+        torch.manual_seed(0)
         embedder, query_embedder = (nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, 8)) for size in (16, 12))
-        super().__init__(embedder, SmoothAPLoss(tau=0.1), query_embedder=query_embedder)
+        settings = {"query_embedder": query_embedder, "directions": directions, "relevance": relevance}
+        super().__init__(embedder, SmoothAPLoss(tau=0.1), **settings)
 
 
 def mean_ap(queries, query_labels, gallery, gallery_labels):
@@ -239,6 +255,70 @@ def test_an_unreadable_image_is_neither_query_nor_candidate(root, make, tmp_path
         assert found[name] == pytest.approx(value, abs=1e-6)
 
 
+def test_tags_of_both_sides_are_compared(tmp_path):
+    """The images have other numbers of tags on the two sides, and each side numbers its tags by itself."""
+    tags = {"sketches": ["red", "wool", "red;old", "new"], "photos": ["old;red;big", "wool", "new;wool", "big"]}
+    for name, of_rows in tags.items():
+        classes = {"test": ("ant", "bee"), "train": ("cat",)}
+        write_side(tmp_path / name, classes, 2, ["image", "label", "split", "tags"], lambda i, t=of_rows: [t[i % 4]])
+    module = Sides(relevance=SharedTags())
+    data = Pairs(of_side(tmp_path, "sketches"), of_side(tmp_path, "photos"), classes_per_batch=1)
+    found = validate(module.eval(), data)
+    rows = []
+    for name, embed in (("queries", module.embed_queries), ("candidates", module.embed)):
+        side = data.test_set.sides[name]
+        with torch.no_grad():
+            rows.append(normalize(embed(torch.stack([item["images"] for item in side.items(range(4))])).double()))
+    of_rows = [[set(row.split(";")) for row in tags[name]] for name in ("sketches", "photos")]
+    relevant = torch.tensor([[bool(query & image) for image in of_rows[1]] for query in of_rows[0]])
+    values = [average_precision_score(r, s) for r, s in zip(relevant, rows[0] @ rows[1].T)]
+    assert found["val/mAP"] == pytest.approx(sum(values) / 4, abs=1e-6)
+
+
+def test_tags_without_classes_cannot_be_drawn(tmp_path):
+    for name in ("sketches", "photos"):
+        (tmp_path / name).mkdir()
+        rows = [f"{number}.png,red,{split}" for number, split in enumerate(["train", "test"] * 2)]
+        (tmp_path / name / "table.csv").write_text("\n".join(["image,tags,split", *rows]))
+    data = Pairs(of_side(tmp_path, "sketches"), of_side(tmp_path, "photos"), classes_per_batch=1)
+    with pytest.raises(ValueError, match=r"^Pairs: training batches are drawn by class, got queries with tags and"):
+        data.train_dataloader()
+
+
+def fitted(root, folder, **settings):
+    """A run of three epochs, whose checkpoint is that of the best mAP of the other direction."""
+    data = Pairs(of_side(root, "sketches"), of_side(root, "photos"), classes_per_batch=2, samples_per_class=2, seed=3)
+    saving = ModelCheckpoint(folder, "best", monitor="val/reverse/mAP", mode="max")
+    evaluation = RetrievalEvaluation(ks=(1,), before_fit=True)
+    own = {"max_epochs": 3, "logger": CSVLogger(folder), "enable_checkpointing": True, "log_every_n_steps": 1}
+    trainer = quiet_trainer(callbacks=[evaluation, saving], **own, **settings)
+    module = Sides(directions="both")
+    trainer.fit(module, data)
+    return evaluation.results, evaluation.best, saving.best_model_score.item(), module
+
+
+def fit_of_rank(rank, world, root, folder):
+    return fitted(root, folder, devices=world, strategy="ddp")[:3]
+
+
+@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
+def test_a_fit_monitors_either_direction_and_is_the_same_on_two_processes(root, tmp_path, run_processes):
+    results, best, score, module = fitted(root, tmp_path / "alone")
+    assert score == pytest.approx(best["val/reverse/mAP"])
+    data = Pairs(of_side(root, "sketches"), of_side(root, "photos"), classes_per_batch=2)
+    for name, value in expected_metrics(data, module.eval()).items():
+        assert results["val"][name] == pytest.approx(value, abs=1e-6)
+    assert results["untrained"]["test/reverse/mAP"] != results["val"]["val/reverse/mAP"]
+    assert results["untrained"].keys() == {name.replace("val/", "test/") for name in results["val"]}
+    assert {"best/val/mAP", "best/val/reverse/mAP"} == {f"best/{name}" for name in best if name.endswith("/mAP")}
+    kept = torch.load(tmp_path / "alone" / "best.ckpt", weights_only=True)
+    assert kept["query_preparation"]["preparation"]["image_size"] == 12
+    assert kept["preparation"]["preparation"]["image_size"] == 16
+    for of_rank in run_processes(fit_of_rank, 2, root, tmp_path / "two", backend=None):
+        assert of_rank[0]["val"] == pytest.approx(results["val"], abs=1e-5)
+        assert of_rank[1] == pytest.approx(best, abs=1e-5)
+
+
 def test_several_sets_are_paired_by_name_or_with_the_single_set_of_the_other_side(tmp_path, root):
     named = {"train": SKETCHES["train"], "easy": ("dog", "eel"), "hard": ("owl", "yak")}
     for folder in ("sketches", "photos"):
@@ -258,6 +338,24 @@ def test_several_sets_are_paired_by_name_or_with_the_single_set_of_the_other_sid
         ValueError, match=r"^Pairs: the evaluation sets .* `test_set` with easy, hard of the queries and"
     ):
         _ = Pairs(several[0], other, classes_per_batch=2).test_set
+
+
+def test_loaders_of_two_sides_need_no_pairs(make):
+    """Batches of tuples, with both sides or one of them; without ids, rows are known by their number."""
+    module, sides = Sides().eval(), make().test_set.sides.values()
+    columns = []
+    for side in sides:
+        found = list(side.items(range(len(side.dataset))))
+        columns.append([torch.stack([item[name] for item in found]) for name in ("images", "labels")])
+    (images, labels), (candidates, of_candidates) = columns
+    mixed = {"queries": (images[:4], labels[:4]), "candidates": (candidates[:1], of_candidates[:1])}
+    batches = [mixed, {"queries": (images[4:], labels[4:])}, {"candidates": (candidates[1:], of_candidates[1:])}]
+    trainer = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))])
+    (found,) = trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)
+    assert found["val/mAP"] == pytest.approx(expected_metrics(make(), module)["val/mAP"], abs=1e-6)
+    assert "val/reverse/mAP" not in found  # the data set does not say that it has two sides
+    predicted = trainer.predict(module, DataLoader(batches, batch_size=None))
+    assert [batch["roles"].tolist() for batch in predicted] == [[1] * 4 + [2], [1] * 2, [2] * 8]
 
 
 # --- training batches
@@ -338,18 +436,20 @@ class Sampled:
         self.loader = data.train_dataloader()
         self.batch = next(iter(self.loader))
 
-    def __call__(self, side, change=lambda labels: labels):
+    def __call__(self, side, labels=slice(None), ids=slice(None)):
         part = self.batch[side]
-        self.loader.check_first_batch(change(part["labels"]), part["ids"], side=side)
+        self.loader.check_first_batch(part["labels"][labels], part["ids"][ids], side=side)
 
 
 @pytest.mark.filterwarnings("ignore:PairSampler. skipped")
 @pytest.mark.parametrize("side", ["queries", "candidates"])
 def test_the_first_batch_is_compared_with_what_was_drawn_for_each_side(make, side):
     check = Sampled(make(queries_per_class=2))
+    order = torch.tensor([1, 2, 3, 0])
     check(side)
+    check(side, order, order)  # the rows may come in another order
     with pytest.raises(ValueError, match=r"^RetrievalDataLoader: `batch_sampler` must be made with the labels"):
-        check(side, lambda labels: labels.roll(1))
+        check(side, order)
 
 
 def test_a_batch_needs_a_row_of_each_side_for_each_process(make, monkeypatch):
@@ -388,6 +488,43 @@ def test_each_side_is_prepared_for_its_own_network_and_both_preparations_are_rec
     record_preparation(module)
     assert module.query_preparation == data.queries.serialised_preparation
     assert module.preparation == data.candidates.serialised_preparation != module.query_preparation
+
+
+class Shared(RetrievalModule):
+    """One network for both sides."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 4)), SmoothAPLoss())
+
+
+class Doubling(Shared):
+    def forward_queries(self, inputs):
+        return 2 * self(inputs)
+
+
+def test_queries_of_a_shared_network_may_be_prepared_and_embedded_in_their_own_way():
+    module, images = Shared().eval(), torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    of_queries, of_candidates = Preparation(8, mean=(0.3,) * 3), Preparation(8, mean=(0.6,) * 3)
+    module.preparation = serialise_transform(of_candidates)
+    assert torch.equal(module.embed_queries(images), module.embed(images))
+    module.query_preparation = serialise_transform(of_queries)
+    assert torch.equal(module.embed_queries(images), module(of_queries.normalize(images)))
+    assert torch.equal(module.embed(images), module(of_candidates.normalize(images)))
+    doubling = Doubling().eval()
+    assert torch.equal(doubling.embed_queries(images.float()), 2 * doubling.embed(images.float()))
+
+
+def test_images_of_both_sides_are_embedded_at_all_scales_and_tokens_at_one():
+    settings = {"eval_scales": (1.0, 0.5), "query_embedder": TextEmbedder("ngram_net", 4)}
+    module = RetrievalModule(Shared().embedder, SmoothAPLoss(), **settings).eval()
+    tokens = module.query_embedder.tokenizer(["red shoes", "a sofa"])
+    assert torch.equal(module.embed_queries(tokens), module.query_embedder(tokens))
+    with_images = RetrievalModule(Doubling().embedder, SmoothAPLoss(), eval_scales=(1.0, 0.5)).eval()
+    with_images.query_embedder = Shared().embedder
+    images = torch.rand(2, 3, 16, 16)
+    assert torch.equal(with_images.embed_queries(images), with_images.embed(images))
+    assert not torch.allclose(with_images.embed(images), with_images(images))
 
 
 def test_the_preparation_of_queries_is_kept_in_checkpoints_and_used_again(make, root, tmp_path):

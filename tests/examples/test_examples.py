@@ -433,9 +433,10 @@ def test_losses_of_two_sides_are_compared_with_settings_that_are_chosen_alike(tm
     with imported(EXAMPLES, "two_sides") as script:
         monkeypatch.setattr(script, "SANS", ("cmr10",))
         monkeypatch.setattr(script, "SERIF", ("cmtt10",))
+        monkeypatch.setattr(script, "LEAST_EMOJI", 2)
         for name in script.LOSSES.keys() - {"InfoNCE", "sigmoid", "Smooth-AP + InfoNCE"}:
             monkeypatch.delitem(script.LOSSES, name)
-        few = ["--steps", "1", "--seeds", "0", "1", "--classes", "4", "--output", str(tmp_path / "out")]
+        few = ["--steps", "2", "--seeds", "0", "1", "--classes", "2", "--output", str(tmp_path / "out")]
         few += ["--emoji", str(tmp_path / "emoji"), "--tasks", "fonts, one network", "names, four pictures"]
         script.main([*few, "keywords, four pictures"])
         names = (tmp_path / "out/names.csv").read_text()
@@ -504,6 +505,24 @@ def test_an_upgrade_is_compared_with_the_old_network(tmp_path, capsys, monkeypat
         assert len(before.splitlines()) == 2
         script.main(few)
         assert (tmp_path / "results.jsonl").read_text() == before
+
+
+def test_the_upgraded_network_searches_the_index_of_the_old_one(tmp_path, monkeypatch, capsys):
+    """The commands at the beginning of upgrade.yaml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    write_noise(tmp_path / "photos", classes=2, images=3)
+    shutil.copy(next((tmp_path / "photos").rglob("*.png")), tmp_path / "query.jpg")
+    text = (EXAMPLES / "upgrade.yaml").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^#   lightning-retrieval (.*)$", text, flags=re.MULTILINE)]
+    for command in commands:
+        if command[0] == "fit":  # the first batch of a validation set with two sides has queries only
+            command += [*FEW, "--trainer.limit_val_batches=1.0"]
+        capsys.readouterr()
+        main(command)
+    assert [command[0] for command in commands] == ["fit", "index", "fit", "search"]
+    assert len(re.findall(r"\d/\d\.png", capsys.readouterr().out)) == 6
+    assert values(tmp_path / "logs/upgrade/version_0", "val/mAP")
 
 
 def test_emoji_of_another_package_or_without_a_network(emoji, tmp_path, capsys):

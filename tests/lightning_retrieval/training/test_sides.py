@@ -32,7 +32,7 @@ from lightning_retrieval import (
 from lightning_retrieval.callbacks import APMonitor, MemoryMonitor, RetrievalEvaluation
 from lightning_retrieval.losses import After, Before
 from lightning_retrieval.training import full_sharding
-from lightning_retrieval.training.full_sharding import full_tensor
+from lightning_retrieval.training.full_sharding import full_tensor, has_sharded_parameters
 from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
 from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net, warnings_with
 from tests.quiet_trainer import quiet_trainer
@@ -132,7 +132,7 @@ LOSSES = {
     "nested": lambda: NestedLoss(SmoothAPLoss(tau=0.1), (2, 4)),
     "levels": lambda: HAPLoss(),
 }
-CHUNKS = [(None, 1), (3, 1), (4, 9), ({"queries": 2, "candidates": 4}, 4)]
+CHUNKS = [(None, 1), (3, 1), (4, 9), ("auto", 1), ({"queries": 2, "candidates": 4}, 4)]
 MODES = [None, "one_list", "two_terms", "one_list_detached"]
 LEARN = [case for case in itertools.product(["queries", "both"], MODES) if case != ("queries", "one_list_detached")]
 
@@ -200,6 +200,32 @@ def test_gradients_in_float32(seed):
     for parameter, gradient in zip(networks.parameters(), wanted, strict=True):
         assert gradient.norm() > 0
         assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+def variance(q, c):
+    return (q.float() @ c.float().T).var()
+
+
+def scaled_backward(scale, value):
+    (scale * value).backward()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_are_the_same_bit_for_bit_however_many_graphs_are_kept(autocast):
+    """With dropout, in half precision, and with a loss that is scaled."""
+    texts, images = torch.randn(QUERIES, 5), torch.randn(CANDIDATES, 6)
+    networks, found = nn.ModuleList([query_net(0.5), net(0.5)]).float(), {}
+    for kept, scale in itertools.product([(0, 1), (9, 9)], [1, 1024]):
+        torch.manual_seed(5)
+        networks.zero_grad()
+        sides = EmbeddedSide(networks[0], texts, 3, kept[0]), EmbeddedSide(networks[1], images, 3, kept[1])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            two_sided_backward(*sides, variance, backward=functools.partial(scaled_backward, scale))
+        found[kept, scale] = [parameter.grad / scale for parameter in networks.parameters()]
+    (first, *others) = found.values()
+    for other in others:
+        assert all(map(torch.equal, first, other))
+    assert all(gradient.any() for gradient in first)
 
 
 class Graphs(RetrievalModule):
@@ -399,6 +425,11 @@ class NotRanked(nn.Module):
         (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0, "query_embedder": net()}),
         (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both", "query_embedder": net()}),
         (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
+        (
+            ValueError,
+            "`query_embedder` must be another .* got the same",
+            dict.fromkeys(["embedder", "query_embedder"], net()),
+        ),
         (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
         (
             TypeError,
@@ -502,8 +533,9 @@ def test_the_report_counts_both_sides(tmp_path, caplog):
     memory = CrossBatchMemory(50, start_step=9)
     module = module_of(SmoothAPLoss(), "both", chunk_size={"queries": 2, "candidates": None}, memory=memory)
     fit(module, pairs(), logger=CSVLogger(tmp_path, "", 0))
-    sentence = "batches of 7 queries and 10 candidates of P = 3 classes, lists of 10 images and of 7 queries"
-    assert f"RetrievalModule: {sentence} and up to 50 of the memory, from step 9 on." in caplog.messages
+    lists = "lists of 10 images and up to 50 of the memory, from step 9 on, and lists of 7 queries for each candidate"
+    batches = "batches of 7 queries and 10 candidates of P = 3 classes"
+    assert f"RetrievalModule: {batches}, {lists}." in caplog.messages
     settings = yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["batch"]
     sizes = {"images": 17, "queries": 7, "candidates": 10, "classes": 3, "list_length": 60, "processes": 1}
     assert settings == {**sizes, "chunk_size": {"queries": 2, "candidates": 10}}
@@ -594,6 +626,7 @@ RUNS = {
     "one network": {"query_embedder": None, "chunk_size": 2},
     "rule": {"relevance": OtherCamera(), "directions": "queries"},
 }
+APART = "each process by itself"
 SHARDED = ["memory", "sum", "frozen", "one network"]
 
 
@@ -610,6 +643,8 @@ class Shares(IterableDataset):
                 rows = slice(None)
                 if self.world > 1:
                     rows = [slice(FIRST[side]), slice(FIRST[side], None)][dist.get_rank()]
+                if self.name == APART:
+                    rows = share_of(dist.get_rank(), side)
                 shares[side] = self.form(side, *(column[rows] for column in columns))
             yield shares
 
@@ -623,8 +658,15 @@ class Shares(IterableDataset):
         return inputs, labels, ids
 
 
+def share_of(rank, side):
+    """The rows of a process without gathering, of which all processes must have the same number."""
+    size = {"queries": 3, "candidates": 5}[side]
+    return slice(rank * size, (rank + 1) * size)
+
+
 def run_of(name, world, sharded=False):
     settings = {"loss": SmoothAPLoss(tau=0.1), "query_embedder": query_net(), "directions": "both", "optimizer": ADAM}
+    settings["gather"] = name != APART
     module = RetrievalModule(net(), **copy.deepcopy({**settings, **RUNS.get(name, {})}))
     strategy, plugins = "auto", None
     if world > 1:
@@ -634,6 +676,7 @@ def run_of(name, world, sharded=False):
     log = Log()
     trainer = quiet_trainer(max_steps=3, devices=world, strategy=strategy, plugins=plugins, callbacks=[log, Whole()])
     trainer.fit(module, DataLoader(Shares(name, world), batch_size=None))
+    assert module.is_sharded == sharded
     return {"weights": module.whole, "losses": log.losses, "memory": module.memory and len(module.memory)}
 
 
@@ -641,6 +684,7 @@ class Whole(pl.Callback):
     """Keeps the full weights at the end of a run."""
 
     def on_train_end(self, trainer, module):
+        module.is_sharded = has_sharded_parameters(module.embedder)
         module.whole = [full_tensor(parameter.detach()).clone() for parameter in module.parameters()]
 
 
@@ -655,6 +699,7 @@ def in_each_process(rank, world):
     found = {name: run_of(name, world) for name in RUNS}
     if world > 1:
         found |= {f"sharded {name}": run_of(name, world, sharded=True) for name in SHARDED}
+        found[APART] = run_of(APART, world)
         found["empty"] = message_of("empty", world)
     return found
 
@@ -676,6 +721,26 @@ def test_two_processes_train_as_one(name, one, two):
         torch.testing.assert_close(found[name]["weights"], wanted["weights"], rtol=0, atol=1e-12)
         assert found[name]["losses"] == pytest.approx(wanted["losses"], abs=1e-6)
         assert found[name]["memory"] == wanted["memory"]
+
+
+def test_without_gathering_the_loss_is_the_mean_of_the_processes(two):
+    queries, candidates = query_net(), net()
+    optimizer = ADAM([*candidates.parameters(), *queries.parameters()])
+    loss = SmoothAPLoss(tau=0.1)
+    for batch in pairs():
+        parts = []
+        for rank in range(2):
+            (texts, text_labels, _), (images, labels, _) = (
+                [column[share_of(rank, side)] for column in columns] for side, columns in batch.items()
+            )
+            q, c = queries(texts), candidates(images)
+            parts += [loss(q, text_labels, c, labels), loss(c, labels, q, text_labels)]
+        optimizer.zero_grad()
+        torch.stack(parts).mean().backward()
+        optimizer.step()
+    wanted = [*candidates.parameters(), *queries.parameters()]
+    for found in two:
+        torch.testing.assert_close(found[APART]["weights"], [w.detach() for w in wanted], rtol=0, atol=1e-12)
 
 
 def test_a_side_that_is_empty_in_one_process_raises_in_all(two):

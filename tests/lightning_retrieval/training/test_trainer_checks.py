@@ -93,7 +93,7 @@ def test_a_chunk_size_that_each_process_finds_for_itself_raises(monkeypatch):
         check_processes(module)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 3, "auto"])
+@pytest.mark.parametrize("chunk_size", [None, 3, "auto", {"queries": 3, "candidates": None}])
 def test_chunks_and_sync_batch_norm_do_not_go_together(chunk_size, monkeypatch):
     """The layer works on GPUs only, so the module is asked without a run, as if on two processes."""
     module = RetrievalModule(nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4)), SmoothAPLoss(), chunk_size=chunk_size)
