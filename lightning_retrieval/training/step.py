@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import is_integer
-from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_host, world_size
+from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.ranking.relevance import Relevance

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, distributed, losses
 from lightning_retrieval.losses import blockwise, lists, positives
+from lightning_retrieval.training import gradient_sum as gradient_sum_module
 from lightning_retrieval.training import memory as memory_module
-from lightning_retrieval.training import step as step_module
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import MemoryMode
@@ -139,7 +139,7 @@ def is_marked(tensor):
 def waits(monkeypatch):
     """A mode in which the library takes the CPU for an accelerator, with blocks of a sixth of the scores or less."""
     mode = Waits()
-    for module in (lists, memory_module, positives, step_module):
+    for module in (lists, memory_module, positives, gradient_sum_module):
         monkeypatch.setattr(module, "to_host", mode.to_host)
     for module in (distributed, positives):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
