@@ -105,6 +105,19 @@ def test_texts_are_cut_at_the_maximum_length(name, tmp_path):
     assert not tokenizer.is_cut("a")
 
 
+@pytest.mark.parametrize(("kind", "length"), [("bert", 12), ("roberta", 9), ("clip", 12), ("siglip", 12)])
+def test_texts_are_cut_at_the_length_of_the_model(kind, length, tmp_path):
+    """A model of the kind of RoBERTa counts positions from the token of padding on, which is 3 here."""
+    write_text_folder(tmp_path, kind)
+    (tmp_path / "tokenizer_config.json").unlink()
+    embedder = TextEmbedder(f"hf/{tmp_path}", 8)
+    tokens = embedder.tokenizer(["red " * 30])
+    assert tokens.shape[1] == length
+    assert torch.isfinite(embedder(tokens)).all()
+    with pytest.raises(ValueError, match=f"^TextEmbedder: `max_length` must be an integer from 1 to {length}, got 20"):
+        TextEmbedder(f"hf/{tmp_path}", 8, max_length=20)
+
+
 def bytes_of(text):
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
