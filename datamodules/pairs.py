@@ -122,7 +122,7 @@ class MatchedSet:
         if "tags" in item:
             matched["tags"] = self._retagged(item["tags"])
         if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in of_other:
-            del matched["cameras"]
+            matched.pop("cameras", None)
         if "instances" in of_other and "ids" in item:
             matched.setdefault("instances", item["ids"])
         return matched
@@ -195,7 +195,7 @@ class PairSet(Dataset[tuple[Side, dict[str, Any]]]):
         for index in indices:
             position = range(len(self))[index]
             if position < self.num_queries:
-                of_side["queries"].append(index)
+                of_side["queries"].append(_moved(index, position))
             else:
                 of_side["candidates"].append(_moved(index, position - self.num_queries))
         items = []

@@ -40,6 +40,7 @@ LAZY = {
     "safetensors",
     "sklearn",
     "timm",
+    "tokenizers",
     "transformers",
     "wandb",
 }

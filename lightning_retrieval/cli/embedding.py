@@ -8,6 +8,7 @@ fatal.
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,8 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
 def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
     """Whether embeddings come from the same network, although perhaps from another checkpoint of it.
 
-    Embeddings that were made before networks were recorded are compared with their checkpoint, if it still exists.
+    Embeddings that were made before networks were recorded are compared with their checkpoint, if it still exists and
+    can be rebuilt.
 
     Args:
         earlier: metadata of existing embeddings.
@@ -224,7 +226,8 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
     recorded = earlier.get(NETWORK)
     file = Path(str(earlier.get("checkpoint")))
     if recorded is None and file.is_file() and file_digest(file) == earlier.get("checkpoint_sha256"):
-        recorded = network_digest(load_checkpoint("is_same_network", file))
+        with suppress(ValueError):
+            recorded = network_digest(load_checkpoint("is_same_network", file))
     return recorded is not None and recorded == about.get(NETWORK)
 
 

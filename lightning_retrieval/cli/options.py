@@ -387,7 +387,10 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--group_by", metavar="COLUMN", help="show one image for each value of this column")
     parser.add_argument(
-        "--threshold", type=float, metavar="T", help="least similarity, instead of the index's; -1: all"
+        "--threshold",
+        type=float,
+        metavar="T",
+        help="least similarity, instead of the index's, which is not used for queries of another network; -1: all",
     )
     parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")

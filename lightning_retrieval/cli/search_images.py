@@ -92,7 +92,8 @@ def search_images(
         texts: texts to search for, after the images, if the network of queries embeds texts.
         where: condition on the columns of the index that all hits must meet, see `RetrievalIndex.search`.
         group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
-        threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one.
+        threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one. The threshold of the
+            index was chosen for its own network, so it does not apply to queries that another network embeds.
         checkpoint: file of the model, whose network of candidates must be that of the index; if None, the file that
             the index was made with.
         transform: dotted name of the function, if a function prepared the images of the index. The function is
@@ -157,6 +158,9 @@ class ImageSearcher:
             device=device,
             side="queries",
         )
+        self._query_threshold = self.threshold  # for embeddings of the network of queries
+        if threshold is None and self._embedder.module.query_embedder is not None:
+            self._query_threshold = None
 
     @property
     def takes_texts(self) -> bool:
@@ -178,6 +182,8 @@ class ImageSearcher:
         results: list[QueryResult] = []
         unreadable: list[UnreadableImage] = []
         rows_of_texts = None
+        if not all(text.strip() for text in texts):
+            raise ValueError(f"{OWNER}: `text` must have a character that is not white space, got {list(texts)}.")
         if texts:
             rows_of_texts = self._embedder.embed_texts(texts)  # raises before any image is embedded
         if queries:
@@ -215,10 +221,13 @@ class ImageSearcher:
         nearest = None
         if found:
             nearest = found[0].similarity
+        threshold = self.threshold
+        if is_text or self._embedder.side == "queries":
+            threshold = self._query_threshold
         hits = found
-        if self.threshold is not None:
-            hits = [hit for hit in found if hit.similarity >= self.threshold]
-        return QueryResult(query, hits, self.threshold, nearest, is_text)
+        if threshold is not None:
+            hits = [hit for hit in found if hit.similarity >= threshold]
+        return QueryResult(query, hits, threshold, nearest, is_text)
 
 
 def _listed(queries: Sequence[str]) -> ListedImages:

@@ -166,8 +166,10 @@ class FrozenEmbedder(nn.Module):
             if preparation is None:
                 preparation = recorded
         check_instance("FrozenEmbedder", "embedder", embedder, nn.Module)
-        self.embedder: nn.Module = embedder.requires_grad_(False).eval()  # type: ignore[union-attr]
         self.preparation: Preparation | None = getattr(embedder, "preparation", None)
+        if isinstance(embedder, FrozenEmbedder):  # a frozen embedder of a frozen embedder is the inner one
+            embedder = embedder.embedder
+        self.embedder: nn.Module = embedder.requires_grad_(False).eval()  # type: ignore[union-attr]
         if preparation is not None:
             self.preparation = _checked_preparation(preparation)
 

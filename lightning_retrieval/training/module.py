@@ -204,12 +204,7 @@ class RetrievalModule(ManualTraining):
         self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
         self.gather = check_bool(owner, "gather", gather)
         self._set_clipping(gradient_clip_val, gradient_clip_algorithm)
-        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
-        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
-        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
-        if freeze_backbone_epochs > 0:
-            check_backbone(owner, "freeze_backbone_epochs", self._networks())
-        self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
+        self._set_rates(head_lr_factor, layer_decay, freeze_backbone_epochs)
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
         self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
             "queries": ChunkSizeSearch(),
@@ -266,6 +261,16 @@ class RetrievalModule(ManualTraining):
         if limit is not None:
             self.gradient_clip_val = check_positive(owner, "gradient_clip_val", limit)
         self.gradient_clip_algorithm = check_choice(owner, "gradient_clip_algorithm", algorithm, ("norm", "value"))
+
+    def _set_rates(self, head_lr_factor: float, layer_decay: float, freeze_backbone_epochs: int) -> None:
+        """Check these arguments of the constructor and store them as attributes."""
+        owner = type(self).__name__
+        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
+        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
+        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
+        if freeze_backbone_epochs > 0:
+            check_backbone(owner, "freeze_backbone_epochs", self._networks())
+        self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
 
     def _networks(self) -> list[nn.Module]:
         """The network of images and candidates and, if there is one, that of queries."""

@@ -19,6 +19,7 @@ from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, Pairs
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
+from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.models import Preparation, TextEmbedder
 from lightning_retrieval.preparation.of_run import record_preparation
@@ -167,6 +168,11 @@ def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_ot
     assert [item["instances"].item() for item in sides["queries"].items([0, 1])] == [0, 1]
     assert [item["instances"].item() for item in sides["candidates"].items([0, 1])] == [5, 5]
     assert not any("cameras" in item for item in sides["candidates"].items([0, 1]))
+    videos.on_error, videos.root = "skip", Path("missing")
+    with pytest.warns(UserWarning, match="skipped"):
+        (skipped,) = sides["candidates"].items([SeededIndex(0, seed=1)])
+    assert skipped.keys() == {"skipped"}
+    videos.root = root / "photos"
     both = PairSet(videos, indexed([0], root, names=["cat"], cameras=[7])).sides
     assert [next(both[side].items([0]))["cameras"].item() for side in both] == [1, 7]
 

@@ -326,6 +326,20 @@ def test_counts_and_missing_files(tmp_path, capsys):
     assert "missing: gone.png" in out.splitlines()
 
 
+def test_both_sides_of_pairs_are_counted(tmp_path, capsys):
+    for side, classes in (("sketches", "abcd"), ("photos", "abcdef")):
+        for label in classes:
+            (tmp_path / side / label).mkdir(parents=True)
+            Image.new("RGB", (8, 8), (ord(label), len(side), 0)).save(tmp_path / side / label / "0.png")
+    options = ["check", "--data", "Pairs", "--queries", "ImageFolder", "--queries.root", tmp_path / "sketches"]
+    of_candidates = ["--candidates", "ImageFolder", "--candidates.root", tmp_path / "photos"]
+    code, out, err = run(capsys, *options, *of_candidates)
+    assert (code, err) == (0, "")
+    counts = {row[0]: row[1:] for row in map(str.split, out.splitlines()[:5])}
+    assert counts["queries/train"] == counts["queries/test"] == ["2", "2"]
+    assert counts["candidates/train"] == counts["candidates/test"] == ["3", "3"]
+
+
 def test_glyphs_need_no_root(capsys):
     code, out, err = run(capsys, "check", "--data", "Glyphs")
     assert err == ""

@@ -9,11 +9,12 @@ import torch
 from PIL import Image
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.models import Embedder, FrozenEmbedder, TextEmbedder
+from lightning_retrieval.models import Embedder, FrozenEmbedder, PCAWhitening, Preparation, TextEmbedder
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.rows import FolderRows
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, run, save_checkpoint
+from tests.lightning_retrieval.models.hugging_face_folders import write_text_folder
 
 TEXTS = {"backbone": "ngram_net", "embedding_dim": 16, "backbone_args": {"buckets": 500, "dim": 8}}
 SMALL = {"backbone": "glyph_net", "embedding_dim": 16, "backbone_args": {"width": 8}}
@@ -80,6 +81,20 @@ def test_texts_search_the_index_of_the_old_checkpoint(folder, index, capsys):
     assert results[str(folder / "images" / "0.png")][0] == ("0.png", pytest.approx(1, abs=1e-4))
 
 
+def test_a_checkpoint_with_a_model_of_hugging_face_needs_no_files_besides(folder, index, tmp_path, capsys):
+    write_text_folder(tmp_path / "model", "bert")
+    network = TextEmbedder(f"hf/{tmp_path / 'model'}", 16, weights="DEFAULT").eval()
+    with torch.inference_mode():
+        row = network(network.tokenizer(["red shoes"]))[0]
+    frozen = FrozenEmbedder(checkpoint=str(folder / "old.ckpt"))
+    checkpoint = tmp_path / "hf.ckpt"
+    save_checkpoint(checkpoint, RetrievalModule(frozen, SmoothAPLoss(), query_embedder=network))
+    shutil.rmtree(tmp_path / "model")
+    capsys.readouterr()  # the progress of transformers
+    given = [f"--index={index}", f"--checkpoint={checkpoint}", "-k=6", "--text=red shoes"]
+    assert found(capsys, *given)["red shoes"] == expected(folder, row)
+
+
 def test_image_queries_are_embedded_by_the_network_of_queries(folder, index, capsys):
     query = str(folder / "images" / "3.png")
     results = found(capsys, f"--index={index}", f"--checkpoint={folder / 'images.ckpt'}", query, "-k=6")
@@ -134,6 +149,33 @@ def test_text_for_a_checkpoint_without_texts_is_one_sentence(folder, index, caps
     code, _, err = command(capsys, "search", f"--index={index}")
     assert code == 2
     assert "an image or --text must be given" in err
+
+
+def test_the_threshold_of_an_index_applies_to_its_own_network_only(folder, index, capsys):
+    loaded = RetrievalIndex.load(index)
+    loaded.about["threshold"] = {"value": 2.0, "false_match_rate": 0.0, "miss_rate": 0.0, "images": 6}
+    loaded.save(index)
+    image = str(folder / "images" / "0.png")
+    given = [f"--index={index}", f"--checkpoint={folder / 'texts.ckpt'}", "--text=red", image, "-k=6"]
+    counts = {query: len(hits) for query, hits in found(capsys, *given).items()}
+    assert counts == {image: 0, "red": 6}
+    assert [len(hits) for hits in found(capsys, *given, "--threshold=2").values()] == [0, 0]
+    of_images = [f"--index={index}", f"--checkpoint={folder / 'images.ckpt'}", image, "-k=6"]
+    assert len(found(capsys, *of_images)[image]) == 6
+
+
+def test_a_text_must_not_be_empty(folder, index, capsys):
+    error = error_of(capsys, "search", f"--index={index}", f"--checkpoint={folder / 'texts.ckpt'}", "--text= ")
+    assert error.startswith("search: `--text` must have a character that is not white space, got [' '].")
+
+
+def test_a_frozen_embedder_of_a_new_checkpoint_is_that_of_the_old_one(folder, index, capsys, tmp_path):
+    frozen = FrozenEmbedder(checkpoint=str(folder / "texts.ckpt"))
+    assert isinstance(frozen.embedder, Embedder)
+    newer = RetrievalModule(frozen, SmoothAPLoss(), query_embedder=TextEmbedder(**TEXTS))
+    save_checkpoint(tmp_path / "newer.ckpt", newer)
+    given = [f"--index={index}", f"--checkpoint={tmp_path / 'newer.ckpt'}", "-k=6"]
+    assert len(found(capsys, *given, "--text=x")["x"]) == 6
 
 
 def test_the_page_shows_a_text_safely(folder, index, capsys, tmp_path):
@@ -192,7 +234,7 @@ def test_embeddings_of_queries_are_not_indexed(folder, tmp_path, capsys):
 HOSTILE = {
     "a function": lambda settings, state: settings.update(query_embedder={"class_path": "os.system", "init_args": {}}),
     "no module": lambda settings, state: settings["query_embedder"].update(class_path="torch.optim.SGD"),
-    "a file": lambda settings, state: settings["embedder"].update(init_args={"checkpoint": "other.ckpt"}),
+    "a file": lambda settings, state: settings["embedder"].update(init_args={"checkpoint": "old.ckpt"}),
     "many buckets": lambda settings, state: settings["query_embedder"]["init_args"]["backbone_args"].update(
         buckets=1e9
     ),
@@ -203,9 +245,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_checkpoint_is_one_sentence(name, folder, index, tmp_path, capsys):
+def test_a_hostile_checkpoint_is_one_sentence(name, folder, index, tmp_path, capsys, monkeypatch):
     saved = torch.load(folder / "texts.ckpt", weights_only=True)
     HOSTILE[name](saved["hyper_parameters"], saved["state_dict"])
+    monkeypatch.chdir(folder)  # where there is a file old.ckpt
     torch.save(saved, tmp_path / "hostile.ckpt")
     error = error_of(capsys, "search", f"--index={index}", f"--checkpoint={tmp_path / 'hostile.ckpt'}", "--text=x")
     assert error.startswith("search: `--checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt")
@@ -219,6 +262,65 @@ def test_export_and_adapt_refuse_two_networks(folder, capsys, tmp_path):
     assert command(capsys, "embed", checkpoint, f"--images={folder / 'images'}", f"--output={embeddings}")[0] == 0
     _, _, error = run(capsys, "adapt", f"--embeddings={embeddings}", f"--output={tmp_path / 'head.ckpt'}")
     assert error.startswith("adapt: `--checkpoint` must be of a model with one network, got")
+
+
+def scaled():
+    return RetrievalModule(Embedder(**SMALL), SmoothAPLoss(), eval_scales=[1.0, 0.5])
+
+
+def whitened():
+    return RetrievalModule(Embedder(**SMALL), SmoothAPLoss(), whitening=PCAWhitening())
+
+
+def of_a_function():
+    module = RetrievalModule(Embedder(**SMALL), SmoothAPLoss())
+    module.preparation = {"function": "mine.prepare"}
+    return module
+
+
+def not_described():
+    return RetrievalModule(Embedder(torch.nn.Conv2d(1, 3, 3)), SmoothAPLoss())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            scaled,
+            r"`checkpoint` must be one whose embeddings are those of its `embedder`, .* has the scales \[1.0, 0.5\]",
+        ),
+        (whitened, "`checkpoint` must be one whose embeddings are those of its `embedder`, .* has a whitening"),
+        (of_a_function, "`checkpoint` must be one that was evaluated with a Preparation, .*mine.prepare"),
+        (not_described, "`checkpoint` must be one of a RetrievalModule whose `embedder` can be rebuilt"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_frozen_is_one_sentence(make, message, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "old.ckpt", make())
+    with pytest.raises(ValueError, match=f"^FrozenEmbedder: {message}"):
+        FrozenEmbedder(checkpoint=str(checkpoint))
+
+
+def test_a_damaged_or_missing_checkpoint_cannot_be_frozen(folder, tmp_path):
+    content = bytearray((folder / "old.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "old.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^FrozenEmbedder: `checkpoint` must be one .* which is damaged: "):
+        FrozenEmbedder(checkpoint=str(tmp_path / "old.ckpt"))
+    with pytest.raises(FileNotFoundError, match=r"^FrozenEmbedder: `checkpoint` must be a file that training wrote"):
+        FrozenEmbedder(checkpoint=str(tmp_path / "gone.ckpt"))
+    with pytest.raises(
+        ValueError, match=r"^FrozenEmbedder: one of `embedder` and `checkpoint` must be given, got neither"
+    ):
+        FrozenEmbedder()
+
+
+def test_a_frozen_embedder_prepares_images_as_its_checkpoint_was_evaluated(tmp_path):
+    module = RetrievalModule(Embedder(**SMALL), SmoothAPLoss())
+    module.preparation = {"preparation": Preparation.named("glyphs").with_size(48).as_dict()}
+    frozen = FrozenEmbedder(checkpoint=str(save_checkpoint(tmp_path / "old.ckpt", module)))
+    assert frozen.preparation == Preparation.named("glyphs").with_size(48)
+    assert not frozen.train().embedder.training
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
 
 
 CONFIG = """

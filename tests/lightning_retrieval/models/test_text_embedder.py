@@ -10,49 +10,9 @@ import torch
 from lightning_retrieval.models import NgramTokenizer, TextEmbedder
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import describe, rebuild
+from tests.lightning_retrieval.models.hugging_face_folders import TEXT_MODELS, write_folder, write_text_folder
 
 TEXTS = ["red shoes", "A SOFA of green velvet, which is long", "naïve", "shoes", ""]
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 12,
-    "pad_token_id": 0,
-}
-SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
-KINDS = {
-    "bert": SMALL,
-    "roberta": {**SMALL, "max_position_embeddings": 13, "pad_token_id": 3, **SPECIAL},
-    "clip_text_model": {**SMALL, **SPECIAL, "eos_token_id": 39},
-}
-IMAGES = {**SMALL, "image_size": 8, "patch_size": 4}
-KINDS["clip"] = {"text_config": KINDS["clip_text_model"], "vision_config": IMAGES}
-KINDS["siglip"] = {"text_config": {**SMALL, **SPECIAL}, "vision_config": IMAGES}
-
-
-def write_text_folder(folder, kind):
-    """Write the folder of a small text model with random weights and a word tokenizer; the model, in eval mode."""
-    import transformers
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
-    model = transformers.AutoModel.from_config(config)
-    model.save_pretrained(folder)
-    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "red", "shoes", "a", "sofa", "of", "green", "velvet", ",", "long"]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    vocabulary["[END]"] = 39
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [END]", special_tokens=[("[CLS]", 1), ("[END]", 39)]
-    )
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=9)
-    fast.save_pretrained(folder)
-    return model.eval(), fast
 
 
 def features_of_transformers(kind, model, tokenizer, texts):
@@ -70,7 +30,7 @@ def features_of_transformers(kind, model, tokenizer, texts):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TEXT_MODELS)
 def test_a_text_model_gives_what_transformers_gives(kind, tmp_path):
     model, tokenizer = write_text_folder(tmp_path, kind)
     embedder = TextEmbedder(f"hf/{tmp_path}", 8, weights="DEFAULT").eval()
@@ -84,10 +44,10 @@ def test_a_text_model_gives_what_transformers_gives(kind, tmp_path):
         torch.testing.assert_close(embedder(tokens), expected)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "ngram_net"])
+@pytest.mark.parametrize("kind", [*TEXT_MODELS, "ngram_net"])
 def test_an_embedding_depends_neither_on_padding_nor_on_the_batch(kind, tmp_path):
     name = kind
-    if kind in KINDS:
+    if kind in TEXT_MODELS:
         write_text_folder(tmp_path, kind)
         name = f"hf/{tmp_path}"
     embedder = TextEmbedder(name, 8).eval()
@@ -103,14 +63,14 @@ def test_an_embedding_depends_neither_on_padding_nor_on_the_batch(kind, tmp_path
 def test_a_text_embedder_is_rebuilt_from_plain_data_and_its_state(kind, tmp_path, monkeypatch):
     settings = {"backbone_args": {"buckets": 50, "min_n": 2}}
     name = kind
-    if kind in KINDS:
+    if kind in TEXT_MODELS:
         write_text_folder(tmp_path / "model", kind)
         name, settings = f"hf/{tmp_path / 'model'}", {"max_length": 5}
     embedder = TextEmbedder(name, 8, **settings).eval()
     expected = embedder(embedder.tokenizer(TEXTS))
     described = json.loads(json.dumps(describe(embedder)))
     torch.save(embedder.state_dict(), tmp_path / "state.pt")
-    if kind in KINDS:
+    if kind in TEXT_MODELS:
         (tmp_path / "model").rename(tmp_path / "gone")
     with without_pretrained_weights():
         rebuilt = rebuild("Test", "query_embedder", described, torch.nn.Module).eval()
@@ -136,13 +96,26 @@ def test_ngrams_are_those_of_scikit_learn(monkeypatch):
 
 @pytest.mark.parametrize("name", ["ngram_net", "bert"])
 def test_texts_are_cut_at_the_maximum_length(name, tmp_path):
-    if name in KINDS:
+    if name in TEXT_MODELS:
         write_text_folder(tmp_path, name)
         name = f"hf/{tmp_path}"
     tokenizer = TextEmbedder(name, 8, max_length=4).tokenizer
     assert tokenizer(["red shoes of a green sofa", "a"]).shape[1] == 4
     assert tokenizer.is_cut("red shoes of a green sofa")
     assert not tokenizer.is_cut("a")
+
+
+@pytest.mark.parametrize(("kind", "length"), [("bert", 12), ("roberta", 9), ("clip", 12), ("siglip", 12)])
+def test_texts_are_cut_at_the_length_of_the_model(kind, length, tmp_path):
+    """A model of the kind of RoBERTa counts positions from the token of padding on, which is 3 here."""
+    write_text_folder(tmp_path, kind)
+    (tmp_path / "tokenizer_config.json").unlink()
+    embedder = TextEmbedder(f"hf/{tmp_path}", 8)
+    tokens = embedder.tokenizer(["red " * 30])
+    assert tokens.shape[1] == length
+    assert torch.isfinite(embedder(tokens)).all()
+    with pytest.raises(ValueError, match=f"^TextEmbedder: `max_length` must be an integer from 1 to {length}, got 20"):
+        TextEmbedder(f"hf/{tmp_path}", 8, max_length=20)
 
 
 def bytes_of(text):
@@ -189,8 +162,6 @@ def test_invalid_arguments_are_one_sentence(arguments, message, monkeypatch):
 
 
 def test_an_image_model_and_a_missing_tokenizer_are_one_sentence(tmp_path):
-    from tests.lightning_retrieval.models.hugging_face_folders import write_folder
-
     write_folder(tmp_path / "images")
     with pytest.raises(ValueError, match=r"^TextEmbedder: `backbone` must be an encoder of texts, got hf/"):
         TextEmbedder(f"hf/{tmp_path / 'images'}")
