@@ -62,7 +62,7 @@ class Tokenizer(ABC):
         """Whether a text has more than `max_length` tokens."""
 
 
-def padded(rows: Sequence[Int64[Tensor, " tokens"]]) -> Int64[Tensor, "rows tokens"]:
+def padded(rows: Sequence[Int64[Tensor, " _"]]) -> Int64[Tensor, "rows tokens"]:
     """Rows of tokens as one tensor, padded with -1.
 
     Args:

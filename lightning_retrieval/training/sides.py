@@ -265,10 +265,12 @@ def _frozen_network(module: Any, side: Side) -> nn.Module | None:
     other = module.query_embedder
     if side == "queries":
         network, other = other, network
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            return None
     elsewhere = {*other.parameters(), *module.loss.parameters()}
-    of_network = set(network.parameters())
     for _, parameter in trained_parameters(module):
-        if parameter in of_network or parameter not in elsewhere:
+        if parameter not in elsewhere:
             return None
     return network
 
