@@ -24,6 +24,7 @@ ARGUMENTS = {
     "RetrievalDataLoader.check_first_batch": {"labels": torch.zeros(2).long(), "ids": None},
     "RetrievalIndex.load": {"folder": "birds.index"},
     "RetrievalModule.embed": {"images": torch.zeros(2, 8)},
+    "RetrievalModule.embed_queries": {"inputs": torch.zeros(2, 8)},
     "load_from_checkpoint": {"checkpoint_path": "last.ckpt"},
 }
 
