@@ -99,9 +99,8 @@ class Glyphs(RetrievalDataModule):
             set.
         augment: whether the training images are slightly rotated, sheared, scaled and shifted.
         channels: number of channels: 1, or 3 equal channels for networks that expect colour images.
-        fonts: names of matplotlib's fonts, such as `["DejaVuSans", "DejaVuSans-Bold"]`: only images in these fonts are
-            used. None means all fonts. Fonts with the same drawing of a character share an image, which belongs to the
-            first of them.
+        fonts: names of matplotlib's fonts whose images are used, such as DejaVuSans; None means all fonts. Fonts with
+            the same drawing of a character share an image, which belongs to the first of them.
         cache_dir: folder in which the drawn images are cached; if None, the user's cache folder.
 
     Raises:

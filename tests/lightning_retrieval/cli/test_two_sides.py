@@ -337,7 +337,7 @@ trainer:
     - class_path: pytorch_lightning.callbacks.ModelCheckpoint
       init_args: {{dirpath: {out}, filename: best, monitor: val/mAP, mode: max, enable_version_counter: false}}
 model:
-  class_path: RetrievalModule
+  class_path: lightning_retrieval.RetrievalModule
   init_args:
     embedder:
       class_path: lightning_retrieval.models.FrozenEmbedder
@@ -345,7 +345,7 @@ model:
     query_embedder:
       class_path: lightning_retrieval.models.TextEmbedder
       init_args: {{backbone: ngram_net, embedding_dim: 16, backbone_args: {{buckets: 500, dim: 8}}}}
-    loss: SmoothAPLoss
+    loss: lightning_retrieval.SmoothAPLoss
     directions: both
 data:
   class_path: Pairs
