@@ -4,6 +4,7 @@
     python benchmarks/metrics.py --memory
     python benchmarks/metrics.py --processes
     python benchmarks/metrics.py --rules
+    python benchmarks/metrics.py --classes
 
 The product is what any evaluation has to do: all queries against all images, block by block into one buffer that is
 there before. The evaluation is `RetrievalMetrics`, from the first update to the last number, with all its metrics. The
@@ -24,6 +25,8 @@ which other work on the machine hardly changes. "mAP" is printed in full, becaus
 
 With `--rules` one set is evaluated by labels and by shared tags. A label has 500 images. An image has three tags of 500
 images each, the first of which is its label. The times are CPU times of one thread, in turn.
+
+With `--classes` a set is evaluated of which half of the images are one class. The times are CPU times of one thread.
 """
 
 import os
@@ -311,6 +314,21 @@ def rule_rows(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def large_class_row(quick: bool) -> dict[str, Any]:
+    """The evaluation of a set with a large class, and the product alone."""
+    torch.set_num_threads(1)
+    name = "half in one class"
+    case = PROCESS_CASES[name]
+    if quick:
+        case = replace(case, images=2 * QUICK, queries=2 * QUICK)
+    embeddings, labels, _, _ = (torch.cat(parts) for parts in zip(*batches_of(case, 0, 1)))
+    embeddings = normalize(embeddings)
+    functions = {"evaluation": evaluation(embeddings, labels), "product alone": product(embeddings)}
+    times = interleaved(functions, 1 if quick else 5, "cpu", clock=time.process_time)
+    ratio = times["evaluation"].median / times["product alone"].median
+    return {"set": name, "images": case.images, "D": case.dim, **times, "ratio": ratio}
+
+
 def main() -> None:
     description = "RetrievalMetrics against peers and against the score matrix product alone."
     options = arguments(
@@ -318,6 +336,7 @@ def main() -> None:
         memory="only the memory of an evaluation of one million images",
         processes="only the evaluations by 1 and 2 processes",
         rules="only the evaluations by labels and by rules of relevance",
+        classes="only the evaluation of a set with a large class",
     )
     device, quick = options.device, options.quick
     if options.memory:
@@ -335,6 +354,9 @@ def main() -> None:
         return
     if options.rules:
         report("RetrievalMetrics by rules of relevance", environment("cpu"), rule_rows(quick), options.json)
+        return
+    if options.classes:
+        report("RetrievalMetrics of a large class", environment("cpu"), [large_class_row(quick)], options.json)
         return
     rows = []
     for name in (*SETS, GLYPHS):

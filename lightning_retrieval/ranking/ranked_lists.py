@@ -26,7 +26,13 @@ from torch.nn.functional import pad
 
 from lightning_retrieval.distributed import size_for
 from lightning_retrieval.ranking.labels import Extent, PositiveLists
-from lightning_retrieval.ranking.ranks import PositiveRanks, count_at_least, ieee_products
+from lightning_retrieval.ranking.ranks import (
+    PositiveRanks,
+    ascending,
+    count_at_least,
+    first_of_equal,
+    ieee_products,
+)
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
 _COLUMN_MULTIPLE = 384
@@ -271,7 +277,7 @@ class RankedBlock:
 
     def ranks(self) -> PositiveRanks:
         """The ranks, after all gallery blocks have been counted."""
-        first_tied = torch.searchsorted(self._positives, self._positives)
+        first_tied = first_of_equal(self._positives)
         ranks = PositiveRanks(self._index, self._rank.long(), first_tied, self._level.long(), self._levels)
         return ranks.to(float64_device(self._index.device))
 
@@ -318,9 +324,15 @@ def _blocks_of_group(
 def _worst_first(
     positives: Float[Tensor, "query pos"], level: Int[Tensor, "query pos"], levels: int
 ) -> tuple[Float[Tensor, "query pos"], Int[Tensor, "query pos"]]:
-    """Sort the scores of the positives (inf at padding) in ascending order, together with their levels."""
-    if levels > 1:  # among tied positives, the one that shares the most levels comes first
-        level, order = level.sort(dim=1, descending=True, stable=True)
-        positives = positives.gather(1, order)
+    """Sort the scores of the positives (inf at padding) in ascending order, together with their levels.
+
+    `positives` may be sorted in place.
+    """
+    if levels == 1:  # only the positives are below inf, so no order is needed
+        positives = ascending(positives)
+        return positives, (positives < torch.inf).to(level)
+    # Among tied positives, the one that shares the most levels comes first.
+    level, order = level.sort(dim=1, descending=True, stable=True)
+    positives = positives.gather(1, order)
     positives, order = positives.sort(dim=1, stable=True)
     return positives, level.gather(1, order)

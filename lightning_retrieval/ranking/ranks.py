@@ -37,12 +37,27 @@ def count_at_least(
         reaches_worst = scores >= positives[:, :1]
         if _number_of_true(reaches_worst) <= _MAX_COUNTED_FRACTION * scores.numel():
             return _count_reaching(scores, positives, reaches_worst)
-    return scores.shape[1] - torch.searchsorted(_sorted(scores), positives)
+    return scores.shape[1] - torch.searchsorted(ascending(scores), positives)
 
 
 def sum_from_here(values: Shaped[Tensor, "query pos"]) -> Shaped[Tensor, "query pos"]:
     """For each column, the sum of the row from this column to the last."""
     return values.flip(1).cumsum(1).flip(1)
+
+
+def ascending(scores: Float[Tensor, "query gallery"]) -> Float[Tensor, "query gallery"]:
+    """The rows in ascending order. On a CPU, NumPy sorts them in place, in a tenth of torch's time."""
+    if scores.device.type != "cpu":
+        return scores.sort(1).values
+    scores.numpy().sort(axis=1)
+    return scores
+
+
+def first_of_equal(ordered: Float[Tensor, "query pos"]) -> Int[Tensor, "query pos"]:
+    """For each element of rows in ascending order, the first column of its row that has an equal element."""
+    column = torch.arange(ordered.shape[1], device=ordered.device).repeat(len(ordered), 1)
+    column[:, 1:] *= ordered[:, 1:] != ordered[:, :-1]
+    return column.cummax(1).values
 
 
 def _number_of_true(mask: Bool[Tensor, "query gallery"]) -> int:
@@ -81,14 +96,6 @@ def _count_reaching(
     reached = torch.searchsorted(bounds, keys, right=True) - row * width  # number of positives that are not higher
     counts = torch.bincount(reached + row * (width + 1), minlength=rows * (width + 1)).view(rows, width + 1)
     return sum_from_here(counts[:, 1:])
-
-
-def _sorted(scores: Float[Tensor, "query gallery"]) -> Float[Tensor, "query gallery"]:
-    """The rows in ascending order. On a CPU, NumPy sorts them in place, in a tenth of torch's time."""
-    if scores.device.type != "cpu":
-        return scores.sort(1).values
-    scores.numpy().sort(axis=1)
-    return scores
 
 
 def _sortable_integers(values: Float[Tensor, "..."]) -> Int[Tensor, "..."]:

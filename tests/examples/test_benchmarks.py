@@ -63,6 +63,7 @@ def test_a_benchmark_prints_and_writes_its_table(name, results_of):
     ("name", "flag", "ratio", "others", "rows"),
     [
         ("losses", "--products", "over its products", {"loss", "batch", "threads"}, {"SmoothAPLoss", "HAPLoss"}),
+        ("losses", "--shares", "counting %", {"batch", "processes", "time", "counting"}, set()),
         ("large_batch", "--kept", "over the prediction", {"chunks", "keep_graphs", "over keeping all"}, {1}),
     ],
 )
@@ -77,6 +78,11 @@ def test_the_share_of_counting_is_measured_for_each_number_of_processes(results_
     rows, _ = results_of("losses", "--processes")
     assert [row["processes"] for row in rows] == [1, 8, 64, 512]
     assert all(row["lowest"] <= row["share of counting"] <= row["highest"] for row in rows)
+
+
+def test_an_evaluation_with_a_large_class_is_compared_with_its_product(results_of):
+    ((row,), _) = results_of("metrics", "--classes")
+    assert row["ratio"] == row["evaluation"]["median"] / row["product alone"]["median"]
 
 
 @OF_LINUX
