@@ -156,7 +156,7 @@ def test_a_damaged_tokenizer_is_one_sentence(state, tmp_path):
     ],
 )
 def test_invalid_arguments_are_one_sentence(arguments, message, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=f"^TextEmbedder: {message}"):
         TextEmbedder(**arguments)
 
