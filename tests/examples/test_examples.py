@@ -491,6 +491,7 @@ def test_the_sigmoid_loss_is_that_of_its_paper():
 
 
 def test_an_upgrade_is_compared_with_the_old_network(tmp_path, capsys, monkeypatch):
+    """upgrade.py with two fonts and short runs: the table, and that finished seeds are not repeated."""
     with imported(EXAMPLES, "upgrade") as script:
         monkeypatch.setattr(script, "QUERY_FONTS", ("cmr10",))
         monkeypatch.setattr(script, "INDEX_FONTS", ("cmtt10",))
