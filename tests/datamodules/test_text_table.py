@@ -44,7 +44,7 @@ def test_a_table_is_read_into_splits(tmp_path):
     batch = train.collate([train[0], train[1]])
     assert torch.equal(batch["images"], tokenizer(["a red shoe", "trainers"]))
     assert batch["ids"].tolist() == [0, 1]
-    assert data.val_set is test
+    assert data.val_set.texts is test.texts
 
 
 def test_without_splits_classes_are_split(tmp_path):
@@ -97,10 +97,3 @@ def test_a_network_without_a_tokenizer_is_one_sentence(tmp_path):
         ValueError, match=r"^TextTable: the network of the candidates must have a `tokenizer`, got Linear"
     ):
         pl.Trainer(max_epochs=1, **QUIET).fit(module, data)
-
-
-def test_many_cut_texts_are_reported(tmp_path):
-    embedder = TextEmbedder("ngram_net", 8, max_length=20, backbone_args={"buckets": 500, "dim": 8})
-    data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
-    with pytest.warns(UserWarning, match=r"^TextTable: 2 of the first 4 training texts have more than 20 tokens"):
-        pl.Trainer(max_epochs=1, **QUIET).fit(RetrievalModule(embedder, SmoothAPLoss()), data)
