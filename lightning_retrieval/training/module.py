@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +21,6 @@ from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
-from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
@@ -39,6 +37,7 @@ from lightning_retrieval.training.sides import (
     Directions,
     EmbeddedSide,
     Side,
+    backward_of_sides,
     check_chunk_size,
     embedded_sides,
     frozen_side_of,
@@ -46,7 +45,6 @@ from lightning_retrieval.training.sides import (
     joined_rows,
     rows_of_side,
     side_of_module,
-    two_sided_backward,
 )
 from lightning_retrieval.training.step import (
     ChunkSizeSearch,
@@ -420,24 +418,7 @@ class RetrievalModule(ManualTraining):
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):
             sides = embedded_sides(self, [inputs for inputs, _, _ in unpacked], sharded, self._chunk_size_search)
-            if len(sides) == 1:
-                part = chunked_backward(
-                    self,
-                    sides[0].inputs,
-                    step.loss,
-                    **sides[0].settings,
-                    backward=self.manual_backward,
-                    last_backward=gradients.overlapped,
-                )
-            else:
-                part = two_sided_backward(
-                    sides[0],
-                    sides[1],
-                    step.loss,
-                    backward=self.manual_backward,
-                    end_of_candidates=self._end_of_candidates(sharded),
-                    last_backward=gradients.overlapped,
-                )
+            part = backward_of_sides(self, sides, step.loss, sharded, gradients.overlapped)
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)
@@ -481,12 +462,6 @@ class RetrievalModule(ManualTraining):
             candidates=candidates,
             directions=self.directions,
         )
-
-    def _end_of_candidates(self, sharded: ShardedParts) -> Callable[[], AbstractContextManager[None]]:
-        """Context of the last backward pass of candidates, which completes the gradients of a network of their own."""
-        if self.query_embedder is None:
-            return nullcontext
-        return sharded.summed
 
     def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""

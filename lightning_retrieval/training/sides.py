@@ -181,11 +181,6 @@ class EmbeddedSide(NamedTuple):
             return self.chunks
         return 3 * self.chunks - self.graphs
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments of `chunked_backward` that are numbers."""
-        return {"chunk_size": self.chunk_size, "keep_graphs": self.keep_graphs, "least_chunks": self.least_chunks}
-
     def back_propagate(
         self,
         loss: Callable[[Tensor], Tensor],
@@ -196,7 +191,14 @@ class EmbeddedSide(NamedTuple):
         """Do the same as `chunked_backward`, except for a frozen network."""
         if self.frozen is None:
             return chunked_backward(
-                self.embed, self.inputs, loss, **self.settings, backward=backward, last_backward=last_backward
+                self.embed,
+                self.inputs,
+                loss,
+                self.chunk_size,
+                keep_graphs=self.keep_graphs,
+                least_chunks=self.least_chunks,
+                backward=backward,
+                last_backward=last_backward,
             )
         with evaluation_mode(self.frozen):
             embeddings = embed_in_chunks(self.embed, self.inputs, self.chunk_size, least_chunks=self.least_chunks)
@@ -273,6 +275,39 @@ def _frozen_network(module: Any, side: Side) -> nn.Module | None:
         if parameter not in elsewhere:
             return None
     return network
+
+
+def backward_of_sides(
+    module: Any,
+    sides: Sequence[EmbeddedSide],
+    loss: Callable[..., Tensor],
+    sharded: ShardedParts,
+    last_backward: Callable[[], AbstractContextManager[None]],
+) -> Tensor:
+    """Embed the images of a batch, or its queries and candidates, and back-propagate the loss through them.
+
+    Args:
+        module: a `RetrievalModule`.
+        sides: what `embedded_sides` has returned.
+        loss: maps the embeddings of each side to a scalar.
+        sharded: the modules that are sharded over the processes.
+        last_backward: as for `chunked_backward`.
+
+    Returns:
+        The value of the loss, without a graph.
+    """
+    if len(sides) == 1:
+        return sides[0].back_propagate(loss, backward=module.manual_backward, last_backward=last_backward)
+    end_of_candidates: Callable[[], AbstractContextManager[None]] = nullcontext
+    if module.query_embedder is not None:  # then the candidates' gradients are complete before those of the queries
+        end_of_candidates = sharded.summed
+    return two_sided_backward(
+        *sides,
+        loss,
+        backward=module.manual_backward,
+        end_of_candidates=end_of_candidates,
+        last_backward=last_backward,
+    )
 
 
 def two_sided_backward(
