@@ -417,8 +417,9 @@ class RetrievalModule(ManualTraining):
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):
-            sides = embedded_sides(self, [inputs for inputs, _, _ in unpacked], sharded, self._chunk_size_search)
-            part = backward_of_sides(self, sides, step.loss, sharded, gradients.overlapped)
+            inputs = [of_side for of_side, _, _ in unpacked]
+            sides = embedded_sides(self, inputs, sharded, self._chunk_size_search, gradients.overlapped)
+            part = backward_of_sides(sides, step.loss, self.manual_backward)
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)
