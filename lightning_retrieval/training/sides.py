@@ -14,7 +14,7 @@ from lightning_retrieval.checks import check_auto, short_repr
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.training.chunked import chunked_backward, embed_in_chunks
 from lightning_retrieval.training.full_sharding import ShardedParts
-from lightning_retrieval.training.optimizers import trained_parameters
+from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
 
 Side = Literal["queries", "candidates"]
 Directions = Literal["queries", "both"]
@@ -270,18 +270,14 @@ def _frozen_network(module: Any, side: Side) -> nn.Module | None:
     """
     if module.query_embedder is None:
         return None
-    network: nn.Module = module.embedder
-    other = module.query_embedder
-    if side == "queries":
-        network, other = other, network
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            return None
+    networks: dict[Side, nn.Module] = {"candidates": module.embedder, "queries": module.query_embedder}
+    network = networks.pop(side)
+    if trainable_parameters(network):
+        return None
+    (other,) = networks.values()
     elsewhere = {*other.parameters(), *module.loss.parameters()}
-    for _, parameter in trained_parameters(module):
-        if parameter not in elsewhere:
-            return None
-    return network
+    trained = {parameter for _, parameter in trained_parameters(module)}
+    return network if trained <= elsewhere else None
 
 
 def backward_of_sides(
