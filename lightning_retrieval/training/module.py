@@ -482,30 +482,32 @@ class RetrievalModule(ManualTraining):
         rule = rule_of_evaluation(self.relevance)
         if is_two_sided(batch):
             return self._embed_sides(batch, rule)
-        output = self._embed_batch(batch, self.embed)
-        return _with_columns(output, batch, rule)
+        return self._embed_batch(batch, self.embed, rule)
 
     def _embed_sides(self, batch: Any, rule: Relevance | None) -> dict[str, Tensor]:
         """The output for a batch with two sides, or for one of them: the rows of queries, then of candidates."""
         outputs = []
-        for side in SIDES:
-            if side not in batch:
-                continue
-            embed: Callable[[Tensor], Tensor] = self.embed
-            if side == "queries":
-                embed = self.embed_queries
-            output = _with_columns(self._embed_batch(batch[side], embed), batch[side], rule)
-            outputs.append(rows_of_side(output, side))
+        if "queries" in batch:
+            queries = self._embed_batch(batch["queries"], self.embed_queries, rule)
+            outputs.append(rows_of_side(queries, "queries"))
+        if "candidates" in batch:
+            candidates = self._embed_batch(batch["candidates"], self.embed, rule)
+            outputs.append(rows_of_side(candidates, "candidates"))
         return joined_rows(outputs)
 
-    def _embed_batch(self, batch: Any, embed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Embeddings, labels and any ids, roles, instances and cameras of a batch."""
+    def _embed_batch(
+        self, batch: Any, embed: Callable[[Tensor], Tensor], rule: Relevance | None = None
+    ) -> dict[str, Tensor]:
+        """Embeddings, labels or the columns that a rule reads, and any ids, roles, instances and cameras of a batch."""
         images, labels, ids = self.unpack_batch(batch)
         output = {"embeddings": embed(images), "labels": labels}
         if isinstance(batch, dict):
             output |= {name: batch[name] for name in ("roles", "instances", "cameras") if name in batch}
         if ids is not None:
             output["ids"] = ids
+        if rule is not None:
+            output["labels"] = rule.columns(labels, batch)
+            output.pop("cameras", None)
         return output
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
@@ -537,11 +539,3 @@ def _normalized(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Tensor:
     if preparation is None:
         return inputs
     return preparation.normalize(inputs).to(dtype)
-
-
-def _with_columns(output: dict[str, Tensor], batch: Any, rule: Relevance | None) -> dict[str, Tensor]:
-    """The output of a batch with the columns that a rule reads as labels."""
-    if rule is not None:
-        output["labels"] = rule.columns(output["labels"], batch)
-        output.pop("cameras", None)
-    return output
