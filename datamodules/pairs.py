@@ -61,9 +61,7 @@ def shared_numbers(
         names = getattr(dataset, attribute, None)
         if names is None:
             continue
-        of_side = []
-        for name in names:
-            of_side.append(number_of_name.setdefault(name, len(number_of_name)))
+        of_side = [number_of_name.setdefault(name, len(number_of_name)) for name in names]
         numbers[side] = torch.tensor([*of_side, last[side]])
     if len(numbers) == 1:
         raise ValueError(
@@ -113,14 +111,14 @@ class MatchedSet:
 
     def _matched(self, item: dict[str, Any]) -> dict[str, Any]:
         """The item in the form of both sides. Items of skipped training images have no labels."""
-        matched, of_other = dict(item), self.entries_of_other
+        matched = dict(item)
         if "labels" in item:
             matched["labels"] = self._relabelled(torch.as_tensor(item["labels"]), ndim=0)
         if "tags" in item:
             matched["tags"] = self._retagged(item["tags"])
-        if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in of_other:
+        if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in self.entries_of_other:
             matched.pop("cameras", None)
-        if "instances" in of_other and "ids" in item:
+        if "instances" in self.entries_of_other and "ids" in item:
             matched.setdefault("instances", item["ids"])
         return matched
 
