@@ -27,6 +27,7 @@ from lightning_retrieval.ranking.rows import normalize as l2_normalize
 NGRAM_NET = "ngram_net"
 HUGGING_FACE = "hf/"
 NGRAM_SETTINGS = ("buckets", "min_n", "max_n")  # arguments of "ngram_net" that are those of the tokenizer
+PARTS = ("Embedder", "NgramNet", "NgramTokenizer", "JSONTokenizer")  # owners of errors in the user's arguments
 # Text models that were trained without a mask, on texts padded to the full length: they pool the last token.
 PADDED_MODELS = ("siglip_text_model", "siglip2_text_model")
 DEFAULT_LENGTH = 512  # maximum number of tokens of a model that does not name one
@@ -165,7 +166,8 @@ class TextEmbedder(nn.Module):
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
-        for part in (self, self.backbone):
+        parts: tuple[nn.Module, ...] = (self, self.backbone)
+        for part in parts:
             part.register_load_state_dict_post_hook(note_loaded_weights)
 
     @property
@@ -276,10 +278,9 @@ class TextEmbedder(nn.Module):
                     f"folder, got {name!r}."
                 )
         except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
-            message = str(error)
-            for owner in ("Embedder", "NgramNet", "NgramTokenizer", "JSONTokenizer"):
-                if message.startswith(f"{owner}:"):
-                    raise type(error)(f"TextEmbedder{message.removeprefix(owner)}") from None
+            owner, _, problem = str(error).partition(":")
+            if owner in PARTS:
+                raise type(error)(f"TextEmbedder:{problem}") from None
             raise
 
     def _build_ngram_net(self) -> None:
