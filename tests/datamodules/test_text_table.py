@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_retrieval import RetrievalEvaluation, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.datamodules import TextTable
+from lightning_retrieval.datamodules import Pairs, TextTable
 from lightning_retrieval.models import NgramTokenizer, TextEmbedder
 from tests.quiet_trainer import QUIET
 
@@ -72,6 +72,16 @@ def test_an_invalid_table_is_one_sentence(rows, header, message, tmp_path):
     path = write_texts(tmp_path, *rows, header=header or ("text", "label", "split", "tags"))
     with pytest.raises(ValueError, match=f"^TextTable: {message}"):
         TextTable(path, tokenizer=NgramTokenizer()).prepare_data()
+
+
+def test_a_class_in_training_on_one_side_and_in_evaluation_on_the_other_raises(tmp_path):
+    sides = []
+    for name, split in (("queries", "train"), ("candidates", "test")):
+        (tmp_path / name).mkdir()
+        table = write_texts(tmp_path / name, *ROWS, ("a chair", "chair", split, ""))
+        sides.append(TextTable(table, tokenizer=NgramTokenizer()))
+    with pytest.raises(ValueError, match=r"^Pairs: a class must be in training on both .* such as 'chair'; give both"):
+        Pairs(*sides, classes_per_batch=2).setup("fit")
 
 
 def test_a_missing_table_is_one_sentence(tmp_path):
