@@ -128,7 +128,7 @@ class TextTable(RetrievalDataModule):
         >>> _ = Path("captions.csv").write_text("\\n".join(rows))
         >>> data = TextTable("captions.csv", tokenizer=NgramTokenizer())
         >>> data.test_set.class_names[0], data.train_set[1]["images"].shape
-        ('sofa', torch.Size([24]))
+        ('sofa', torch.Size([21]))
 
     Relations:
         `Pairs(queries=TextTable(...), candidates=ImageTable(...))` trains search by text.

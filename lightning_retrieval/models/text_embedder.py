@@ -130,7 +130,7 @@ class TextEmbedder(nn.Module):
         >>> embedder = TextEmbedder("ngram_net", embedding_dim=64)
         >>> tokens = embedder.tokenizer(["red shoes", "a sofa", ""])
         >>> tuple(tokens.shape), tuple(embedder(tokens).shape)
-        ((3, 20), (3, 64))
+        ((3, 18), (3, 64))
 
     Relations:
         It is the `query_embedder` of a `RetrievalModule` whose queries are texts. `TextTable` reads the texts and uses
