@@ -100,6 +100,29 @@ def test_texts_follow_the_tokenizer_of_the_network_of_a_run(tmp_path):
     assert data.train_set[1]["images"].tolist() == embedder.tokenizer.tokens("trainers")
 
 
+class WordsOfUser(torch.nn.Module):
+    """A network of texts that is no TextEmbedder."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokenizer = NgramTokenizer(buckets=500)
+        self.vectors = torch.nn.EmbeddingBag(501, 8, padding_idx=0)
+
+    def forward(self, tokens):
+        return self.vectors(tokens + 1)
+
+
+def test_a_network_of_the_user_needs_only_a_tokenizer(tmp_path):
+    network = WordsOfUser()
+    before = network.vectors.weight.clone()
+    data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
+    pl.Trainer(max_epochs=1, callbacks=[RetrievalEvaluation(ks=(1,))], **QUIET).fit(
+        RetrievalModule(network, SmoothAPLoss()), data
+    )
+    assert torch.equal(data.train_set[1]["images"], network.tokenizer(["trainers"])[0])
+    assert not torch.equal(network.vectors.weight, before)
+
+
 def test_a_network_without_a_tokenizer_is_one_sentence(tmp_path):
     module = RetrievalModule(torch.nn.Linear(3, 2), SmoothAPLoss())
     data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
