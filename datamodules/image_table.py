@@ -137,6 +137,24 @@ def parse_splits(table: TableColumns) -> NDArray[Any] | None:
     return np.array(splits)
 
 
+def draw_splits(
+    owner: str, labels: NDArray[Any], distractors: NDArray[np.bool_], test_fraction: float, seed: int
+) -> NDArray[Any]:
+    """Split the classes between training and test; distractors belong to the test set.
+
+    Args:
+        owner: prefix of error messages.
+        labels: the label of each row.
+        distractors: whether each row is a distractor, whose label does not count.
+        test_fraction: fraction of the classes that form the test set.
+        seed: determines which classes form the test set.
+    """
+    classes = np.unique(labels[~distractors]).tolist()
+    test = split_by_class(owner, "test_fraction", classes, test_fraction, seed)
+    is_test = distractors | np.isin(labels, sorted(test))
+    return np.where(is_test, "test", "train")
+
+
 def parse_numbers(table: TableColumns, column: Literal["category", "camera"]) -> NDArray[np.int64] | None:
     """Return the number of each image's category or camera, None without the column. Splits share the numbering."""
     if column not in table.columns:
@@ -359,7 +377,7 @@ class ImageTable(ImageDataModule):
         labels = parse_labels(table, distractors)
         splits = parse_splits(table)
         if splits is None:
-            splits = self._split_classes(labels, distractors)
+            splits = draw_splits("ImageTable", labels, distractors, self.test_fraction, self.split_seed)
         else:
             in_training = np.flatnonzero(distractors & (splits == "train")).tolist()
             table.check(in_training, "`role` must be query, gallery or both in training", table.columns.get("role"))
@@ -372,13 +390,6 @@ class ImageTable(ImageDataModule):
         rows = ImageRows(images, labels, distractors, tags, tag_names, categories, boxes, roles, cameras, table)
         names = dict.fromkeys(["train", *sorted(set(splits.tolist()))])
         return {name: rows.index(name, splits == name) for name in names}
-
-    def _split_classes(self, labels: NDArray[Any], distractors: NDArray[np.bool_]) -> NDArray[Any]:
-        """Split the classes between training and test; distractors belong to the test set."""
-        classes = np.unique(labels[~distractors]).tolist()
-        test = split_by_class("ImageTable", "test_fraction", classes, self.test_fraction, self.split_seed)
-        is_test = distractors | np.isin(labels, sorted(test))
-        return np.where(is_test, "test", "train")
 
     def _table_path(self) -> Path:
         path = self.table

@@ -18,7 +18,12 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.base import RetrievalDataModule, all_arguments, check_no_unknown_arguments
+from lightning_retrieval.datamodules.base import (
+    RetrievalDataModule,
+    RetrievalSettings,
+    all_arguments,
+    check_no_unknown_arguments,
+)
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.datamodules.loader import collate_images
@@ -27,15 +32,7 @@ from lightning_retrieval.ranking.relevance import NO_TAG
 from lightning_retrieval.training.sides import SIDES, Side
 
 # Arguments of the data modules of the sides that have no effect, because `Pairs` makes batches and loaders.
-WITHOUT_EFFECT = (
-    "classes_per_batch",
-    "samples_per_class",
-    "eval_batch_size",
-    "num_workers",
-    "sampler",
-    "pin_memory",
-    "persistent_workers",
-)
+WITHOUT_EFFECT = RetrievalSettings.__annotations__.keys() - {"seed"}
 DISTRACTORS: dict[Side, int] = {"queries": -1, "candidates": -2}  # labels of rows without a class
 NO_TAGS: dict[Side, int] = dict.fromkeys(SIDES, NO_TAG)
 
@@ -64,9 +61,7 @@ def shared_numbers(
         names = getattr(dataset, attribute, None)
         if names is None:
             continue
-        of_side = []
-        for name in names:
-            of_side.append(number_of_name.setdefault(name, len(number_of_name)))
+        of_side = [number_of_name.setdefault(name, len(number_of_name)) for name in names]
         numbers[side] = torch.tensor([*of_side, last[side]])
     if len(numbers) == 1:
         raise ValueError(
@@ -116,14 +111,14 @@ class MatchedSet:
 
     def _matched(self, item: dict[str, Any]) -> dict[str, Any]:
         """The item in the form of both sides. Items of skipped training images have no labels."""
-        matched, of_other = dict(item), self.entries_of_other
+        matched = dict(item)
         if "labels" in item:
             matched["labels"] = self._relabelled(torch.as_tensor(item["labels"]), ndim=0)
         if "tags" in item:
             matched["tags"] = self._retagged(item["tags"])
-        if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in of_other:
+        if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in self.entries_of_other:
             matched.pop("cameras", None)
-        if "instances" in of_other and "ids" in item:
+        if "instances" in self.entries_of_other and "ids" in item:
             matched.setdefault("instances", item["ids"])
         return matched
 
@@ -251,12 +246,12 @@ def matched_sets(datasets: Mapping[Side, Any]) -> dict[Side, MatchedSet]:
     return matched
 
 
-def used_names(dataset: Any) -> set[str]:
-    """The names of the classes that have items in a data set; empty if classes have no names."""
-    names = getattr(dataset, "class_names", None)
+def used_names(part: Any) -> set[str]:
+    """The names of the classes that have items in a data set or in a split; empty if classes have no names."""
+    names = getattr(part, "class_names", None) or getattr(part, "names", None)
     if names is None:
         return set()
-    labels = torch.as_tensor(dataset.labels)
+    labels = torch.as_tensor(part.labels)
     return set(map(names.__getitem__, labels[labels >= 0].unique().tolist()))
 
 
@@ -450,10 +445,9 @@ def _check_side(side: Side, data: Any) -> RetrievalDataModule:
         raise TypeError(
             f"Pairs: `{side}` must be a data module of one side, such as ImageFolder, got {type(data).__name__}."
         )
-    arguments = all_arguments(type(data))
     ignored = []
-    for name in WITHOUT_EFFECT:
-        if name in arguments and getattr(data, name) != arguments[name].default:
+    for name, argument in all_arguments(type(data)).items():
+        if name in WITHOUT_EFFECT and getattr(data, name) != argument.default:
             ignored.append(f"`{name}`")
     if ignored:
         warnings.warn(
@@ -478,9 +472,7 @@ def _check_same_split(side: Side, data: RetrievalDataModule, other: Side, other_
     """Raise if a class that is in training on one side is only in evaluation on the other."""
     if getattr(data, "shared_classes", False) or getattr(other_data, "shared_classes", False):
         return
-    of_other: set[str] = set()
-    for index in getattr(other_data, "splits", {}).values():
-        of_other.update(index.names or ())
+    of_other = set[str]().union(*map(used_names, getattr(other_data, "splits", {}).values()))
     evaluated = of_other - used_names(other_data.train_set)
     wrong = sorted(used_names(data.train_set) & evaluated)
     if wrong:
@@ -499,23 +491,15 @@ def _paired(name: str, queries: Any, candidates: Any) -> PairSet | dict[str, Pai
         queries: a data set, or several by name.
         candidates: the same for the candidates.
     """
-    named = queries
-    if not isinstance(queries, Mapping):
-        named = candidates
-    if not isinstance(named, Mapping):
+    if not isinstance(queries, Mapping) and not isinstance(candidates, Mapping):
         return PairSet(queries, candidates)
-    if isinstance(candidates, Mapping) and candidates.keys() != named.keys():
+    if not isinstance(queries, Mapping):
+        queries = dict.fromkeys(candidates, queries)
+    if not isinstance(candidates, Mapping):
+        candidates = dict.fromkeys(queries, candidates)
+    if queries.keys() != candidates.keys():
         raise ValueError(
             f"Pairs: the evaluation sets of both sides must have the same names, got `{name}` with "
             f"{', '.join(queries)} of the queries and {', '.join(candidates)} of the candidates."
         )
-    pairs = {}
-    for name_of_set in named:
-        pairs[name_of_set] = PairSet(_set_named(queries, name_of_set), _set_named(candidates, name_of_set))
-    return pairs
-
-
-def _set_named(sets: Any, name: str) -> Any:
-    if isinstance(sets, Mapping):
-        return sets[name]
-    return sets
+    return {name_of_set: PairSet(queries[name_of_set], candidates[name_of_set]) for name_of_set in queries}

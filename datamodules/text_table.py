@@ -3,9 +3,8 @@
 The texts are tokenized as they are loaded, by the tokenizer of the network that embeds them.
 """
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,105 +22,45 @@ from lightning_retrieval.datamodules.image_index import (
     check_test_fraction,
     class_numbers,
     digest_of_arrays,
-    split_by_class,
 )
-from lightning_retrieval.datamodules.image_table import find_rows, is_empty, parse_labels, parse_splits, parse_tags
+from lightning_retrieval.datamodules.image_table import (
+    draw_splits,
+    find_rows,
+    is_empty,
+    parse_labels,
+    parse_splits,
+    parse_tags,
+)
 from lightning_retrieval.datamodules.table_file import TableColumns, find_file, read_table
-from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.training.sides import side_of_module
 
-COUNTED, MANY = 1000, 0.05  # number of texts, and the fraction of them, from which cut texts are reported
 
-
-@dataclass
-class TextRows:
-    """The texts of one split.
-
-    Args:
-        texts: the texts.
-        labels: the class of each text, 0, 1, ...
-        names: names of the classes; None without the column `label`.
-        tags: numbers of the tags of each text, padded with -1, or None.
-        tag_names: names of the tags, or None.
-    """
-
-    texts: PackedStrings
-    labels: NDArray[np.int64]
-    names: Sequence[str] | None
-    tags: NDArray[np.int64] | None = None
-    tag_names: Sequence[str] | None = None
-
-    @property
-    def digest(self) -> str:
-        """A hash of the texts, labels and tags."""
-        arrays: dict[str, NDArray[Any]] = {"texts": self.texts.data, "ends": self.texts.ends, "labels": self.labels}
-        if self.tags is not None:
-            arrays["tags"] = self.tags
-        return digest_of_arrays(arrays)
-
-
-class CurrentTokenizer:
-    """The tokenizer of a `TextTable`, shared by its data sets; the model of a run may replace it."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.current = tokenizer
-
-    def __call__(self, texts: Sequence[str]) -> Tensor:
-        """The tokens of each text, padded with -1."""
-        if self.current is None:
-            raise ValueError(
-                "TextTable: `tokenizer` must be given outside of a run whose model embeds texts, got None; give the "
-                "`tokenizer` of a TextEmbedder."
-            )
-        tokens: Tensor = self.current(texts)
-        return tokens
-
-
+@dataclass(frozen=True)
 class TextSet(Dataset[dict[str, Any]]):
     """A map-style dataset of dicts with the tokens of a text as `images`, and with `labels`, `ids` and any `tags`.
 
     Args:
-        rows: the texts and their labels.
-        tokenizer: a function from a list of texts to tokens (rows, tokens), padded with -1.
+        texts: the texts.
+        labels: the class of each text, 0, 1, ...
+        class_names: the names of the classes, or None.
+        tags: numbers of the tags of each text, padded with -1, or None.
+        tag_names: the names of the tags, or None.
+        tokenizer: a function from a list of texts to tokens (rows, tokens), padded with -1; None if items are not read.
     """
 
-    def __init__(self, rows: TextRows, tokenizer: Any) -> None:
-        self.rows = rows
-        self.tokenizer = tokenizer
-
-    @property
-    def labels(self) -> Int[Tensor, " item"]:
-        """The class of each text."""
-        return torch.from_numpy(self.rows.labels)
-
-    @property
-    def tags(self) -> Int[Tensor, "item tag"] | None:
-        """The tags of each text, or None."""
-        if self.rows.tags is None:
-            return None
-        return torch.from_numpy(self.rows.tags)
-
-    @property
-    def texts(self) -> Sequence[str]:
-        """The texts, in the order of the items."""
-        return self.rows.texts
-
-    @property
-    def class_names(self) -> Sequence[str] | None:
-        """The names of the classes 0, 1, ..., or None."""
-        return self.rows.names
-
-    @property
-    def tag_names(self) -> Sequence[str] | None:
-        """The names of the tags 0, 1, ..., or None."""
-        return self.rows.tag_names
+    texts: PackedStrings
+    labels: Int[Tensor, " item"]
+    class_names: Sequence[str] | None = None
+    tags: Int[Tensor, "item tag"] | None = None
+    tag_names: Sequence[str] | None = None
+    tokenizer: Any = None
 
     @property
     def entries(self) -> tuple[str, ...]:
         """The names of the optional entries that items have."""
-        if self.rows.tags is None:
+        if self.tags is None:
             return ()
         return ("tags",)
 
@@ -134,15 +73,19 @@ class TextSet(Dataset[dict[str, Any]]):
         return batch
 
     def __len__(self) -> int:
-        return len(self.rows.labels)
+        return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "TextTable: `tokenizer` must be given outside of a run whose model embeds texts, got None; give the "
+                "`tokenizer` of a TextEmbedder."
+            )
         position = range(len(self))[index]
-        label = torch.tensor(int(self.rows.labels[position]))
-        tokens = self.tokenizer([self.rows.texts[position]])[0]
-        item = {"images": tokens, "labels": label, "ids": torch.tensor(position)}
-        if self.rows.tags is not None:
-            item["tags"] = torch.from_numpy(self.rows.tags)[position]
+        tokens = self.tokenizer([self.texts[position]])[0]
+        item = {"images": tokens, "labels": self.labels[position], "ids": torch.tensor(position)}
+        if self.tags is not None:
+            item["tags"] = self.tags[position]
         return item
 
 
@@ -185,7 +128,7 @@ class TextTable(RetrievalDataModule):
         >>> _ = Path("captions.csv").write_text("\\n".join(rows))
         >>> data = TextTable("captions.csv", tokenizer=NgramTokenizer())
         >>> data.test_set.class_names[0], data.train_set[1]["images"].shape
-        ('sofa', torch.Size([24]))
+        ('sofa', torch.Size([21]))
 
     Relations:
         `Pairs(queries=TextTable(...), candidates=ImageTable(...))` trains search by text.
@@ -203,21 +146,15 @@ class TextTable(RetrievalDataModule):
         super().__init__(**settings)
         self.table = check_path("TextTable", "table", table)
         self.tokenizer = check_callable("TextTable", "tokenizer", tokenizer, may_be_none=True)
-        self._current_tokenizer = CurrentTokenizer(tokenizer)
         self.test_fraction = check_test_fraction("TextTable", test_fraction)
         self.split_seed = check_integer("TextTable", "split_seed", split_seed, least=0, most=None)
-        self._has_reported = False
 
     def prepare_data(self) -> None:
         """Read the table, so that errors in it are found before anything else happens."""
         self.splits  # noqa: B018
 
-    def setup(self, stage: str) -> None:
-        """Choose the tokenizer of the run."""
-        self._follow_module()
-
     @cached_property
-    def splits(self) -> dict[str, TextRows]:
+    def splits(self) -> dict[str, TextSet]:
         """The texts of each split."""
         if self.table.is_dir():
             raise ValueError(f"TextTable: `table` must be a CSV or Parquet file, got the folder {self.table}.")
@@ -233,57 +170,53 @@ class TextTable(RetrievalDataModule):
             labels = np.arange(len(texts))
         splits = parse_splits(table)
         if splits is None:
-            splits = self._split_classes(labels)
+            splits = draw_splits("TextTable", labels, no_distractors, self.test_fraction, self.split_seed)
         _check_no_shared_classes(table, labels, splits)
         tags, tag_names = parse_tags(table, no_distractors)
         found = {}
         for name in dict.fromkeys(["train", *sorted(set(splits.tolist()))]):
             chosen = np.flatnonzero(splits == name)
             numbers, names = class_numbers(labels[chosen])
-            rows = TextRows(PackedStrings([texts[row] for row in chosen.tolist()]), numbers, None)
+            columns: dict[str, Any] = {"tokenizer": self.tokenizer}
             if "label" in table.columns:
-                rows.names = names
+                columns["class_names"] = names
             if tags is not None:
-                rows.tags, rows.tag_names = tags[chosen], tag_names
-            found[name] = rows
+                columns |= {"tags": torch.from_numpy(tags[chosen]), "tag_names": tag_names}
+            of_split = PackedStrings([texts[row] for row in chosen.tolist()])
+            found[name] = TextSet(of_split, torch.from_numpy(numbers), **columns)
         return found
 
-    @cached_property
+    @property
     def train_set(self) -> TextSet:
         """The training texts."""
-        return self._text_set("train")
+        return self._set_of_loader(self.splits["train"])
 
-    @cached_property
+    @property
     def val_set(self) -> TextSet | dict[str, TextSet]:
         """The split `"val"` if there is one, else the test set."""
         if "val" in self.splits:
-            return self._text_set("val")
+            return self._set_of_loader(self.splits["val"])
         return self.test_set
 
-    @cached_property
+    @property
     def test_set(self) -> TextSet | dict[str, TextSet]:
         """The split `"test"`, or a dict of all evaluation splits by name; the split `"val"` if there is no other."""
         names = [name for name in self.splits if name not in ("train", "val")]
-        if len(names) > 1:
-            return {name: self._text_set(name) for name in names}
-        return self._text_set(names[0] if names else "val")
-
-    def _text_set(self, name: str) -> TextSet:
-        return TextSet(self.splits[name], self._current_tokenizer)
-
-    def _split_classes(self, labels: NDArray[Any]) -> NDArray[Any]:
-        """Split the classes between training and test."""
-        classes = np.unique(labels).tolist()
-        test = split_by_class("TextTable", "test_fraction", classes, self.test_fraction, self.split_seed)
-        return np.where(np.isin(labels, sorted(test)), "test", "train")
+        if not names:
+            return self.val_set
+        if len(names) == 1:
+            return self._set_of_loader(self.splits[names[0]])
+        return {name: self._set_of_loader(self.splits[name]) for name in names}
 
     def _training_images(self) -> dict[str, Any]:
-        return {"count": len(self.train_set), "digest": self.train_set.rows.digest}
+        texts = self.train_set.texts
+        digest = digest_of_arrays({"texts": texts.data, "ends": texts.ends})
+        return {**super()._training_images(), "texts": digest}
 
-    def _follow_module(self) -> None:
-        """Take the tokenizer of the network that embeds this side of the run, unless one was given."""
+    def _set_of_loader(self, dataset: TextSet) -> TextSet:
+        """In a run, give the set the tokenizer of the network that embeds it, unless one was given."""
         if self.trainer is None or self.tokenizer is not None:
-            return
+            return dataset
         module = side_of_module(self.trainer.lightning_module, self.side)
         network = getattr(module, "embedder", None)
         tokenizer = getattr(network, "tokenizer", None)
@@ -292,23 +225,7 @@ class TextTable(RetrievalDataModule):
                 f"TextTable: the network of the {self.side} must have a `tokenizer`, got "
                 f"{type(network).__name__}; take a TextEmbedder, or give TextTable a `tokenizer`."
             )
-        self._current_tokenizer.current = tokenizer
-        self._report_cut_texts()
-
-    def _report_cut_texts(self) -> None:
-        """Warn once if the tokenizer cuts many of the first texts."""
-        tokenizer = self._current_tokenizer.current
-        if self._has_reported or rank() > 0 or not hasattr(tokenizer, "is_cut"):
-            return
-        self._has_reported = True
-        texts = list(self.splits["train"].texts[:COUNTED])
-        cut = sum(map(tokenizer.is_cut, texts))
-        if cut >= MANY * len(texts):
-            warnings.warn(
-                f"TextTable: {cut} of the first {len(texts)} training texts have more than {tokenizer.max_length} "
-                "tokens and are cut; shorten them, or raise `max_length` of the tokenizer.",
-                stacklevel=2,
-            )
+        return replace(dataset, tokenizer=tokenizer)
 
 
 def _check_no_shared_classes(table: TableColumns, labels: NDArray[Any], splits: NDArray[Any]) -> None:

@@ -178,7 +178,6 @@ TABLE = {
     "TextEmbedder": Entry(
         {"backbone": "ngram_net", "embedding_dim": 4, "max_length": 7, "backbone_args": {"buckets": 50, "dim": 3}},
         shown=("embedding_dim", "max_length"),  # and backbone_name='ngram_net'
-        not_attributes={"feature_dim": "only given for a backbone that is a module"},
     ),
     "NgramTokenizer": Entry({"buckets": 100, "min_n": 2, "max_n": 4, "max_length": 30}),
     "GeM": Entry({"p": 2.5, "eps": 1e-3, "learnable": False}),

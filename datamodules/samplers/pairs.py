@@ -16,7 +16,7 @@ from lightning_retrieval.datamodules.samplers.base import (
     integer_array,
     slice_positions,
 )
-from lightning_retrieval.datamodules.samplers.pk import shuffled_queue_table
+from lightning_retrieval.datamodules.samplers.pk import shuffled_class_batches, shuffled_queue_table
 from lightning_retrieval.training.sides import Side
 
 
@@ -117,18 +117,12 @@ class PairSampler(GlobalBatchSampler):
 
     def draw(self, generator: np.random.Generator) -> Iterator[Integers]:
         P, classes = self.classes_per_batch, len(self.class_sizes)
-        groups = len(self) * P
-        rounds = math.ceil(groups / classes)
-        class_queue = shuffled_queue_table(
-            generator, np.arange(classes), np.array([classes]), group_size=P, length=groups
-        )[0]
+        rounds = math.ceil(len(self) * P / classes)
+        class_batches = shuffled_class_batches(generator, classes, P=P, batches=len(self))
         queries = self._queries.draw(generator, rounds, self.queries_per_class)
         candidates = self._candidates.draw(generator, rounds, self.samples_per_class)
-        for begin in range(0, groups, P):
-            # Each class occurs once in each round of the class queue. In round r it contributes its r-th rows.
-            batch_classes = class_queue[begin : begin + P]
-            batch_rounds = np.arange(begin, begin + P) // classes
-            drawn = batch_classes, batch_rounds
+        for batch_classes, batch_rounds in class_batches:
+            drawn = batch_classes, batch_rounds  # in round r, a class contributes its r-th rows
             yield np.concatenate([queries[drawn].reshape(-1), candidates[drawn].reshape(-1)])
 
 

@@ -113,6 +113,23 @@ def _sort_within_sets(set_of_item: Integers, last: NDArray[np.bool_], random: In
     return np.argsort(((2 * set_of_item + last) << 32) | random, kind="stable")
 
 
+def shuffled_class_batches(generator: np.random.Generator, classes: int, *, P: int, batches: int) -> list[Integers]:
+    """Draw the classes of each batch from a shuffled queue of the classes 0, 1, ...
+
+    Args:
+        generator: the only source of randomness.
+        classes: number of classes.
+        P: number of classes in a batch.
+        batches: number of batches.
+
+    Returns:
+        For each batch an array (2, P): its classes, and for each of them the number of rounds of the queue before.
+    """
+    queue = shuffled_queue_table(generator, np.arange(classes), np.array([classes]), group_size=P, length=batches * P)
+    rounds = np.arange(batches * P) // classes  # each class occurs once in each round
+    return np.split(np.stack([queue[0], rounds]), batches, axis=1)
+
+
 class PKSampler(GlobalBatchSampler):
     """Batches of P classes with K images each.
 
@@ -172,14 +189,9 @@ class PKSampler(GlobalBatchSampler):
 
     def draw(self, generator: np.random.Generator) -> Iterator[Integers]:
         P, K, classes = self.classes_per_batch, self.samples_per_class, len(self.class_sizes)
-        groups = len(self) * P
-        rounds = math.ceil(groups / classes)
-        all_classes = np.arange(classes, dtype=self.images.dtype)
-        class_queue = shuffled_queue_table(generator, all_classes, np.array([classes]), group_size=P, length=groups)[0]
+        rounds = math.ceil(len(self) * P / classes)
+        class_batches = shuffled_class_batches(generator, classes, P=P, batches=len(self))
         image_queues = shuffled_queue_table(generator, self.images, self.class_sizes, group_size=K, length=rounds * K)
         image_groups = image_queues.reshape(classes, rounds, K)
-        for begin in range(0, groups, P):
-            # Each class occurs once in each round of the class queue. In round r it contributes its r-th K images.
-            batch_classes = class_queue[begin : begin + P]
-            batch_rounds = np.arange(begin, begin + P) // classes
-            yield image_groups[batch_classes, batch_rounds].reshape(P * K)
+        for batch_classes, batch_rounds in class_batches:
+            yield image_groups[batch_classes, batch_rounds].reshape(P * K)  # in round r, the r-th K images

@@ -100,25 +100,6 @@ class ListedTexts:
     paths: Sequence[str]
     labels: Sequence[str | None]
 
-    @classmethod
-    def of_table(cls, owner: str, table: Path) -> "ListedTexts":
-        """Read a table.
-
-        Raises:
-            FileNotFoundError: if it does not exist.
-            ValueError: if it cannot be read, has no column `text`, or a text is empty.
-        """
-        if not table.is_file():
-            raise FileNotFoundError(
-                f"{owner}: `images` must be a table with the column text for queries that are texts, got {table}, "
-                "which is not a file."
-            )
-        read = read_table(table, required=("text",), owner=owner)
-        texts = read.columns["text"]
-        read.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
-        labels = [label or None for label in read.columns.get("label", [""] * len(texts))]
-        return cls(table, texts, labels)
-
     @property
     def root(self) -> Path:
         """The folder of the table."""
@@ -134,12 +115,26 @@ class ListedTexts:
 
 
 def _list_queries(embedder: ImageEmbedder, images: Path, root: Path | None) -> ListedImages | ListedTexts:
-    """List images, or texts if the network of queries embeds texts."""
+    """List images, or the texts of a table if the network of queries embeds texts.
+
+    Raises:
+        FileNotFoundError: if there are no images, or the table does not exist.
+        ValueError: if the images or the table cannot be read, the table has no column `text`, or a text is empty.
+    """
     if not embedder.takes_texts:
         return list_images(OWNER, images, root)
     if root is not None:
         raise ValueError(f"{OWNER}: `root` must be given for images only, got {root} for queries that are texts.")
-    return ListedTexts.of_table(OWNER, images)
+    if not images.is_file():
+        raise FileNotFoundError(
+            f"{OWNER}: `images` must be a table with the column text for queries that are texts, got {images}, which "
+            "is not a file."
+        )
+    table = read_table(images, required=("text",), owner=OWNER)
+    texts = table.columns["text"]
+    table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
+    labels = [label or None for label in table.columns.get("label", [""] * len(texts))]
+    return ListedTexts(images, texts, labels)
 
 
 def _digest(listed: ListedImages | ListedTexts, side: Side) -> str:

@@ -179,13 +179,13 @@ class ImageSearcher:
         """The results of the readable queries and of the texts, and the unreadable queries; see `search_images`."""
         k = _check_k(k, len(self.index))
         wanted: dict[str, Any] = {"where": where, "group_by": group_by}
-        results: list[QueryResult] = []
+        of_images: list[QueryResult] = []
+        of_texts: list[QueryResult] = []
         unreadable: list[UnreadableImage] = []
-        rows_of_texts = None
         if not all(text.strip() for text in texts):
             raise ValueError(f"{OWNER}: `text` must have a character that is not white space, got {list(texts)}.")
-        if texts:
-            rows_of_texts = self._embedder.embed_texts(texts)  # raises before any image is embedded
+        if texts:  # first, so that errors are raised before any image is embedded
+            of_texts = self._results(texts, self._embedder.embed_texts(texts), k, is_text=True, **wanted)
         if queries:
             embedded = self._embedder.embed_all(_listed(queries))
             unreadable = embedded.unreadable
@@ -194,10 +194,8 @@ class ImageSearcher:
                     f"{OWNER}: none of the {len(queries)} queries can be read, the first: {unreadable[0]}."
                 )
             readable = [queries[position] for position in embedded.positions.tolist()]
-            results += self._results(readable, embedded.embeddings[:], k, **wanted)
-        if rows_of_texts is not None:
-            results += self._results(texts, rows_of_texts, k, is_text=True, **wanted)
-        return results, unreadable
+            of_images = self._results(readable, embedded.embeddings[:], k, **wanted)
+        return [*of_images, *of_texts], unreadable
 
     def _results(
         self, queries: Sequence[str], rows: Float[Tensor, "query dim"], k: int, *, is_text: bool = False, **wanted: Any

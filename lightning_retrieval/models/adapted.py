@@ -13,6 +13,7 @@ from lightning_retrieval.files import find_damage
 from lightning_retrieval.models.embedder import MOST_DIM
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
 from lightning_retrieval.plain_data import describe, rebuild
+from lightning_retrieval.preparation.of_model import wanted_settings
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.ranking.rows import normalize
 
@@ -171,7 +172,7 @@ class FrozenEmbedder(nn.Module):
             embedder = embedder.embedder
         self.embedder: nn.Module = embedder.requires_grad_(False).eval()  # type: ignore[union-attr]
         if preparation is not None:
-            self.preparation = _checked_preparation(preparation)
+            self.preparation = Preparation(**wanted_settings("FrozenEmbedder", preparation))
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed a batch.
@@ -197,19 +198,6 @@ class FrozenEmbedder(nn.Module):
         if self.preparation is not None:
             preparation = self.preparation.as_dict()
         return {"embedder": described, "preparation": preparation}
-
-
-def _checked_preparation(preparation: Any) -> Preparation:
-    """A preparation, or the one with these settings."""
-    if isinstance(preparation, Preparation):
-        return preparation
-    rule = "FrozenEmbedder: `preparation` must be a Preparation or a dict of its settings"
-    if not isinstance(preparation, Mapping):
-        raise TypeError(f"{rule}, got {short_repr(preparation)} ({type(preparation).__name__}).")
-    try:
-        return Preparation(**preparation)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{rule}, got {short_repr(preparation)} ({first_line(error)}).") from None
 
 
 def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dict[str, Any] | None]:

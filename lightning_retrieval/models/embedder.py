@@ -142,7 +142,7 @@ class Embedder(PretrainedModule):
         self.gradient_checkpointing = check_bool("Embedder", "gradient_checkpointing", gradient_checkpointing)
         if feature_dim is not None:
             check_integer("Embedder", "feature_dim", feature_dim, 1, MOST_DIM)
-        wanted = wanted_settings(preparation, image_size)
+        wanted = wanted_settings("Embedder", preparation, image_size)
         if backbone_args is None:
             backbone_args = {}
         self._set_backbone(backbone, pooling, wanted, backbone_args)

@@ -4,14 +4,13 @@ The input of the network is a tensor of tokens (rows, tokens), padded with -1, s
 chunks, sent to devices and gathered like batches of images. The tokenizer is part of the checkpoint.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_callable, check_integer, check_mapping, short_repr
+from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_string, short_repr
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import MOST_DIM, has_loaded_weights, note_loaded_weights
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, source_of
@@ -28,6 +27,7 @@ from lightning_retrieval.ranking.rows import normalize as l2_normalize
 NGRAM_NET = "ngram_net"
 HUGGING_FACE = "hf/"
 NGRAM_SETTINGS = ("buckets", "min_n", "max_n")  # arguments of "ngram_net" that are those of the tokenizer
+PARTS = ("Embedder", "NgramNet", "NgramTokenizer", "JSONTokenizer")  # owners of errors in the user's arguments
 # Text models that were trained without a mask, on texts padded to the full length: they pool the last token.
 PADDED_MODELS = ("siglip_text_model", "siglip2_text_model")
 DEFAULT_LENGTH = 512  # maximum number of tokens of a model that does not name one
@@ -107,10 +107,9 @@ class TextEmbedder(nn.Module):
     """Maps tokens of texts to embeddings with a `backbone` and a linear `head`; `tokenizer` maps texts to tokens.
 
     Args:
-        backbone: `"ngram_net"`, a small network on hashed character n-grams, which needs no download; `"hf/"` followed
-            by a Hugging Face hub id or a local folder (`"hf/google/siglip-base-patch16-224"`), of whose model only the
-            text part is used; or a module that maps tokens (N, T) to vectors (N, C), for which `tokenizer` and
-            `feature_dim` must be given.
+        backbone: `"ngram_net"`, a small network on hashed character n-grams, which needs no download; or `"hf/"`
+            followed by a Hugging Face hub id or a local folder (`"hf/google/siglip-base-patch16-224"`), of whose model
+            only the text part is used.
         embedding_dim: dimension of the embeddings, from 1 to 2^20.
         normalize: whether embeddings are L2-normalised, in float32 or better, also under autocast.
         weights: pretrained weights of a model of Hugging Face, as for `Embedder`: None for random weights,
@@ -119,13 +118,11 @@ class TextEmbedder(nn.Module):
             of the model; a number must not exceed these.
         backbone_args: further arguments that build the network, as plain values: `buckets`, `min_n`, `max_n` and `dim`
             for `"ngram_net"`, or entries of the config of Hugging Face.
-        tokenizer: the tokenizer of a backbone that is a module: a function from texts to tokens, padded with -1.
-        feature_dim: dimension C of the vectors of a backbone that is a module.
 
     Raises:
         ValueError: if the backbone or the weights are unknown, a number is out of its range, or an argument does not
             belong to the backbone.
-        TypeError: if the backbone is neither a name nor a module, or a number or flag has another type.
+        TypeError: if the backbone is not a name, or a number or flag has another type.
         ModuleNotFoundError: if transformers is not installed and the backbone needs it.
 
     Example:
@@ -133,28 +130,27 @@ class TextEmbedder(nn.Module):
         >>> embedder = TextEmbedder("ngram_net", embedding_dim=64)
         >>> tokens = embedder.tokenizer(["red shoes", "a sofa", ""])
         >>> tuple(tokens.shape), tuple(embedder(tokens).shape)
-        ((3, 20), (3, 64))
+        ((3, 18), (3, 64))
 
     Relations:
         It is the `query_embedder` of a `RetrievalModule` whose queries are texts. `TextTable` reads the texts and uses
         `tokenizer`. The state dict holds a tokenizer of Hugging Face as bytes, so that a checkpoint needs no files
-        besides.
+        besides. Any other module that embeds texts needs an attribute `tokenizer`, a function from texts to tokens
+        padded with -1.
     """
 
-    backbone: nn.Module
+    backbone: NgramNet | HuggingFaceTextBackbone
     _tokenizer: Any
 
     def __init__(
         self,
-        backbone: str | nn.Module,
+        backbone: str,
         embedding_dim: int = 512,
         *,
         normalize: bool = True,
         weights: str | None = None,
         max_length: int | None = None,
         backbone_args: dict[str, Any] | None = None,
-        tokenizer: Any = None,
-        feature_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.embedding_dim = check_integer("TextEmbedder", "embedding_dim", embedding_dim, 1, MOST_DIM)
@@ -163,18 +159,15 @@ class TextEmbedder(nn.Module):
         if max_length is not None:
             check_integer("TextEmbedder", "max_length", max_length, least=1)
         self.max_length = max_length
-        self.backbone_name: str | None = None
+        self.backbone_name = check_string("TextEmbedder", "backbone", backbone)
         self.backbone_args: dict[str, Any] = {}
         if backbone_args is not None:
             check_mapping("TextEmbedder", "backbone_args", backbone_args)
             self.backbone_args = dict(backbone_args)
-        if isinstance(backbone, str):
-            self.backbone_name = backbone
-            self._build(backbone, tokenizer, feature_dim)
-        else:
-            self._use(backbone, tokenizer, feature_dim)
-        self.head = nn.Linear(self.feature_dim, embedding_dim)
-        for part in (self, self.backbone):
+        self._build()
+        self.head = nn.Linear(self.backbone.dim, embedding_dim)
+        parts: tuple[nn.Module, ...] = (self, self.backbone)
+        for part in parts:
             part.register_load_state_dict_post_hook(note_loaded_weights)
 
     @property
@@ -194,9 +187,9 @@ class TextEmbedder(nn.Module):
 
     @property
     def has_random_weights(self) -> bool:
-        """Whether the backbone was built by name with random weights, and no weights have been loaded since."""
+        """Whether the backbone was built with random weights, and no weights have been loaded since."""
         has_loaded = has_loaded_weights(self) or has_loaded_weights(self.backbone)
-        return self.backbone_name is not None and self.weights is None and not has_loaded
+        return self.weights is None and not has_loaded
 
     def forward(self, tokens: Int64[Tensor, "batch token"]) -> Float[Tensor, "batch dim"]:
         """Embed a batch of texts.
@@ -221,13 +214,11 @@ class TextEmbedder(nn.Module):
             return l2_normalize(embeddings)
         return embeddings
 
-    def init_args(self) -> dict[str, Any] | None:
-        """The constructor's arguments as plain values, or None if the backbone was given as a module.
+    def init_args(self) -> dict[str, Any]:
+        """The constructor's arguments as plain values.
 
         The path of a local file of weights is omitted. The tokenizer of a model of Hugging Face is in the state dict.
         """
-        if self.backbone_name is None:
-            return None
         weights = self.weights
         if is_local_file(weights):
             weights = None
@@ -255,8 +246,7 @@ class TextEmbedder(nn.Module):
         Raises:
             ValueError: if the state is not one of a tokenizer.
         """
-        needs_tokenizer = str(self.backbone_name).startswith(HUGGING_FACE)
-        if needs_tokenizer:
+        if self.backbone_name.startswith(HUGGING_FACE):
             self._tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
             return
         is_empty = isinstance(state, Tensor) and state.numel() == 0
@@ -271,13 +261,9 @@ class TextEmbedder(nn.Module):
             f"weights={self.weights!r}, max_length={self.max_length}"
         )
 
-    def _build(self, name: str, tokenizer: Any, feature_dim: int | None) -> None:
-        """Build the backbone with this name and its tokenizer."""
-        if tokenizer is not None or feature_dim is not None:
-            raise ValueError(
-                "TextEmbedder: `tokenizer` and `feature_dim` must be given only for a `backbone` that is a module, got "
-                f"them for {name!r}."
-            )
+    def _build(self) -> None:
+        """Build the backbone and its tokenizer."""
+        name = self.backbone_name
         if is_rebuilding():
             check_plain_data("TextEmbedder", "backbone_args", self.backbone_args)
         self._tokenizer = None
@@ -288,14 +274,13 @@ class TextEmbedder(nn.Module):
                 self._build_hugging_face(name.removeprefix(HUGGING_FACE))
             else:
                 raise ValueError(
-                    "TextEmbedder: `backbone` must be 'ngram_net', 'hf/' and a Hugging Face hub id or a local folder, "
-                    f"or a module, got {name!r}."
+                    "TextEmbedder: `backbone` must be 'ngram_net', or 'hf/' and a Hugging Face hub id or a local "
+                    f"folder, got {name!r}."
                 )
         except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
-            message = str(error)
-            for owner in ("Embedder", "NgramNet", "NgramTokenizer", "JSONTokenizer"):
-                if message.startswith(f"{owner}:"):
-                    raise type(error)(f"TextEmbedder{message.removeprefix(owner)}") from None
+            owner, _, problem = str(error).partition(":")
+            if owner in PARTS:
+                raise type(error)(f"TextEmbedder:{problem}") from None
             raise
 
     def _build_ngram_net(self) -> None:
@@ -312,40 +297,16 @@ class TextEmbedder(nn.Module):
         if self.max_length is not None:
             of_tokenizer["max_length"] = self.max_length
         self._tokenizer = NgramTokenizer(**of_tokenizer)
-        network = NgramNet(**of_net)
-        self.backbone = network
-        self.feature_dim = network.dim
+        self.backbone = NgramNet(**of_net)
 
     def _build_hugging_face(self, name: str) -> None:
         request = BackboneRequest(name, self.weights, None, None, self.backbone_args)
         model, self.backbone_args = build_text_model(request)
-        network = HuggingFaceTextBackbone(model)
-        self.backbone = network
-        self.feature_dim = network.dim
+        self.backbone = HuggingFaceTextBackbone(model)
         if are_skipped():
             return
-        self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), network.max_length)
+        self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), self.backbone.max_length)
         most = self._tokenizer.max_length
         if self.max_length is not None:
             check_integer("TextEmbedder", "max_length", self.max_length, 1, most)
             self._tokenizer = JSONTokenizer(self._tokenizer.text, max_length=self.max_length)
-
-    def _use(self, backbone: nn.Module, tokenizer: Any, feature_dim: int | None) -> None:
-        """Use a module as the backbone, with the user's tokenizer."""
-        if not isinstance(backbone, nn.Module):
-            raise TypeError(
-                f"TextEmbedder: `backbone` must be the name of a model or a torch.nn.Module, got "
-                f"{short_repr(backbone)} ({type(backbone).__name__})."
-            )
-        given: Mapping[str, Any] = {"weights": self.weights, "max_length": self.max_length}
-        for argument, value in {**given, "backbone_args": self.backbone_args or None}.items():
-            if value is not None:
-                raise ValueError(f"TextEmbedder: `{argument}` must be None for a module, got {short_repr(value)}.")
-        self.backbone = backbone
-        self._tokenizer = check_callable("TextEmbedder", "tokenizer", tokenizer)
-        self.feature_dim = check_integer("TextEmbedder", "feature_dim", feature_dim, 1, MOST_DIM)
-
-
-def is_text_embedder(module: Any) -> bool:
-    """Whether a network embeds texts: it has a tokenizer."""
-    return hasattr(module, "tokenizer")

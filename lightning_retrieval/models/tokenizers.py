@@ -57,10 +57,6 @@ class Tokenizer(ABC):
     def tokens(self, text: str) -> list[int]:
         """The tokens of a text; they may be more than `max_length`."""
 
-    @abstractmethod
-    def is_cut(self, text: str) -> bool:
-        """Whether a text has more than `max_length` tokens."""
-
 
 def padded(rows: Sequence[Int64[Tensor, " _"]]) -> Int64[Tensor, "rows tokens"]:
     """Rows of tokens as one tensor, padded with -1.
@@ -107,9 +103,6 @@ class NgramTokenizer(Tokenizer):
     def tokens(self, text: str) -> list[int]:
         return [zlib.crc32(ngram.encode("utf-8", "surrogatepass")) % self.buckets for ngram in self._ngrams(text)]
 
-    def is_cut(self, text: str) -> bool:
-        return len(self.tokens(text)) > self.max_length
-
     def _ngrams(self, text: str) -> Iterator[str]:
         for word in unicodedata.normalize("NFKC", text).lower().split():
             marked = f" {word} "
@@ -151,14 +144,9 @@ class JSONTokenizer(Tokenizer):
             ) from None
 
     def tokens(self, text: str) -> list[int]:
-        ids: list[int] = self._encoded(text).ids
+        without_lone_surrogates = text.encode("utf-8", "replace").decode()
+        ids: list[int] = self._tokenizer.encode(without_lone_surrogates).ids
         return ids
-
-    def is_cut(self, text: str) -> bool:
-        return len(self._encoded(text).overflowing) > 0
-
-    def _encoded(self, text: str) -> Any:
-        return self._tokenizer.encode(text.encode("utf-8", "replace").decode())  # without lone surrogates
 
     def state(self) -> UInt8[Tensor, " bytes"]:
         """The tokenizer as a tensor, for the state dict of a model. Its numbers are bytes of JSON."""

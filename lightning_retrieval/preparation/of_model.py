@@ -75,10 +75,11 @@ def _pixels(size: Any) -> int | tuple[int, int] | None:
     return None
 
 
-def wanted_settings(preparation: Any, image_size: Any) -> dict[str, Any]:
-    """The settings of a preparation that the arguments of an `Embedder` set.
+def wanted_settings(owner: str, preparation: Any, image_size: Any = None) -> dict[str, Any]:
+    """The settings of a preparation that the arguments of an embedder set.
 
     Args:
+        owner: prefix of error messages.
         preparation: a `Preparation`, the settings to change, or None.
         image_size: the size that replaces `image_size` of `preparation`, or None.
 
@@ -93,16 +94,16 @@ def wanted_settings(preparation: Any, image_size: Any) -> dict[str, Any]:
         settings = dict(preparation)
     elif preparation is not None:
         raise TypeError(
-            f"Embedder: `preparation` must be a Preparation or a dict of its settings, got {short_repr(preparation)} "
+            f"{owner}: `preparation` must be a Preparation or a dict of its settings, got {short_repr(preparation)} "
             f"({type(preparation).__name__})."
         )
     known = Preparation().as_dict()
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise ValueError(f"Embedder: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
+        raise ValueError(f"{owner}: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
     if "image_size" in settings:
         settings["image_size"] = check_size("Preparation", "image_size", settings["image_size"])
-    image_size = check_size("Embedder", "image_size", image_size)
+    image_size = check_size(owner, "image_size", image_size)
     if image_size is not None:
         if image_size != settings.get("image_size", image_size):
             settings.pop("resize", None)

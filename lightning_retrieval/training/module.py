@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +21,6 @@ from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
-from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
@@ -39,6 +37,7 @@ from lightning_retrieval.training.sides import (
     Directions,
     EmbeddedSide,
     Side,
+    backward_of_sides,
     check_chunk_size,
     embedded_sides,
     frozen_side_of,
@@ -46,7 +45,6 @@ from lightning_retrieval.training.sides import (
     joined_rows,
     rows_of_side,
     side_of_module,
-    two_sided_backward,
 )
 from lightning_retrieval.training.step import (
     ChunkSizeSearch,
@@ -419,25 +417,9 @@ class RetrievalModule(ManualTraining):
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):
-            sides = embedded_sides(self, [inputs for inputs, _, _ in unpacked], sharded, self._chunk_size_search)
-            if len(sides) == 1:
-                part = chunked_backward(
-                    self,
-                    sides[0].inputs,
-                    step.loss,
-                    **sides[0].settings,
-                    backward=self.manual_backward,
-                    last_backward=gradients.overlapped,
-                )
-            else:
-                part = two_sided_backward(
-                    sides[0],
-                    sides[1],
-                    step.loss,
-                    backward=self.manual_backward,
-                    end_of_candidates=self._end_of_candidates(sharded),
-                    last_backward=gradients.overlapped,
-                )
+            inputs = [of_side for of_side, _, _ in unpacked]
+            sides = embedded_sides(self, inputs, sharded, self._chunk_size_search, gradients.overlapped)
+            part = backward_of_sides(sides, step.loss, self.manual_backward)
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)
@@ -482,12 +464,6 @@ class RetrievalModule(ManualTraining):
             directions=self.directions,
         )
 
-    def _end_of_candidates(self, sharded: ShardedParts) -> Callable[[], AbstractContextManager[None]]:
-        """Context of the last backward pass of candidates, which completes the gradients of a network of their own."""
-        if self.query_embedder is None:
-            return nullcontext
-        return sharded.summed
-
     def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""
         report_first_step(self, step, sides, batches)
@@ -506,30 +482,32 @@ class RetrievalModule(ManualTraining):
         rule = rule_of_evaluation(self.relevance)
         if is_two_sided(batch):
             return self._embed_sides(batch, rule)
-        output = self._embed_batch(batch, self.embed)
-        return _with_columns(output, batch, rule)
+        return self._embed_batch(batch, self.embed, rule)
 
     def _embed_sides(self, batch: Any, rule: Relevance | None) -> dict[str, Tensor]:
         """The output for a batch with two sides, or for one of them: the rows of queries, then of candidates."""
         outputs = []
-        for side in SIDES:
-            if side not in batch:
-                continue
-            embed: Callable[[Tensor], Tensor] = self.embed
-            if side == "queries":
-                embed = self.embed_queries
-            output = _with_columns(self._embed_batch(batch[side], embed), batch[side], rule)
-            outputs.append(rows_of_side(output, side))
+        if "queries" in batch:
+            queries = self._embed_batch(batch["queries"], self.embed_queries, rule)
+            outputs.append(rows_of_side(queries, "queries"))
+        if "candidates" in batch:
+            candidates = self._embed_batch(batch["candidates"], self.embed, rule)
+            outputs.append(rows_of_side(candidates, "candidates"))
         return joined_rows(outputs)
 
-    def _embed_batch(self, batch: Any, embed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Embeddings, labels and any ids, roles, instances and cameras of a batch."""
+    def _embed_batch(
+        self, batch: Any, embed: Callable[[Tensor], Tensor], rule: Relevance | None = None
+    ) -> dict[str, Tensor]:
+        """Embeddings, labels or the columns that a rule reads, and any ids, roles, instances and cameras of a batch."""
         images, labels, ids = self.unpack_batch(batch)
         output = {"embeddings": embed(images), "labels": labels}
         if isinstance(batch, dict):
             output |= {name: batch[name] for name in ("roles", "instances", "cameras") if name in batch}
         if ids is not None:
             output["ids"] = ids
+        if rule is not None:
+            output["labels"] = rule.columns(labels, batch)
+            output.pop("cameras", None)
         return output
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
@@ -561,11 +539,3 @@ def _normalized(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Tensor:
     if preparation is None:
         return inputs
     return preparation.normalize(inputs).to(dtype)
-
-
-def _with_columns(output: dict[str, Tensor], batch: Any, rule: Relevance | None) -> dict[str, Tensor]:
-    """The output of a batch with the columns that a rule reads as labels."""
-    if rule is not None:
-        output["labels"] = rule.columns(output["labels"], batch)
-        output.pop("cameras", None)
-    return output

@@ -1,5 +1,6 @@
 """The two sides of a batch: queries and candidates, such as texts and images, which two networks may embed."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,7 @@ from lightning_retrieval.checks import check_auto, short_repr
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.training.chunked import chunked_backward, embed_in_chunks
 from lightning_retrieval.training.full_sharding import ShardedParts
-from lightning_retrieval.training.optimizers import trained_parameters
+from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
 
 Side = Literal["queries", "candidates"]
 Directions = Literal["queries", "both"]
@@ -153,6 +154,7 @@ class EmbeddedSide(NamedTuple):
         least_chunks: as for `chunked_backward`.
         frozen: the network of this side if none of its parameters requires a gradient, else None. A frozen network is
             in evaluation mode and embeds each input once, without a graph.
+        last_backward: as for `chunked_backward`.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -161,6 +163,7 @@ class EmbeddedSide(NamedTuple):
     keep_graphs: int = 1
     least_chunks: int = 1
     frozen: nn.Module | None = None
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def chunks(self) -> int:
@@ -181,22 +184,20 @@ class EmbeddedSide(NamedTuple):
             return self.chunks
         return 3 * self.chunks - self.graphs
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments of `chunked_backward` that are numbers."""
-        return {"chunk_size": self.chunk_size, "keep_graphs": self.keep_graphs, "least_chunks": self.least_chunks}
-
     def back_propagate(
-        self,
-        loss: Callable[[Tensor], Tensor],
-        *,
-        backward: Callable[[Tensor], Any] = torch.Tensor.backward,
-        last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, loss: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Any] = torch.Tensor.backward
     ) -> Tensor:
         """Do the same as `chunked_backward`, except for a frozen network."""
         if self.frozen is None:
             return chunked_backward(
-                self.embed, self.inputs, loss, **self.settings, backward=backward, last_backward=last_backward
+                self.embed,
+                self.inputs,
+                loss,
+                self.chunk_size,
+                keep_graphs=self.keep_graphs,
+                least_chunks=self.least_chunks,
+                backward=backward,
+                last_backward=self.last_backward,
             )
         with evaluation_mode(self.frozen):
             embeddings = embed_in_chunks(self.embed, self.inputs, self.chunk_size, least_chunks=self.least_chunks)
@@ -207,7 +208,11 @@ class EmbeddedSide(NamedTuple):
 
 
 def embedded_sides(
-    module: Any, inputs: Sequence[Tensor], sharded: ShardedParts, searches: Mapping[Side, Any]
+    module: Any,
+    inputs: Sequence[Tensor],
+    sharded: ShardedParts,
+    searches: Mapping[Side, Any],
+    last_backward: Callable[[], AbstractContextManager[None]],
 ) -> list[EmbeddedSide]:
     """How the images of a batch, or its queries and candidates, are embedded in a step.
 
@@ -216,12 +221,16 @@ def embedded_sides(
         inputs: the inputs of each side in this process.
         sharded: the modules that are sharded over the processes.
         searches: the `ChunkSizeSearch` of each side.
+        last_backward: returns a context for the last backward pass of the step, which completes all gradients.
     """
     candidates = _embedded_side(module, "candidates", inputs[-1], module.keep_graphs, sharded, searches)
     if len(inputs) == 1:
-        return [candidates]
+        return [candidates._replace(last_backward=last_backward)]
+    if module.query_embedder is not None:  # the gradients of candidates are complete before those of queries
+        candidates = candidates._replace(last_backward=sharded.summed)
     left = max(module.keep_graphs - candidates.graphs, 0)
-    return [_embedded_side(module, "queries", inputs[0], left, sharded, searches), candidates]
+    queries = _embedded_side(module, "queries", inputs[0], left, sharded, searches)
+    return [queries._replace(last_backward=last_backward), candidates]
 
 
 def _embedded_side(
@@ -261,63 +270,52 @@ def _frozen_network(module: Any, side: Side) -> nn.Module | None:
     """
     if module.query_embedder is None:
         return None
-    network: nn.Module = module.embedder
-    other = module.query_embedder
-    if side == "queries":
-        network, other = other, network
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            return None
+    networks: dict[Side, nn.Module] = {"candidates": module.embedder, "queries": module.query_embedder}
+    network = networks.pop(side)
+    if trainable_parameters(network):
+        return None
+    (other,) = networks.values()
     elsewhere = {*other.parameters(), *module.loss.parameters()}
-    for _, parameter in trained_parameters(module):
-        if parameter not in elsewhere:
-            return None
-    return network
+    trained = {parameter for _, parameter in trained_parameters(module)}
+    return network if trained <= elsewhere else None
 
 
-def two_sided_backward(
-    queries: EmbeddedSide,
-    candidates: EmbeddedSide,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    *,
+def backward_of_sides(
+    sides: Sequence[EmbeddedSide],
+    loss: Callable[..., Tensor],
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
-    end_of_candidates: Callable[[], AbstractContextManager[None]] = nullcontext,
-    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """`chunked_backward` for a loss of two sides: the graphs of only one side exist at a time.
+    """`chunked_backward` for a batch of one or two sides: the graphs of only one side exist at a time.
 
     Both sides are embedded, the queries first. The backward pass then goes through the candidates, and at last through
     the queries. With `keep_graphs=0` for the queries, no graph of a query exists while candidates have graphs.
 
     Args:
-        queries: the side whose embeddings are the first argument of `loss`.
-        candidates: the side whose embeddings are the second argument of `loss`.
-        loss: maps the embeddings of both sides to a scalar.
+        sides: how the images of the batch, or its queries and its candidates, are embedded.
+        loss: maps the embeddings of each side to a scalar.
         backward: back-propagates the scalar, as for `chunked_backward`.
-        end_of_candidates: returns a context for the last backward pass of the candidates.
-        last_backward: returns a context for the last backward pass of the queries, which completes all gradients.
 
     Returns:
         The value of the loss, without a graph.
 
     Example:
         >>> import torch
-        >>> from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
+        >>> from lightning_retrieval.training.sides import EmbeddedSide, backward_of_sides
         >>> text, image = torch.nn.Linear(3, 2), torch.nn.Linear(5, 2)
         >>> texts = EmbeddedSide(text, torch.randn(4, 3), chunk_size=2, keep_graphs=0)
         >>> images = EmbeddedSide(image, torch.randn(6, 5), chunk_size=2)
-        >>> value = two_sided_backward(texts, images, lambda q, c: (q @ c.T).var())
+        >>> value = backward_of_sides([texts, images], lambda q, c: (q @ c.T).var())
         >>> text.weight.grad.shape, image.weight.grad.shape
         (torch.Size([2, 3]), torch.Size([2, 5]))
     """
+    if len(sides) == 1:
+        return sides[0].back_propagate(loss, backward)
+    queries, candidates = sides
 
     def loss_of_queries(query_embeddings: Tensor) -> Tensor:
-        def loss_of_candidates(candidate_embeddings: Tensor) -> Tensor:
-            return loss(query_embeddings, candidate_embeddings)
+        return candidates.back_propagate(functools.partial(loss, query_embeddings), backward)
 
-        return candidates.back_propagate(loss_of_candidates, backward=backward, last_backward=end_of_candidates)
-
-    return queries.back_propagate(loss_of_queries, last_backward=last_backward)
+    return queries.back_propagate(loss_of_queries)
 
 
 @contextmanager

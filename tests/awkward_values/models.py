@@ -56,8 +56,6 @@ def text_settings():
         "weights": None,
         "max_length": 8,
         "backbone_args": {"buckets": 9, "dim": 3},
-        "tokenizer": None,
-        "feature_dim": None,
     }
 
 

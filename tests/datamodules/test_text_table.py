@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_retrieval import RetrievalEvaluation, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.datamodules import TextTable
+from lightning_retrieval.datamodules import Pairs, TextTable
 from lightning_retrieval.models import NgramTokenizer, TextEmbedder
 from tests.quiet_trainer import QUIET
 
@@ -44,7 +44,7 @@ def test_a_table_is_read_into_splits(tmp_path):
     batch = train.collate([train[0], train[1]])
     assert torch.equal(batch["images"], tokenizer(["a red shoe", "trainers"]))
     assert batch["ids"].tolist() == [0, 1]
-    assert data.val_set is test
+    assert data.val_set.texts is test.texts
 
 
 def test_without_splits_classes_are_split(tmp_path):
@@ -74,6 +74,16 @@ def test_an_invalid_table_is_one_sentence(rows, header, message, tmp_path):
         TextTable(path, tokenizer=NgramTokenizer()).prepare_data()
 
 
+def test_a_class_in_training_on_one_side_and_in_evaluation_on_the_other_raises(tmp_path):
+    sides = []
+    for name, split in (("queries", "train"), ("candidates", "test")):
+        (tmp_path / name).mkdir()
+        table = write_texts(tmp_path / name, *ROWS, ("a chair", "chair", split, ""))
+        sides.append(TextTable(table, tokenizer=NgramTokenizer()))
+    with pytest.raises(ValueError, match=r"^Pairs: a class must be in training on both .* such as 'chair'; give both"):
+        Pairs(*sides, classes_per_batch=2).setup("fit")
+
+
 def test_a_missing_table_is_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"^TextTable: .*captions.csv, the `table`"):
         TextTable(tmp_path / "captions.csv").prepare_data()
@@ -90,6 +100,29 @@ def test_texts_follow_the_tokenizer_of_the_network_of_a_run(tmp_path):
     assert data.train_set[1]["images"].tolist() == embedder.tokenizer.tokens("trainers")
 
 
+class WordsOfUser(torch.nn.Module):
+    """A network of texts that is no TextEmbedder."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokenizer = NgramTokenizer(buckets=500)
+        self.vectors = torch.nn.EmbeddingBag(501, 8, padding_idx=0)
+
+    def forward(self, tokens):
+        return self.vectors(tokens + 1)
+
+
+def test_a_network_of_the_user_needs_only_a_tokenizer(tmp_path):
+    network = WordsOfUser()
+    before = network.vectors.weight.clone()
+    data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
+    pl.Trainer(max_epochs=1, callbacks=[RetrievalEvaluation(ks=(1,))], **QUIET).fit(
+        RetrievalModule(network, SmoothAPLoss()), data
+    )
+    assert torch.equal(data.train_set[1]["images"], network.tokenizer(["trainers"])[0])
+    assert not torch.equal(network.vectors.weight, before)
+
+
 def test_a_network_without_a_tokenizer_is_one_sentence(tmp_path):
     module = RetrievalModule(torch.nn.Linear(3, 2), SmoothAPLoss())
     data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
@@ -97,10 +130,3 @@ def test_a_network_without_a_tokenizer_is_one_sentence(tmp_path):
         ValueError, match=r"^TextTable: the network of the candidates must have a `tokenizer`, got Linear"
     ):
         pl.Trainer(max_epochs=1, **QUIET).fit(module, data)
-
-
-def test_many_cut_texts_are_reported(tmp_path):
-    embedder = TextEmbedder("ngram_net", 8, max_length=20, backbone_args={"buckets": 500, "dim": 8})
-    data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
-    with pytest.warns(UserWarning, match=r"^TextTable: 2 of the first 4 training texts have more than 20 tokens"):
-        pl.Trainer(max_epochs=1, **QUIET).fit(RetrievalModule(embedder, SmoothAPLoss()), data)
