@@ -31,7 +31,7 @@ from lightning_retrieval.datamodules.image_table import (
     parse_splits,
     parse_tags,
 )
-from lightning_retrieval.datamodules.table_file import TableColumns, find_file, read_table
+from lightning_retrieval.datamodules.table_file import TableColumns, read_table
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.training.sides import side_of_module
@@ -159,7 +159,10 @@ class TextTable(RetrievalDataModule):
         if self.table.is_dir():
             raise ValueError(f"TextTable: `table` must be a CSV or Parquet file, got the folder {self.table}.")
         if not self.table.is_file():
-            find_file("TextTable", Path(), str(self.table), argument="table", root_name="the working directory")
+            path = self.table.absolute()
+            raise FileNotFoundError(
+                f"TextTable: `table` must be a CSV or Parquet file, got {path}, which does not exist."
+            )
         table = read_table(self.table, required=("text", "label"), owner="TextTable")
         texts = table.columns["text"]
         table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")

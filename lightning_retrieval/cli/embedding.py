@@ -30,6 +30,7 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import file_digest, find_damage
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
+from lightning_retrieval.models.text_embedder import is_text_embedder
 from lightning_retrieval.preparation.decoding import image_suffixes
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
 from lightning_retrieval.preparation.serialised import shown_transform
@@ -558,6 +559,11 @@ class ImageEmbedder:
 
     @torch.inference_mode()
     def _embed_batch(self, images: Tensor) -> Tensor:
+        if is_text_embedder(side_of_module(self.module, self.side).embedder):
+            raise ValueError(
+                f"{self.owner}: `checkpoint` must be one whose network of {self.side} embeds images, got "
+                f"{self.about['checkpoint']}, which embeds texts; train with texts as queries."
+            )
         try:
             images = images.to(self.device)
             if self.normalizes and isinstance(self.transform, Preparation):

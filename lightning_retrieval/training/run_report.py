@@ -241,9 +241,11 @@ class _FirstStep:
         return [queries, candidates]
 
     def warn_of_early_memory(self) -> None:
-        """Warn if a network starts from random weights and its memory has no warm-up."""
+        """Warn if a network is trained from random weights and its memory has no warm-up."""
         memory, embedder = self.step.memory, self.module.embedder
         if memory is None or memory.start_step or memory.steps:
+            return
+        if self.sides[-1].frozen is not None:  # its embeddings do not age
             return
         if isinstance(embedder, Embedder) and embedder.has_random_weights:
             rank_zero_warn(

@@ -78,7 +78,17 @@ def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
 
 
 def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The rows of several outputs of a step, with the entries that all of them have."""
+    """The rows of the outputs of a step for one or both sides, with the entries that all of them have.
+
+    Raises:
+        ValueError: if the embeddings of the sides differ in dimension.
+    """
+    dims = [output["embeddings"].shape[-1] for output in outputs]
+    if len(set(dims)) > 1:
+        raise ValueError(
+            "RetrievalModule: the embeddings of queries and candidates must have the same dimension, got "
+            f"{dims[0]} and {dims[1]}; give both networks one `embedding_dim`."
+        )
     joined = {}
     for name in outputs[0]:
         if all(name in output for output in outputs):

@@ -1,6 +1,7 @@
 """Tables of texts: what is read, what is refused, and which tokenizer is used."""
 
 import csv
+import re
 
 import pytest
 import pytorch_lightning as pl
@@ -84,9 +85,12 @@ def test_a_class_in_training_on_one_side_and_in_evaluation_on_the_other_raises(t
         Pairs(*sides, classes_per_batch=2).setup("fit")
 
 
-def test_a_missing_table_is_one_sentence(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"^TextTable: .*captions.csv, the `table`"):
-        TextTable(tmp_path / "captions.csv").prepare_data()
+def test_a_missing_table_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sentence = f"TextTable: `table` must be a CSV or Parquet file, got {tmp_path}/captions.csv, which does not exist."
+    for table in ("captions.csv", tmp_path / "captions.csv"):
+        with pytest.raises(FileNotFoundError, match=f"^{re.escape(sentence)}$"):
+            TextTable(table).prepare_data()
 
 
 def test_texts_follow_the_tokenizer_of_the_network_of_a_run(tmp_path):

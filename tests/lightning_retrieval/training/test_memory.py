@@ -430,3 +430,14 @@ def test_a_memory_from_step_0_of_random_weights_is_warned_of_once(make, start_st
     words = "the memory begins at step 0 of a network with random weights"
     assert len(warnings_with(words, fit, module, data)) == warns
     assert not warnings_with(words, fit, module, data)
+
+
+@pytest.mark.parametrize(("frozen_side", "warns"), [("candidates", False), ("queries", True)])
+def test_only_a_trained_network_of_candidates_is_warned_of(frozen_side, warns):
+    memory = CrossBatchMemory(16)
+    module = RetrievalModule(
+        from_scratch(), SmoothAPLoss(), query_embedder=from_scratch(), frozen_side=frozen_side, memory=memory
+    )
+    batch = (torch.rand(8, 1, 32, 32), torch.arange(8) // 2, torch.arange(8))
+    words = "the memory begins at step 0 of a network with random weights"
+    assert len(warnings_with(words, fit, module, [{"queries": batch, "candidates": batch}])) == warns

@@ -505,6 +505,13 @@ def test_batches_that_do_not_fit_raise(error, sentence, settings, change):
     assert torch.equal(module.embedder[0].weight, net()[0].weight)
 
 
+@pytest.mark.refusal
+def test_embeddings_of_different_dimensions_are_not_evaluated():
+    module = RetrievalModule(net(), SmoothAPLoss(), query_embedder=nn.Linear(5, 3).double())
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .* must have the same dimension, got 3 and 4; give both"):
+        module.validation_step(pairs(1)[0], 0)
+
+
 def test_each_direction_and_its_terms_are_logged():
     losses = SmoothAPLoss(tau=0.1), MultiSimilarityLoss()
     module = module_of(WeightedSum({"ap": (1.0, losses[0]), "pairs": (0.5, losses[1])}), "both")
