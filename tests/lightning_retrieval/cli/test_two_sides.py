@@ -151,6 +151,15 @@ def test_text_for_a_checkpoint_without_texts_is_one_sentence(folder, index, caps
     assert "an image or --text must be given" in err
 
 
+def test_a_checkpoint_whose_candidates_are_texts_indexes_no_images(folder, capsys, tmp_path):
+    module = RetrievalModule(TextEmbedder(**TEXTS), SmoothAPLoss(), query_embedder=Embedder(**SMALL))
+    save_checkpoint(tmp_path / "captions.ckpt", module)
+    arguments = [f"--checkpoint={tmp_path / 'captions.ckpt'}", f"--images={folder / 'images'}"]
+    for name in ("index", "embed"):
+        error = error_of(capsys, name, *arguments, f"--output={tmp_path / name}")
+        assert f"{name}: `--checkpoint` must be one whose network of candidates embeds images, got" in error
+
+
 def test_the_threshold_of_an_index_applies_to_its_own_network_only(folder, index, capsys):
     loaded = RetrievalIndex.load(index)
     loaded.about["threshold"] = {"value": 2.0, "false_match_rate": 0.0, "miss_rate": 0.0, "images": 6}
