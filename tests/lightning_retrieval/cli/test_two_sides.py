@@ -371,8 +371,9 @@ data:
 """
 
 
-def test_texts_are_trained_for_an_old_index_from_a_config(folder, index, tmp_path, capsys):
+def test_texts_are_trained_for_an_old_index_from_a_config(folder, index, tmp_path, capsys, monkeypatch):
     """The new checkpoint needs neither the old one nor the tables."""
+    monkeypatch.chdir(tmp_path)  # Lightning writes config.yaml
     splits = ["train", "train", "train", "test", "test", "test"]
     images = [f"{number}.png,c{number},{split}" for number, split in enumerate(splits)]
     (tmp_path / "images.csv").write_text("\n".join(["image,label,split", *images]))
@@ -382,8 +383,8 @@ def test_texts_are_trained_for_an_old_index_from_a_config(folder, index, tmp_pat
     old.mkdir()
     shutil.copy(folder / "old.ckpt", old)
     shutil.copytree(folder / "images", old / "images")
-    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=old, out=tmp_path))
-    code, out, err = run(capsys, "fit", "--config", tmp_path / "config.yaml")
+    (tmp_path / "texts.yaml").write_text(CONFIG.format(folder=old, out=tmp_path))
+    code, out, err = run(capsys, "fit", "--config", tmp_path / "texts.yaml")
     assert code == 0, err
     assert "reverse/mAP" in out
     before = torch.load(old / "old.ckpt", weights_only=True)["state_dict"]
