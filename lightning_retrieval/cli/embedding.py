@@ -30,7 +30,6 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import file_digest, find_damage
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
-from lightning_retrieval.models.text_embedder import is_text_embedder
 from lightning_retrieval.preparation.decoding import image_suffixes
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
 from lightning_retrieval.preparation.serialised import shown_transform
@@ -40,7 +39,7 @@ from lightning_retrieval.training.checkpoint_files import network_digest
 from lightning_retrieval.training.checkpointed_module import restored_module
 from lightning_retrieval.training.chunk_size import is_out_of_memory
 from lightning_retrieval.training.module import RetrievalModule
-from lightning_retrieval.training.sides import Side, side_of_module
+from lightning_retrieval.training.sides import Side, side_of_module, text_network
 
 NETWORK = "network_sha256"  # entry of the metadata of embeddings: the digest of the network of candidates
 BEST_CHECKPOINT = Path("checkpoints", "best.ckpt")  # in the folder of a run
@@ -559,7 +558,8 @@ class ImageEmbedder:
 
     @torch.inference_mode()
     def _embed_batch(self, images: Tensor) -> Tensor:
-        if is_text_embedder(side_of_module(self.module, self.side).embedder):
+        network = getattr(side_of_module(self.module, self.side), "embedder", None)
+        if hasattr(network, "tokenizer"):
             raise ValueError(
                 f"{self.owner}: `checkpoint` must be one whose network of {self.side} embeds images, got "
                 f"{self.about['checkpoint']}, which embeds texts; train with texts as queries."
@@ -584,14 +584,6 @@ class ImageEmbedder:
                 f"{tuple(images.shape)} ({first_line(error)}); take another."
             ) from None
         return embeddings
-
-
-def text_network(module: RetrievalModule) -> Any:
-    """The network that embeds queries as texts, with its `tokenizer`; None if queries are not texts."""
-    network = side_of_module(module, "queries").embedder
-    if getattr(network, "tokenizer", None) is None:
-        return None
-    return network
 
 
 def default_device() -> str:

@@ -55,6 +55,14 @@ def side_of_module(module: Any, side: Side) -> Any:
     return ModuleSide(query_embedder or module.embedder, recorded)
 
 
+def text_network(module: Any) -> Any:
+    """The network that embeds queries as texts, with its `tokenizer`; None if queries are not texts."""
+    network = side_of_module(module, "queries").embedder
+    if getattr(network, "tokenizer", None) is None:
+        return None
+    return network
+
+
 def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
     """The output of an evaluation step for one side, with its roles, and with ids and instances of its own.
 

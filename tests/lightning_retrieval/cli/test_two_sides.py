@@ -373,6 +373,7 @@ data:
 
 def test_texts_are_trained_for_an_old_index_from_a_config(folder, index, tmp_path, capsys, monkeypatch):
     """The new checkpoint needs neither the old one nor the tables."""
+    monkeypatch.chdir(tmp_path)  # Lightning writes config.yaml
     splits = ["train", "train", "train", "test", "test", "test"]
     images = [f"{number}.png,c{number},{split}" for number, split in enumerate(splits)]
     (tmp_path / "images.csv").write_text("\n".join(["image,label,split", *images]))
