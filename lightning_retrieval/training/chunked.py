@@ -13,7 +13,7 @@ The last `keep_graphs` chunks are embedded only once, because they keep a graph 
 chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time (one graph if
 `keep_graphs` is 0), and the order in which gradients are added does not depend on `keep_graphs`.
 
-Two networks are trained by nesting: the loss of one call may be another call, as in `backward_of_sides`.
+Two networks are trained by nesting: the loss of one call may be another call, as in `two_sided_backward`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -21,6 +21,7 @@ from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
+from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
@@ -37,7 +38,6 @@ from lightning_retrieval.training.sides import (
     Directions,
     EmbeddedSide,
     Side,
-    backward_of_sides,
     check_chunk_size,
     embedded_sides,
     frozen_side_of,
@@ -45,6 +45,7 @@ from lightning_retrieval.training.sides import (
     joined_rows,
     rows_of_side,
     side_of_module,
+    two_sided_backward,
 )
 from lightning_retrieval.training.step import (
     ChunkSizeSearch,
@@ -419,7 +420,10 @@ class RetrievalModule(ManualTraining):
         with step_random_state(self.seed, step.number, rank()):
             inputs = [of_side for of_side, _, _ in unpacked]
             sides = embedded_sides(self, inputs, sharded, self._chunk_size_search, gradients.overlapped)
-            part = backward_of_sides(sides, step.loss, self.manual_backward)
+            if len(sides) == 1:
+                part = chunked_backward(**sides[0].arguments, loss=step.loss, backward=self.manual_backward)
+            else:
+                part = two_sided_backward(*sides, step.loss, self.manual_backward)
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)

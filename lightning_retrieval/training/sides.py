@@ -202,21 +202,24 @@ class EmbeddedSide(NamedTuple):
             return self.chunks
         return 3 * self.chunks - self.graphs
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `chunked_backward` that do not depend on the loss."""
+        return {
+            "embed": self.embed,
+            "inputs": self.inputs,
+            "chunk_size": self.chunk_size,
+            "keep_graphs": self.keep_graphs,
+            "least_chunks": self.least_chunks,
+            "last_backward": self.last_backward,
+        }
+
     def back_propagate(
         self, loss: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Any] = torch.Tensor.backward
     ) -> Tensor:
         """Do the same as `chunked_backward`, except for a frozen network."""
         if self.frozen is None:
-            return chunked_backward(
-                self.embed,
-                self.inputs,
-                loss,
-                self.chunk_size,
-                keep_graphs=self.keep_graphs,
-                least_chunks=self.least_chunks,
-                backward=backward,
-                last_backward=self.last_backward,
-            )
+            return chunked_backward(**self.arguments, loss=loss, backward=backward)
         with evaluation_mode(self.frozen):
             embeddings = embed_in_chunks(self.embed, self.inputs, self.chunk_size, least_chunks=self.least_chunks)
         value = loss(embeddings)
@@ -298,19 +301,21 @@ def _frozen_network(module: Any, side: Side) -> nn.Module | None:
     return network if trained <= elsewhere else None
 
 
-def backward_of_sides(
-    sides: Sequence[EmbeddedSide],
-    loss: Callable[..., Tensor],
+def two_sided_backward(
+    queries: EmbeddedSide,
+    candidates: EmbeddedSide,
+    loss: Callable[[Tensor, Tensor], Tensor],
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
 ) -> Tensor:
-    """`chunked_backward` for a batch of one or two sides: the graphs of only one side exist at a time.
+    """`chunked_backward` for a loss of two sides: the graphs of only one side exist at a time.
 
     Both sides are embedded, the queries first. The backward pass then goes through the candidates, and at last through
     the queries. With `keep_graphs=0` for the queries, no graph of a query exists while candidates have graphs.
 
     Args:
-        sides: how the images of the batch, or its queries and its candidates, are embedded.
-        loss: maps the embeddings of each side to a scalar.
+        queries: the side whose embeddings are the first argument of `loss`.
+        candidates: the side whose embeddings are the second argument of `loss`.
+        loss: maps the embeddings of both sides to a scalar.
         backward: back-propagates the scalar, as for `chunked_backward`.
 
     Returns:
@@ -318,17 +323,14 @@ def backward_of_sides(
 
     Example:
         >>> import torch
-        >>> from lightning_retrieval.training.sides import EmbeddedSide, backward_of_sides
+        >>> from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
         >>> text, image = torch.nn.Linear(3, 2), torch.nn.Linear(5, 2)
         >>> texts = EmbeddedSide(text, torch.randn(4, 3), chunk_size=2, keep_graphs=0)
         >>> images = EmbeddedSide(image, torch.randn(6, 5), chunk_size=2)
-        >>> value = backward_of_sides([texts, images], lambda q, c: (q @ c.T).var())
+        >>> value = two_sided_backward(texts, images, lambda q, c: (q @ c.T).var())
         >>> text.weight.grad.shape, image.weight.grad.shape
         (torch.Size([2, 3]), torch.Size([2, 5]))
     """
-    if len(sides) == 1:
-        return sides[0].back_propagate(loss, backward)
-    queries, candidates = sides
 
     def loss_of_queries(query_embeddings: Tensor) -> Tensor:
         return candidates.back_propagate(functools.partial(loss, query_embeddings), backward)

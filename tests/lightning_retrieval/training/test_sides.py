@@ -33,7 +33,7 @@ from lightning_retrieval.callbacks import APMonitor, MemoryMonitor, RetrievalEva
 from lightning_retrieval.losses import After, Before
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.full_sharding import full_tensor, has_sharded_parameters
-from lightning_retrieval.training.sides import EmbeddedSide, backward_of_sides
+from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
 from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net, warnings_with
 from tests.quiet_trainer import quiet_trainer
 
@@ -196,7 +196,7 @@ def test_gradients_in_float32(seed):
     loss(networks[0](texts), networks[1](images)).backward()
     wanted = [parameter.grad for parameter in networks.parameters()]
     networks.zero_grad()
-    backward_of_sides([EmbeddedSide(networks[0], texts, 3, 0), EmbeddedSide(networks[1], images, 3)], loss)
+    two_sided_backward(EmbeddedSide(networks[0], texts, 3, 0), EmbeddedSide(networks[1], images, 3), loss)
     for parameter, gradient in zip(networks.parameters(), wanted, strict=True):
         assert gradient.norm() > 0
         assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm()
@@ -220,7 +220,7 @@ def test_gradients_are_the_same_bit_for_bit_however_many_graphs_are_kept(autocas
         networks.zero_grad()
         sides = EmbeddedSide(networks[0], texts, 3, kept[0]), EmbeddedSide(networks[1], images, 3, kept[1])
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            backward_of_sides(sides, variance, functools.partial(scaled_backward, scale))
+            two_sided_backward(*sides, variance, functools.partial(scaled_backward, scale))
         found[kept, scale] = [parameter.grad / scale for parameter in networks.parameters()]
     (first, *others) = found.values()
     for other in others:
