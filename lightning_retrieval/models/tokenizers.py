@@ -89,8 +89,8 @@ class NgramTokenizer(Tokenizer):
     Example:
         >>> from lightning_retrieval.models import NgramTokenizer
         >>> NgramTokenizer(buckets=1000, min_n=3, max_n=3)(["Red", "red shoes"])
-        tensor([[588, 987, 974,  -1,  -1,  -1,  -1,  -1],
-                [588, 987, 974, 133, 462, 748, 541, 929]])
+        tensor([[785, 455,  98,  -1,  -1,  -1,  -1,  -1],
+                [785, 455,  98, 157, 901, 317, 291, 204]])
     """
 
     def __init__(self, *, buckets: int = 1 << 15, min_n: int = 3, max_n: int = 5, max_length: int = 1024) -> None:

@@ -423,7 +423,8 @@ class RetrievalModule(ManualTraining):
             if len(sides) == 1:
                 part = chunked_backward(**sides[0].arguments, loss=step.loss, backward=self.manual_backward)
             else:
-                part = two_sided_backward(*sides, step.loss, self.manual_backward)
+                queries, candidates = sides
+                part = two_sided_backward(queries, candidates, step.loss, self.manual_backward)
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
         terms = step.finish(part, gradients)

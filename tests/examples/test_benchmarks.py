@@ -63,7 +63,6 @@ def test_a_benchmark_prints_and_writes_its_table(name, results_of):
     ("name", "flag", "ratio", "others", "rows"),
     [
         ("losses", "--products", "over its products", {"loss", "batch", "threads"}, {"SmoothAPLoss", "HAPLoss"}),
-        ("losses", "--shares", "counting %", {"batch", "processes", "time", "counting"}, set()),
         ("large_batch", "--kept", "over the prediction", {"chunks", "keep_graphs", "over keeping all"}, {1}),
     ],
 )
