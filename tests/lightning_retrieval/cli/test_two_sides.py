@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.models import Embedder, FrozenEmbedder, PCAWhitening, Preparation, TextEmbedder
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RetrievalIndex
@@ -263,10 +264,14 @@ def test_a_hostile_checkpoint_is_one_sentence(name, folder, index, tmp_path, cap
     assert error.startswith("search: `--checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt")
 
 
-def test_export_and_adapt_refuse_two_networks(folder, capsys, tmp_path):
-    checkpoint = f"--checkpoint={folder / 'texts.ckpt'}"
-    _, _, error = run(capsys, "export", checkpoint, f"--output={tmp_path / 'exported'}")
+@pytest.mark.skipif(not can_write_onnx(torch.__version__), reason="torch writes ONNX from 2.8 on")
+def test_export_refuses_two_networks(folder, capsys, tmp_path):
+    _, _, error = run(capsys, "export", f"--checkpoint={folder / 'texts.ckpt'}", f"--output={tmp_path / 'exported'}")
     assert error.startswith("export: `--checkpoint` must be of a model with one network, got")
+
+
+def test_adapt_refuses_two_networks(folder, capsys, tmp_path):
+    checkpoint = f"--checkpoint={folder / 'texts.ckpt'}"
     embeddings = tmp_path / "embeddings"
     assert command(capsys, "embed", checkpoint, f"--images={folder / 'images'}", f"--output={embeddings}")[0] == 0
     _, _, error = run(capsys, "adapt", f"--embeddings={embeddings}", f"--output={tmp_path / 'head.ckpt'}")
