@@ -241,7 +241,7 @@ def embed_images(
     embedder = ImageEmbedder.load(
         OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu", side=side
     )
-    about = embedder.about
+    about = embedder.description()
     if listed is None:
         listed = _list_queries(embedder, images, root)
         about = {**about, "side": side}

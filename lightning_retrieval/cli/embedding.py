@@ -214,8 +214,7 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
 def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
     """Whether embeddings come from the same network, although perhaps from another checkpoint of it.
 
-    Embeddings that were made before networks were recorded are compared with their checkpoint, if it still exists and
-    can be rebuilt.
+    Embeddings without a recorded network are compared with their checkpoint, if it still exists and can be rebuilt.
 
     Args:
         earlier: metadata of existing embeddings.
@@ -403,13 +402,16 @@ class ImageEmbedder:
             "preparation": serialised,
             "preparation_from": source,
             "channels": channels,
-            NETWORK: network_digest(module),
         }
         if isinstance(prepare, Preparation) and not prepare.gives_one_size:
             batch_size = 1
         if device is None:
             device = default_device()
         return cls(owner, module.eval(), prepare, about, batch_size, num_workers, "cpu", side=side).on(device)
+
+    def description(self) -> dict[str, Any]:
+        """What is stored with embeddings: `about`, and the digest of the network, for which all weights are read."""
+        return {**self.about, NETWORK: network_digest(self.module)}
 
     def on(self, device: str) -> "ImageEmbedder":
         """The same model on another device.

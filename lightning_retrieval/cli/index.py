@@ -168,7 +168,7 @@ def index_images(
             f"{owner}: `validation` must not be given for a model with a `query_embedder`, since its embeddings are of "
             f"candidates, got {validation}; give `threshold` to the search."
         )
-    about = {**embedder.about, "images": str(images.absolute())}
+    about = {**embedder.description(), "images": str(images.absolute())}
     about |= choose_threshold(owner, validation, false_match_rate, about)
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
     dim = embedder.dim()
