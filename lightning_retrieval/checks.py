@@ -284,6 +284,14 @@ def check_matrix(owner: str, name: str, embeddings: Tensor, *, finite: bool = Fa
         check_finite(owner, name, embeddings)
 
 
+def has_finite_sum(values: Tensor) -> Tensor:
+    """Whether the sum of values is finite, as a bool tensor, in less time than it takes to look at each value.
+
+    If it is, all values are finite. If it is not, `check_finite` finds out whether a value is not.
+    """
+    return values.sum(dtype=torch.promote_types(values.dtype, torch.float32)).isfinite()
+
+
 def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
     """Raise if there are NaN or infinities; the message lists the first such rows, by id if `ids` are given."""
     finite = torch.isfinite(values)

@@ -20,6 +20,7 @@ from lightning_retrieval.checks import (
     check_integers,
     check_matrix,
     check_tensor,
+    has_finite_sum,
     short_repr,
 )
 from lightning_retrieval.distributed import size_for, to_host
@@ -86,9 +87,8 @@ class RankedLists(ABC):
                 counts are exchanged. None counts for all queries.
         """
         counts = self._count_on_device(queries)
-        # A sum takes less time than looking at each value. It is finite only if all values are.
-        sums = [values.sum(dtype=self.dtype) for values in self.given.values()]
-        read = to_host(torch.cat([counts, torch.stack(sums).isfinite().all()[None]]))
+        finite = torch.stack([has_finite_sum(values) for values in self.given.values()])
+        read = to_host(torch.cat([counts, finite.all()[None]]))
         if read[-1] == 0:
             for name, values in self.given.items():
                 check_finite(self.owner, name, values)

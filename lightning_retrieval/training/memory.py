@@ -24,6 +24,7 @@ from lightning_retrieval.checks import (
     check_integer,
     check_integers,
     check_matrix,
+    has_finite_sum,
     short_repr,
 )
 from lightning_retrieval.distributed import to_host
@@ -281,7 +282,7 @@ def _occurs(values: Tensor, among: Tensor) -> Tensor:
 
 def _indices(mask: Tensor, embeddings: Tensor) -> Tensor:
     """The indices where a mask is True; raises if an embedding is not finite. The host waits for the device once."""
-    number, is_finite = to_host(torch.stack([mask.sum(), embeddings.isfinite().all()])).tolist()
+    number, is_finite = to_host(torch.stack([mask.sum(), has_finite_sum(embeddings.detach())])).tolist()
     if not is_finite:
         check_finite("CrossBatchMemory", "embeddings", embeddings)
     return true_indices(mask, number)[0]
