@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.datamodules.samplers.pairs import PairSampler
+from tests.datamodules.samplers.test_pk import assert_rounds
 
 QUERIES, CANDIDATES = [7, 5, 5, 9, 7], [5, 5, 7, 7, 7, 9]
 
@@ -19,14 +20,6 @@ def make(queries=QUERIES, candidates=CANDIDATES, P=2, Q=1, K=2, seed=0, epoch=0)
     sampler = PairSampler(queries, candidates, classes_per_batch=P, queries_per_class=Q, samples_per_class=K, seed=seed)
     sampler.set_epoch(epoch)
     return sampler
-
-
-def assert_rounds(drawn: list, of: set) -> None:
-    """In each round, every member of `of` is drawn once before the next round begins."""
-    for begin in range(0, len(drawn), len(of)):
-        chunk = drawn[begin : begin + len(of)]
-        assert set(chunk) <= of
-        assert len(set(chunk)) == len(chunk)
 
 
 def assert_side(groups: list[list[int]], classes: list[int], labels: list[int]) -> None:
