@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -412,6 +413,19 @@ def test_a_collection_is_loaded_again_while_its_index_is_written(message, failur
             connection.load("birds")
     assert seen == ["birds"] * calls
     connection.close()
+
+
+def test_an_index_whose_file_is_being_written_opens_when_it_is_complete(tmp_path, monkeypatch, opened):
+    uri = str(tmp_path / "photos.db")
+    with closing(MilvusStore.create(uri, "birds", DIM, "IVF_FLAT,nlist=32")) as store:
+        store.add(vectors(2000))
+        store.publish()
+    (file,) = Path(uri).rglob("*.idx")
+    content = file.read_bytes()
+    file.write_bytes(content[:1000])
+    monkeypatch.setattr(milvus_connection, "time", SimpleNamespace(sleep=lambda seconds: file.write_bytes(content)))
+    assert len(opened(MilvusStore(uri, "birds"))) == 2000
+    assert file.read_bytes() == content
 
 
 @pytest.mark.refusal
