@@ -24,7 +24,7 @@ from lightning_retrieval.losses.positives import ScoreBlock
 
 # Number of elements of a formula's largest tensor in one block. The numbers affect results only by rounding. They
 # depend only on the type of the device, so that a run can be reproduced on another machine.
-BLOCK_ELEMENTS = 1 << 19  # 2 MiB of float32: large enough for a CPU's full speed, small enough to stay in its caches
+BLOCK_ELEMENTS = 1 << 20  # 4 MiB of float32: large enough for a CPU's full speed, small enough to stay in its caches
 ACCELERATOR_BLOCK_ELEMENTS = 1 << 25  # 128 MiB: few kernel launches, each with enough work for all cores
 # Number of scores in a group of blocks: all scores of a batch of 4,096 on a CPU, and of a batch of 8,192 on an
 # accelerator.

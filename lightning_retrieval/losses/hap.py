@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction
-from lightning_retrieval.losses.positives import ScoreBlock, at
+from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.roadmap import UpperStepLoss
 from lightning_retrieval.losses.smooth_ap import Step, count_above
 
@@ -47,8 +47,9 @@ def hap(
     positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
     s_i, level_i = at(lists.scores, query, i), lists.relevant[query, i]  # (pos,), (pos,)
-    lower, row = lower_items(lists, query, level_i)
-    lower_above = count_above(lower, row, s_i, h_minus)  # (pos,)
+    lower, levels_below = lower_items(lists), number_of_levels_below(lists, level_i)
+    # Of the lists of each query, that with the items of lower levels than i.
+    lower_above = count_above(lower, query * len(lists.levels) + levels_below, s_i, h_minus)  # (pos,)
 
     # All other counts involve relevant items only. Each pair is a relevant i and a relevant j of the same query, as
     # indices into (pos,); j can be i itself.
@@ -59,8 +60,8 @@ def hap(
     others_above = torch.zeros_like(s_i).index_add(0, pair_i, (step & (levels_above >= 0)).to(s_i.dtype))  # (pos,)
     rank = lower_above + others_above  # (pos,)
 
-    rel = relevance_of_levels(lists, alpha)  # (query, gallery)
-    rel_i = rel[query, i]  # (pos,)
+    rel, rel_sum = relevance_of_levels(lists, query, levels_below, alpha)  # (query, level), (query,)
+    rel_i = at(rel, query, levels_below)  # (pos,)
     counted = step.to(s_i.dtype)  # (pair,)
     if hrank_slopes is not None:
         counted = torch.where(levels_above > 0, soft_step(t, hrank_slopes), counted)
@@ -68,28 +69,24 @@ def hap(
     h_rank = torch.zeros_like(s_i).index_add(0, pair_i, shared * counted)  # (pos,)
 
     sum_of_ratios = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, h_rank / rank)  # (query,)
-    return 1 - sum_of_ratios / rel.sum(1)
+    return 1 - sum_of_ratios / rel_sum
 
 
-def lower_items(
-    lists: ScoreBlock, query: Int[Tensor, " pos"], level_i: Integer[Tensor, " pos"]
-) -> tuple[Float[Tensor, "list gallery"], Int[Tensor, " pos"]]:
-    """One list for each query and level, in which only the items of lower levels are not -inf.
-
-    Also returns, for each positive, the index of its list.
-
-    Args:
-        lists: a block of ranked lists.
-        query: the query of each positive.
-        level_i: the level of each positive.
-    """
+def lower_items(lists: ScoreBlock) -> Float[Tensor, "list gallery"]:
+    """One list for each query and level, in which only the items of lower levels are not -inf."""
     lower = []
-    lower_levels = torch.zeros_like(query)  # number of possible levels below the level of i
     for level in lists.levels:
         is_lower = lists.candidate & (lists.relevant < level)
         lower.append(lists.scores.where(is_lower, -torch.inf))
-        lower_levels += level_i > level
-    return torch.stack(lower, 1).flatten(0, 1), query * len(lists.levels) + lower_levels
+    return torch.stack(lower, 1).flatten(0, 1)
+
+
+def number_of_levels_below(lists: ScoreBlock, level_i: Integer[Tensor, " pos"]) -> Int[Tensor, " pos"]:
+    """For each positive, the number of possible levels above 0 and below its own: the index of its level."""
+    below = torch.zeros_like(level_i, dtype=torch.int64)
+    for level in lists.levels:
+        below += level_i > level
+    return below
 
 
 def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tensor, "..."]:
@@ -98,19 +95,28 @@ def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tenso
     return torch.where(t > 0, (beta * t + gamma).clamp(max=1), leak * t)
 
 
-def relevance_of_levels(lists: ScoreBlock, alpha: float) -> Float[Tensor, "query gallery"]:
-    """(l / H)^alpha / (number of items of exactly level l) for each level l > 0, and 0 for level 0.
+def relevance_of_levels(
+    lists: ScoreBlock, query: Int[Tensor, " pos"], level_index: Int[Tensor, " pos"], alpha: float
+) -> tuple[Float[Tensor, "query level"], Float[Tensor, " query"]]:
+    """The relevance of an item of each level l, (l / H)^alpha / (number of items of exactly level l), and its sum.
 
     H is the highest level of the query's items. The paper uses L, the number of levels, instead. The choice cancels in
     HAP; with H, a large alpha cannot make all relevances of a query 0.
+
+    Args:
+        lists: a block of ranked lists.
+        query: the query of each positive.
+        level_index: the index of each positive's level among `lists.levels`.
+        alpha: exponent of the relevance, > 0.
     """
-    relevance = torch.zeros_like(lists.scores)
-    highest = lists.relevant.amax(1, keepdim=True).clamp(min=1).to(relevance.dtype)  # (query, 1)
-    for level in lists.levels:
-        exact = lists.relevant == level  # (query, gallery)
-        count = exact.sum(1, keepdim=True, dtype=relevance.dtype).clamp(min=1)  # (query, 1)
-        relevance += exact * ((level / highest).clamp(max=1) ** alpha / count)
-    return relevance
+    levels = constants([float(level) for level in lists.levels], lists.scores)  # (level,)
+    flat = query * len(levels) + level_index  # (pos,): index into the flattened (query, level) matrix
+    count = levels.new_zeros(len(lists.scores) * len(levels)).index_add(0, flat, levels.new_ones(()).expand(len(flat)))
+    count = count.view(len(lists.scores), len(levels))  # (query, level)
+    occurs = count > 0  # (query, level)
+    highest = (levels * occurs).amax(1, keepdim=True).clamp(min=1)  # (query, 1)
+    of_all_items = (levels / highest).clamp(max=1) ** alpha * occurs  # (query, level): summed over the items of a level
+    return of_all_items / count.clamp(min=1), of_all_items.sum(1)
 
 
 class HAPLoss(UpperStepLoss):

@@ -81,32 +81,25 @@ def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
 
 
 def count_upper(
-    t: Float[Tensor, "pos gallery"], **settings: Any
+    t: Float[Tensor, "pos gallery"], *, tau: float, rho: float, delta: float, offset: float | None, start: float
 ) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
-    """The sum of H^-(t) over the gallery, and the slope of H^- at each t; for the settings, see `upper_step`."""
-    value, slope = upper_step(t, **settings)
-    return value.sum(1), slope
+    """The sum of H^-(t) over the gallery, and the slope of H^- at each t.
 
-
-def upper_step(
-    t: Float[Tensor, "..."], *, tau: float, rho: float, delta: float, offset: float | None, start: float
-) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """H^-(t) and its slope. H^- is a sigmoid, plus `start` above 0; above `delta` it is a line of slope `rho`.
-
-    Conditions are float tensors of 0 and 1, which is much faster on a CPU than `torch.where`.
+    H^- is a sigmoid, plus `start` above 0; above `delta` it is a line of slope `rho`. Each part is summed by itself, so
+    that no tensor holds H^-. Conditions are float tensors of 0 and 1, which is much faster on a CPU than `torch.where`.
     """
     if offset is None:
         sigma_at_delta = torch.sigmoid(torch.tensor(delta / tau, dtype=torch.float64))
         offset = float(sigma_at_delta) + start
-    sigma = torch.sigmoid(t / tau)
+    above = torch.gt(t, 0, out=torch.empty_like(t)).sum(1)
     is_linear = torch.gt(t, delta, out=torch.empty_like(t))
-    slope = torch.addcmul(sigma, sigma, sigma, value=-1).div_(tau)  # slope of the curved part
-    slope.lerp_(torch.full_like(slope[:1], rho), is_linear)
-
-    is_above = torch.gt(t, 0, out=torch.empty_like(t))
-    curved = sigma.add_(is_above, alpha=start)
-    line = (t - delta).clamp_(min=0).mul_(rho).add_(offset)  # finite also where t is -inf
-    return curved.lerp_(line, is_linear), slope
+    linear = is_linear.sum(1)
+    sigma = (t / tau).sigmoid_()
+    sigma.addcmul_(sigma, is_linear, value=-1)  # 0 where H^- is linear
+    beyond = t.sub_(delta).clamp_(min=0).sum(1)  # 0 also where t is -inf
+    count = sigma.sum(1) + start * (above - linear) + rho * beyond + offset * linear
+    slope = is_linear.mul_(rho).addcmul_(sigma, 1 - sigma, value=1 / tau)
+    return count, slope
 
 
 class UpperStepLoss(RetrievalLoss):
