@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from lightning_retrieval.checks import check_choice, check_integer, check_path, first_line
 from lightning_retrieval.distributed import gather_objects
@@ -30,7 +30,7 @@ from lightning_retrieval.search.embedding_folder import (
     digest_of_list,
     load_pyarrow,
 )
-from lightning_retrieval.search.shared_folder import ShardCollector, SharedFolder, share_folder
+from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, SharedFolder, share_folder
 
 DISTRACTOR = -1  # the label of images without a class
 
@@ -206,27 +206,6 @@ KEPT = (
     "generator",
     "prefetch_factor",
 )  # settings of the original `DataLoader` that `ShardLoader` uses too
-
-
-class RangeBatches(Sampler[list[int]]):
-    """Yields batches of positions.
-
-    Args:
-        ranges: positions, in loading order.
-        batch_size: number of images per batch; the last batch of a range may have fewer.
-    """
-
-    def __init__(self, ranges: Sequence[Sequence[int]], batch_size: int) -> None:
-        self.ranges = ranges
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return sum(-(-len(positions) // self.batch_size) for positions in self.ranges)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for positions in self.ranges:
-            for begin in range(0, len(positions), self.batch_size):
-                yield list(positions[begin : begin + self.batch_size])
 
 
 def is_in_order(loader: Any) -> bool:

@@ -2,10 +2,11 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from PIL import Image
@@ -20,13 +21,12 @@ from lightning_retrieval.checks import (
     check_path,
     check_tensor,
     first_of,
+    short_repr,
 )
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
-from lightning_retrieval.datamodules.loader import check_image_sizes
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
-from lightning_retrieval.preparation.of_run import UNNORMALIZED
-from lightning_retrieval.preparation.pixels import Pixels, check_colour
+from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels, check_colour
 from lightning_retrieval.preparation.prepare import Size
 
 OnError = Literal["raise", "skip"]
@@ -317,3 +317,36 @@ def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
     raise ValueError(
         f"ImageSet: none of the {len(items)} images of a batch could be read ({paths}); repair or remove them first."
     )
+
+
+def check_image_sizes(owner: str, items: Any, cure: str) -> None:
+    """Raise unless the images of a batch have the same size.
+
+    Args:
+        owner: prefix of the error message.
+        items: items of a dataset: dicts with `images`, tuples that begin with an image, or images; other items are not
+            checked.
+        cure: the end of the error message.
+
+    Raises:
+        ValueError: if sizes differ; the message gives the first image of each size, by its id or else its position in
+            the batch.
+    """
+    found: dict[tuple[int, ...], str] = {}
+    for position, item in enumerate(items):
+        image, id_ = item, None
+        if isinstance(item, Mapping):
+            image, id_ = item.get("images"), item.get("ids")
+        elif isinstance(item, (tuple, list)) and item:
+            image, id_ = item[0], next(iter(item[2:]), None)
+        if not isinstance(image, (Tensor, np.ndarray)):
+            continue
+        if isinstance(id_, Tensor):
+            id_ = id_.tolist()
+        which = f"position {position}"
+        if id_ is not None:
+            which = f"id {short_repr(id_)}"
+        found.setdefault(tuple(image.shape), which)
+    if len(found) > 1:
+        sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
+        raise ValueError(f"{owner}: images of a batch must have the same size, got {sizes}; {cure}.")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.checks import check_bool, check_instance, check_integer, short_repr
+from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
@@ -193,39 +194,6 @@ def loader_settings(
         "pin_memory": pin_memory,
         "collate_fn": collate_fn,
     }
-
-
-def check_image_sizes(owner: str, items: Any, cure: str) -> None:
-    """Raise unless the images of a batch have the same size.
-
-    Args:
-        owner: prefix of the error message.
-        items: items of a dataset: dicts with `images`, tuples that begin with an image, or images; other items are not
-            checked.
-        cure: the end of the error message.
-
-    Raises:
-        ValueError: if sizes differ; the message gives the first image of each size, by its id or else its position in
-            the batch.
-    """
-    found: dict[tuple[int, ...], str] = {}
-    for position, item in enumerate(items):
-        image, id_ = item, None
-        if isinstance(item, Mapping):
-            image, id_ = item.get("images"), item.get("ids")
-        elif isinstance(item, (tuple, list)) and item:
-            image, id_ = item[0], next(iter(item[2:]), None)
-        if not isinstance(image, (Tensor, np.ndarray)):
-            continue
-        if isinstance(id_, Tensor):
-            id_ = id_.tolist()
-        which = f"position {position}"
-        if id_ is not None:
-            which = f"id {short_repr(id_)}"
-        found.setdefault(tuple(image.shape), which)
-    if len(found) > 1:
-        sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
-        raise ValueError(f"{owner}: images of a batch must have the same size, got {sizes}; {cure}.")
 
 
 def collate_images(items: Any) -> Any:

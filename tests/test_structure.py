@@ -48,15 +48,12 @@ LAZY = {
 MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/preparation/of_run.py",
     "lightning_retrieval/training/step.py",
-    "lightning_retrieval/training/checkpoint_files.py",
     "lightning_retrieval/training/checkpointed_module.py",
     "lightning_retrieval/training/manual_training.py",
-    "lightning_retrieval/training/full_sharding.py",
     "lightning_retrieval/training/run_report.py",
     "lightning_retrieval/training/trainer_checks.py",
     "lightning_retrieval/cli/adapt.py",
     "lightning_retrieval/cli/embed.py",
-    "lightning_retrieval/cli/embedding.py",
     "lightning_retrieval/cli/fit.py",
 }
 MAY_PRINT = {
@@ -65,6 +62,7 @@ MAY_PRINT = {
     "lightning_retrieval/cli/check.py",  # the report on the files of a data set
     "lightning_retrieval/cli/demo.py",  # the address of the page
     "lightning_retrieval/cli/embed.py",
+    "lightning_retrieval/cli/embedding.py",  # the checkpoint that was found in a folder
     "lightning_retrieval/cli/export.py",
     "lightning_retrieval/cli/index.py",
     "lightning_retrieval/cli/main.py",  # errors, and images that cannot be read

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from lightning_retrieval import losses
 from lightning_retrieval.checks import check_integer, check_positive, first_line
-from lightning_retrieval.cli.embedding import UnreadableImage, load_checkpoint, recorded_checkpoint
+from lightning_retrieval.cli.embedding import (
+    UnreadableImage,
+    load_checkpoint,
+    recorded_checkpoint,
+    restored_retrieval_module,
+)
 from lightning_retrieval.cli.index import read_image_rows
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
@@ -184,7 +189,7 @@ def _embedding_module(manifest: EmbeddingManifest, checkpoint: Path | None, outp
         raise ValueError(
             f"{OWNER}: `output` must not be the checkpoint that made the embeddings, got {output}; give another file."
         )
-    module = load_checkpoint(OWNER, found)
+    module: RetrievalModule = load_checkpoint(OWNER, found, restored_retrieval_module)
     if module.query_embedder is not None:
         raise ValueError(
             f"{OWNER}: `checkpoint` must be of a model with one network, got {found}, which has a `query_embedder`; "

@@ -64,7 +64,8 @@ def data_modules() -> dict[str, Any]:
     from lightning_retrieval import datamodules
 
     found = {}
-    for name, value in vars(datamodules).items():
+    for name in datamodules.__all__:
+        value = getattr(datamodules, name)
         if inspect.isclass(value) and hasattr(value, "check") and not inspect.isabstract(value):
             found[name] = value
     return found

@@ -18,7 +18,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_retrieval.callbacks.embedding_writer import RangeBatches, wait_for_other_processes
+from lightning_retrieval.callbacks.embedding_writer import wait_for_other_processes
 from lightning_retrieval.checks import check_choice, check_integer, first_line
 from lightning_retrieval.cli.embedding import (
     EmbeddedBatch,
@@ -44,7 +44,7 @@ from lightning_retrieval.search.embedding_folder import (
     digest_of_list,
     load_pyarrow,
 )
-from lightning_retrieval.search.shared_folder import ShardCollector, share_folder
+from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, share_folder
 from lightning_retrieval.training.sides import SIDES, Side
 
 OWNER = "embed_images"

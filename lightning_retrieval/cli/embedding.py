@@ -7,6 +7,7 @@ fatal.
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,29 +17,26 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from PIL import Image
-from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_retrieval.callbacks.embedding_writer import RangeBatches
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.options import printable
-from lightning_retrieval.datamodules import ImageIndex, ImageSet
-from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images
+from lightning_retrieval.datamodules.image_index import ImageIndex
+from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import file_digest, find_damage
-from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.preparation.decoding import image_suffixes
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
+from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.rows import Rows
-from lightning_retrieval.training.checkpoint_files import network_digest
-from lightning_retrieval.training.checkpointed_module import restored_module
+from lightning_retrieval.search.shared_folder import RangeBatches
+from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
 from lightning_retrieval.training.chunk_size import is_out_of_memory
-from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.sides import Side, side_of_module, text_network
 
 NETWORK = "network_sha256"  # entry of the metadata of embeddings: the digest of the network of candidates
@@ -109,6 +107,8 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
         if root is not None:
             raise ValueError(f"{owner}: `root` must be given for a table only, got {root} for the folder {images}.")
         return images_in_folder(owner, images)
+    from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images
+
     table = read_table(images, required=("image",))
     paths = parse_images(table)
     labels = [label or None for label in table.columns.get("label", [""] * len(paths))]
@@ -166,7 +166,8 @@ def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> P
     for run in [checkpoint, *runs]:
         best = run / BEST_CHECKPOINT
         if best.is_file():
-            rank_zero_info(f"The checkpoint is {best}.")
+            if rank() == 0:
+                print(f"The checkpoint is {best}.", file=sys.stderr)
             return best
     raise FileNotFoundError(
         f"{rule}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists; give the path of a file, "
@@ -230,17 +231,18 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
     return recorded is not None and recorded == about.get(NETWORK)
 
 
-def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
-    """Load a module on the CPU, without downloading the pretrained weights that its training began with.
+def load_checkpoint(owner: str, checkpoint: Path, restored: Callable[[Any], Any] = restored_network) -> Any:
+    """Load a network on the CPU, without downloading the pretrained weights that its training began with.
 
     Args:
         owner: prefix of error messages.
         checkpoint: path of an existing file. Its objects are rebuilt from plain values, so loading runs no code of the
             file.
+        restored: rebuilds the network from the content of the file; if it returns None, `restored_module` does.
 
     Returns:
-        The module. Its attribute `preparation` is the preparation of images in its evaluation; None if the checkpoint
-            does not record the preparation.
+        The `RetrievalNetwork` or, for the checkpoint of a subclass, the `RetrievalModule`. Its attribute `preparation`
+            is the preparation of images in its evaluation; None if the checkpoint does not record the preparation.
 
     Raises:
         ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
@@ -254,10 +256,20 @@ def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
         raise ValueError(f"{rule}, which is damaged: {damage}.")
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        module: RetrievalModule = restored_module(RetrievalModule, saved)
+        network = restored(saved)
+        if network is None:
+            network = restored_retrieval_module(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
         raise ValueError(f"{rule} ({first_line(error)}).") from None
-    return module
+    return network
+
+
+def restored_retrieval_module(saved: Any) -> Any:
+    """The whole `RetrievalModule` of a checkpoint, or the subclass that LightningCLI has recorded; needs Lightning."""
+    from lightning_retrieval.training.checkpointed_module import restored_module
+    from lightning_retrieval.training.module import RetrievalModule
+
+    return restored_module(RetrievalModule, saved)
 
 
 @dataclass(frozen=True)
@@ -341,7 +353,7 @@ class ImageEmbedder:
     """
 
     owner: str
-    module: RetrievalModule
+    module: Any  # a `RetrievalNetwork` or `RetrievalModule`
     transform: Callable[[Any], Tensor]
     about: dict[str, Any]
     batch_size: int

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_callable
 from lightning_retrieval.preparation.of_model import wanted_preparation
-from lightning_retrieval.preparation.pixels import check_colour
+from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.prepare import Size
 from lightning_retrieval.preparation.serialised import (
@@ -31,8 +31,6 @@ from lightning_retrieval.preparation.serialised import (
     shown_transform,
 )
 from lightning_retrieval.preparation.training_transforms import PaperName, TrainingTransform, training_transform
-
-UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
 
 
 class CurrentTransform:

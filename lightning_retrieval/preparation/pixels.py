@@ -26,6 +26,7 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "ham
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 MOST_PIXELS = 16384  # per side
+UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
 
 
 def check_colour(owner: str, name: str, value: Any) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Sampler
 
 from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.files import flush, folder_lock, take_lock
@@ -23,6 +24,27 @@ from lightning_retrieval.search.embedding_folder import (
     ShardRows,
     check_output,
 )
+
+
+class RangeBatches(Sampler[list[int]]):
+    """Yields batches of positions.
+
+    Args:
+        ranges: positions, in loading order.
+        batch_size: number of images per batch; the last batch of a range may have fewer.
+    """
+
+    def __init__(self, ranges: Sequence[Sequence[int]], batch_size: int) -> None:
+        self.ranges = ranges
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return sum(-(-len(positions) // self.batch_size) for positions in self.ranges)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for positions in self.ranges:
+            for begin in range(0, len(positions), self.batch_size):
+                yield list(positions[begin : begin + self.batch_size])
 
 
 class ShardCollector:

@@ -4,8 +4,6 @@
   `torch.load` does not compare the checksums: a flipped bit would silently change a weight.
 - A checkpoint of adapters (LoRA) does not hold the pretrained weights, because they are loaded again from their source.
   The weights are left out only if an `Embedder` has `lora` and names its `weights`: random weights have no source.
-- `BaseFinetuning` freezes its layers at the start of every run, and unfreezes them at the start of one epoch. A run
-  that is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
 - A checkpoint of a network that is sharded over the processes looks like a checkpoint of a single process: one file
   with full tensors, which the first process writes. Any number of processes, with or without `ModelParallelStrategy`,
   can continue from it. Lightning's own code would lose state that is neither a parameter nor a buffer, such as the rows
@@ -15,32 +13,34 @@
 import copy
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped]
-from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
-from pytorch_lightning.callbacks import BaseFinetuning
-from pytorch_lightning.core.saving import load_hparams_from_tags_csv
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_retrieval.checks import check_path, first_line, short_repr
+from lightning_retrieval.checks import check_path, short_repr
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import find_damage
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
-from lightning_retrieval.plain_data import class_path, describe
+from lightning_retrieval.models.pretrained import without_pretrained_weights
+from lightning_retrieval.plain_data import DescriptionReader, class_path, describe
+from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
+from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
-TRAINABLE = "trainable_parameters"  # key of a checkpoint
+MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
+ONLY_TRAINED = ("loss.", "memory.")  # names of the states of a module that its networks do not have begin with these
+# LightningCLI stores one of these names in the hyperparameters.
+INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
+# Keys of a checkpoint and names of attributes: the preparation of images in evaluation, and that of queries.
+PREPARATIONS = ("preparation", "query_preparation")
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
-HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
 
 
 def check_checkpoint(owner: str, checkpoint: Any) -> None:
@@ -114,74 +114,6 @@ def check_map_location(owner: str, map_location: Any) -> None:
             f"{owner}: `map_location` must be a device such as 'cpu', got {short_repr(map_location)} "
             f"({type(map_location).__name__})."
         )
-
-
-def read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
-    """Read the hyperparameters in a YAML or CSV file as plain data.
-
-    Args:
-        owner: prefix of error messages.
-        hparams_file: path of a YAML file, or of a CSV file with the columns key and value, as Lightning's loggers
-            write.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the suffix is not .csv, .yaml or .yml, or the file does not hold names and plain values.
-        TypeError: if `hparams_file` is not a path.
-    """
-    path = check_path(owner, "hparams_file", hparams_file)
-    if path.suffix.lower() not in HPARAMS_SUFFIXES:
-        raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
-    if not path.is_file():
-        raise FileNotFoundError(f"{owner}: `hparams_file` must be an existing file, got {path}.")
-    try:
-        if path.suffix.lower() == ".csv":
-            content = load_hparams_from_tags_csv(path)
-        else:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (ValueError, IndexError, MemoryError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{owner}: `hparams_file` must be a file of plain values, got {path} ({first_line(error)})."
-        ) from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{owner}: `hparams_file` must be a file of names and values, got {path}.")
-    return content
-
-
-class VerifiedCheckpoints(CheckpointIO):
-    """Verifies checkpoints before they are loaded; everything else is delegated to another `CheckpointIO`.
-
-    Args:
-        owner: prefix of error messages.
-        checkpoint_io: the `CheckpointIO` that writes, loads and removes the files.
-    """
-
-    def __init__(self, owner: str, checkpoint_io: CheckpointIO) -> None:
-        self.owner = owner
-        self.checkpoint_io = checkpoint_io
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint."""
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Verify a checkpoint and load it. With `weights_only` None or True, nothing in it can run code.
-
-        Raises:
-            ValueError: if the file is damaged.
-        """
-        check_checkpoint(self.owner, path)
-        if weights_only is None:  # for a remote address, Lightning would treat None as False
-            weights_only = True
-        return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint."""
-        self.checkpoint_io.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        """Tear down the other `CheckpointIO`."""
-        self.checkpoint_io.teardown()
 
 
 def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
@@ -292,35 +224,72 @@ def network_digest(module: Any) -> str:
 
 def _defining_class(module: Any, method: str) -> str:
     """The class that defines a method of a module."""
+    if isinstance(module, RetrievalNetwork):
+        return MODULE
     for cls in type(module).__mro__:
         if method in vars(cls):
             return class_path(cls)
     return ""
 
 
-def has_finetuning(module: Any) -> bool:
-    """Whether a LightningModule is in a run with a `BaseFinetuning` callback."""
-    if module._trainer is None:
-        return False
-    return any(isinstance(callback, BaseFinetuning) for callback in module.trainer.callbacks)
+def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
+    """The networks of a checkpoint of `RetrievalModule`; None for any other file, such as one of a subclass.
 
-
-def unfreeze(module: Any, trainable: Collection[str]) -> None:
-    """Unfreeze the parameters that were trained when a checkpoint was written, if the run has a `BaseFinetuning`.
+    All descriptions of objects in the checkpoint are checked by the same rules as for `restored_module`, but what only
+    training needs is not built.
 
     Args:
-        module: a LightningModule.
-        trainable: names of the parameters that were trained.
+        checkpoint: content of the checkpoint, as read by `torch.load`.
+
+    Raises:
+        ValueError: as for `restored_module`.
+        TypeError: as for `restored_module`.
     """
-    if not has_finetuning(module):
-        return
-    names = set(trainable)
-    for prefix, layer in module.named_modules():
-        for name, parameter in layer.named_parameters(prefix, recurse=False):
-            if name in names and not parameter.requires_grad:
-                parameter.requires_grad = True
-                if isinstance(layer, _BatchNorm):  # freezing has stopped the layer's running statistics
-                    layer.track_running_stats = True
+    settings = _settings_of_module(checkpoint)
+    if settings is None:
+        return None
+    reader = DescriptionReader(MODULE.rpartition(".")[2])
+    reader.settings(TrainingObjects, settings)
+    checked = reader.settings(RetrievalNetwork, settings)
+    with without_pretrained_weights():  # pretrained weights would be downloaded, only to be replaced
+        network = RetrievalNetwork(**checked.arguments())
+    add_base_weights(reader.owner, network, checkpoint)
+    load_preparations(reader.owner, network, checkpoint)
+    state = copy.copy(checkpoint["state_dict"])  # copies also `_metadata`
+    for name in checkpoint["state_dict"]:
+        if name.startswith(ONLY_TRAINED):
+            del state[name]
+    network.load_state_dict(state)
+    return network
+
+
+def _settings_of_module(checkpoint: Any) -> dict[str, Any] | None:
+    """The hyperparameters of a checkpoint of `RetrievalModule`; None for any other file."""
+    if not isinstance(checkpoint, dict) or checkpoint.get("hparams_name") not in (None, "", "kwargs"):
+        return None
+    saved, state = checkpoint.get("hyper_parameters"), checkpoint.get("state_dict")
+    if not isinstance(saved, dict) or not isinstance(state, dict):
+        return None
+    settings = dict(saved)
+    is_of_module = settings.pop("_class_path", MODULE) == MODULE
+    if not is_of_module or settings.pop("_instantiator", None) not in (None, *INSTANTIATORS):
+        return None
+    return settings
+
+
+def load_preparations(owner: str, module: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Give a module the preparations of images that a checkpoint records, after checking them.
+
+    Args:
+        owner: prefix of error messages.
+        module: the module, or its networks.
+        checkpoint: content of the checkpoint.
+    """
+    for name in PREPARATIONS:
+        preparation = checkpoint.get(name)
+        if preparation is not None:
+            check_serialised_transform(owner, preparation)
+        setattr(module, name, preparation)
 
 
 class FullCheckpoints:

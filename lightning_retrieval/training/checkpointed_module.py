@@ -1,26 +1,67 @@
-"""Modules whose checkpoints are written as plain data and verified when read, and how such modules are rebuilt."""
+"""Modules whose checkpoints are written as plain data and verified when read, and how such modules are rebuilt.
 
-from collections.abc import Mapping
+`BaseFinetuning` freezes its layers at the start of every run, and unfreezes them at the start of one epoch. A run that
+is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
+"""
+
+from collections.abc import Collection, Mapping
 from types import FrameType, MappingProxyType
 from typing import Any
 
 import pytorch_lightning as pl
+import yaml  # type: ignore[import-untyped]
+from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning_fabric.utilities.cloud_io import _load
+from pytorch_lightning.callbacks import BaseFinetuning
 from pytorch_lightning.core.mixins.hparams_mixin import _given_hyperparameters_context
-from pytorch_lightning.core.saving import _default_map_location
+from pytorch_lightning.core.saving import _default_map_location, load_hparams_from_tags_csv
 from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.checks import check_choice, check_flag, short_repr
+from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, describe, unsharded_class, without_sources
-from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.training import checkpoint_files
 
-# LightningCLI stores one of these names in the hyperparameters.
-INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
-# Keys of a checkpoint and names of attributes: the preparation of images in evaluation, and that of queries.
-PREPARATIONS = ("preparation", "query_preparation")
+TRAINABLE = "trainable_parameters"  # key of a checkpoint
+HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
+
+
+class VerifiedCheckpoints(CheckpointIO):
+    """Verifies checkpoints before they are loaded; everything else is delegated to another `CheckpointIO`.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint_io: the `CheckpointIO` that writes, loads and removes the files.
+    """
+
+    def __init__(self, owner: str, checkpoint_io: CheckpointIO) -> None:
+        self.owner = owner
+        self.checkpoint_io = checkpoint_io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint."""
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Verify a checkpoint and load it. With `weights_only` None or True, nothing in it can run code.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        checkpoint_files.check_checkpoint(self.owner, path)
+        if weights_only is None:  # for a remote address, Lightning would treat None as False
+            weights_only = True
+        return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint."""
+        self.checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Tear down the other `CheckpointIO`."""
+        self.checkpoint_io.teardown()
 
 
 class CheckpointedModule(pl.LightningModule):
@@ -51,8 +92,8 @@ class CheckpointedModule(pl.LightningModule):
     def configure_callbacks(self) -> Any:
         """Let the Trainer verify the checkpoints that it loads."""
         strategy = self.trainer.strategy
-        if not isinstance(strategy.checkpoint_io, checkpoint_files.VerifiedCheckpoints):
-            strategy.checkpoint_io = checkpoint_files.VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io)
+        if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
+            strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io)
         return super().configure_callbacks()
 
     @_restricted_classmethod
@@ -92,22 +133,16 @@ class CheckpointedModule(pl.LightningModule):
         """Convert the module to the run's precision before the weights are loaded; Lightning would do so afterwards."""
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
-        checkpoint_files.unfreeze(self, checkpoint.get(checkpoint_files.TRAINABLE, ()))
+        _unfreeze(self, checkpoint.get(TRAINABLE, ()))
         checkpoint_files.add_base_weights(type(self).__name__, self, checkpoint)
-        for name in PREPARATIONS:
-            preparation = checkpoint.get(name)
-            if preparation is not None:
-                check_serialised_transform(type(self).__name__, preparation)
-            setattr(self, name, preparation)
+        checkpoint_files.load_preparations(type(self).__name__, self, checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
         checkpoint_files.remove_base_weights(self, checkpoint)
-        if checkpoint_files.has_finetuning(self):
-            checkpoint[checkpoint_files.TRAINABLE] = [
-                name for name, value in self.named_parameters() if value.requires_grad
-            ]
-        for name in PREPARATIONS:
+        if _has_finetuning(self):
+            checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
+        for name in checkpoint_files.PREPARATIONS:
             if getattr(self, name) is not None:
                 checkpoint[name] = getattr(self, name)
         if self.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
@@ -179,7 +214,7 @@ def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, 
     checkpoint_files.check_map_location(owner, map_location)
     replacing = None
     if hparams_file is not None:
-        replacing = checkpoint_files.read_hparams_file(owner, hparams_file)
+        replacing = _read_hparams_file(owner, hparams_file)
     checkpoint_files.check_checkpoint(owner, path)
     checkpoint = _load(path, map_location or _default_map_location, weights_only is not False)
     if not isinstance(checkpoint, dict):
@@ -187,6 +222,38 @@ def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, 
     if replacing is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = replacing
     return checkpoint
+
+
+def _read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
+    """Read the hyperparameters in a YAML or CSV file as plain data.
+
+    Args:
+        owner: prefix of error messages.
+        hparams_file: path of a YAML file, or of a CSV file with the columns key and value, as Lightning's loggers
+            write.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the suffix is not .csv, .yaml or .yml, or the file does not hold names and plain values.
+        TypeError: if `hparams_file` is not a path.
+    """
+    path = check_path(owner, "hparams_file", hparams_file)
+    if path.suffix.lower() not in HPARAMS_SUFFIXES:
+        raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
+    if not path.is_file():
+        raise FileNotFoundError(f"{owner}: `hparams_file` must be an existing file, got {path}.")
+    try:
+        if path.suffix.lower() == ".csv":
+            content = load_hparams_from_tags_csv(path)
+        else:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, IndexError, MemoryError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{owner}: `hparams_file` must be a file of plain values, got {path} ({first_line(error)})."
+        ) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{owner}: `hparams_file` must be a file of names and values, got {path}.")
+    return content
 
 
 def module_of_checkpoint(
@@ -211,7 +278,7 @@ def module_of_checkpoint(
     used = {name: value for name, value in saved.items() if name not in given}
     instantiator = used.pop("_instantiator", None)
     if instantiator is not None:
-        check_choice(owner, "_instantiator", instantiator, INSTANTIATORS)
+        check_choice(owner, "_instantiator", instantiator, checkpoint_files.INSTANTIATORS)
     argument = checkpoint.get(
         cls.CHECKPOINT_HYPER_PARAMS_NAME
     )  # name of the argument, if the constructor takes a single dict
@@ -256,3 +323,28 @@ def restored_module(
     module.load_state_dict(checkpoint["state_dict"], strict=strict)
     devices = [value.device for value in state.values() if isinstance(value, Tensor)]
     return module.to(*devices[:1])
+
+
+def _has_finetuning(module: Any) -> bool:
+    """Whether a LightningModule is in a run with a `BaseFinetuning` callback."""
+    if module._trainer is None:
+        return False
+    return any(isinstance(callback, BaseFinetuning) for callback in module.trainer.callbacks)
+
+
+def _unfreeze(module: Any, trainable: Collection[str]) -> None:
+    """Unfreeze the parameters that were trained when a checkpoint was written, if the run has a `BaseFinetuning`.
+
+    Args:
+        module: a LightningModule.
+        trainable: names of the parameters that were trained.
+    """
+    if not _has_finetuning(module):
+        return
+    names = set(trainable)
+    for prefix, layer in module.named_modules():
+        for name, parameter in layer.named_parameters(prefix, recurse=False):
+            if name in names and not parameter.requires_grad:
+                parameter.requires_grad = True
+                if isinstance(layer, _BatchNorm):  # freezing has stopped the layer's running statistics
+                    layer.track_running_stats = True

@@ -6,8 +6,8 @@ gradients of the chunks of a step. The last backward pass of the step sums these
 process keeps its shard of the sum.
 
 By default, FSDP2 divides the sum by the number of processes. In this library, the losses of the processes add up to the
-loss, so the gradient is the sum, without a division. `check_model_parallel` raises before a run if a setting does not
-work with such a network.
+loss, so the gradient is the sum, without a division. `check_trainer` raises before a run if a setting does not work
+with such a network.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import BaseFinetuning, ModelPruning, OnExceptionCheckpoint, WeightAveraging
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_retrieval.distributed import sum_over_ranks, world_size
@@ -25,57 +23,6 @@ from lightning_retrieval.plain_data import unsharded_class
 
 LISTS = (nn.Sequential, nn.ModuleList)
 SMALLEST_BLOCK = 100_000  # in parameters; the time to gather a smaller block is mostly latency
-_NEEDS_FULL = "needs full parameters, which ModelParallelStrategy does not keep"
-# Callbacks that would fail or wait forever, each with the reason.
-WRONG_CALLBACKS = {
-    BaseFinetuning: _NEEDS_FULL,
-    ModelPruning: _NEEDS_FULL,
-    WeightAveraging: _NEEDS_FULL,
-    OnExceptionCheckpoint: "saves with all processes, but one of them may have failed alone",
-}
-
-
-def check_model_parallel(owner: str, trainer: Any) -> None:
-    """Raise if a run with `ModelParallelStrategy` would fail, wait forever or train wrongly.
-
-    Args:
-        owner: name of the module's class.
-        trainer: a `pytorch_lightning.Trainer` with this strategy.
-
-    Raises:
-        ValueError: if there is such a setting. The message names the setting, and what to use instead.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    strategy = trainer.strategy
-    tensor_parallel_size = strategy._tensor_parallel_size
-    if tensor_parallel_size == "auto":
-        tensor_parallel_size = strategy.num_processes
-    if tensor_parallel_size != 1 or strategy._save_distributed_checkpoint:
-        processes = strategy.num_processes * strategy.num_nodes
-        raise ValueError(
-            f"{owner}: all processes must share the data, and a checkpoint must be one file, got "
-            f"ModelParallelStrategy(tensor_parallel_size={strategy._tensor_parallel_size!r}, "
-            f"save_distributed_checkpoint={strategy._save_distributed_checkpoint}); use ModelParallelStrategy("
-            f"data_parallel_size={processes}, tensor_parallel_size=1, save_distributed_checkpoint=False)."
-        )
-    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise ValueError(
-            f"{owner}: ModelParallelStrategy needs a newer torch, in which gradients can be summed instead of averaged "
-            f"(FSDPModule.set_force_sum_reduction_for_comms), got torch {torch.__version__}; update torch, or use DDP."
-        )
-    for callback in trainer.callbacks:
-        for kind, reason in WRONG_CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise ValueError(
-                    f"{owner}: the callback {type(callback).__name__} of Lightning {reason}; leave it out, or use "
-                    "Trainer(strategy='ddp')."
-                )
-    if trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1:
-        raise ValueError(
-            f"{owner}: in predict the processes may have unequal numbers of batches, but with ModelParallelStrategy "
-            "they embed each batch together; predict with Trainer(strategy='ddp') from a checkpoint."
-        )
 
 
 def is_sharded(tensor: Any) -> bool:

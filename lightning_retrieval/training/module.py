@@ -14,10 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive, check_tensor
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.losses.third_party import check_references
-from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
+from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
-from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
@@ -39,10 +38,12 @@ from lightning_retrieval.training.sides import (
     EmbeddedSide,
     Side,
     check_chunk_size,
+    embed_at_scales,
     embedded_sides,
     frozen_side_of,
     is_two_sided,
     joined_rows,
+    normalized_inputs,
     rows_of_side,
     side_of_module,
     two_sided_backward,
@@ -305,7 +306,7 @@ class RetrievalModule(ManualTraining):
         """
         check_tensor(type(self).__name__, "images", images)
         check_bool(type(self).__name__, "whiten", whiten)
-        return self._embedded(self, _normalized(self, images, self.dtype), whiten)
+        return embed_at_scales(self, self, normalized_inputs(self, images, self.dtype), whiten)
 
     def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
         """Embed queries for evaluation and prediction, as `embed` does, by `forward_queries`.
@@ -317,22 +318,11 @@ class RetrievalModule(ManualTraining):
         """
         check_tensor(type(self).__name__, "inputs", inputs)
         check_bool(type(self).__name__, "whiten", whiten)
-        inputs = _normalized(side_of_module(self, "queries"), inputs, self.dtype)
+        inputs = normalized_inputs(side_of_module(self, "queries"), inputs, self.dtype)
         is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
         if self.query_embedder is None and not is_overridden:
             return self.embed(inputs, whiten)
-        return self._embedded(self.forward_queries, inputs, whiten)
-
-    def _embedded(self, embed: Callable[[Tensor], Tensor], inputs: Tensor, whiten: bool) -> Tensor:
-        """Embed normalised inputs at each of `eval_scales`, then apply `whitening`."""
-        only_original_size = self.eval_scales == (1,) or inputs.dtype == torch.int64  # tokens have no size
-        if only_original_size:
-            embeddings = embed(inputs)
-        else:
-            embeddings = multi_scale(embed, inputs, self.eval_scales, **SCALE_POOLING[self.eval_scales_pooling])
-        if whiten and self.whitening is not None and self.whitening.learned is not None:
-            embeddings = self.whitening(embeddings)
-        return embeddings
+        return embed_at_scales(self, self.forward_queries, inputs, whiten)
 
     def unpack_batch(self, batch: Any) -> Unpacked:
         """Split a batch of the DataLoader into images, labels, and dataset indices of the images (or None).
@@ -531,16 +521,3 @@ class RetrievalModule(ManualTraining):
         if rule_of_evaluation(self.relevance) is not None:
             return self._embed_batch(batch, self.embed)
         return self.validation_step(batch, batch_idx, dataloader_idx)
-
-
-# Functions of the evaluation steps.
-
-
-def _normalized(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Tensor:
-    """Normalise images of uint8 as a module, or one of its sides, was evaluated."""
-    if inputs.dtype != torch.uint8:
-        return inputs
-    preparation = preparation_of(side)
-    if preparation is None:
-        return inputs
-    return preparation.normalize(inputs).to(dtype)

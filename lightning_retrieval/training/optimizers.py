@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.losses.combined import Schedule, WeightedSum
@@ -216,6 +215,8 @@ def _places(owner: str, network: nn.Module, head: Any, layer_decay: float) -> It
 
 
 def _nothing_to_train(module: nn.Module) -> ValueError:
+    from torchmetrics import Metric
+
     parts = [f"`{name}`" for name, part in module.named_children() if not isinstance(part, Metric)]
     return ValueError(
         f"{type(module).__name__}: {' and '.join(parts)} must have a parameter to train, got none with requires_grad; "
@@ -293,6 +294,8 @@ class GradientWatch:
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and values of the parameters that require a gradient. Parameters of metrics are left out."""
+    from torchmetrics import Metric  # not at the top: a network that is only evaluated needs no metrics
+
     of_metrics: set[int] = set()
     for part in module.modules():
         if isinstance(part, Metric):

@@ -2,18 +2,26 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_auto, short_repr
+from lightning_retrieval.checks import check_auto, check_choice, short_repr
+from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
+from lightning_retrieval.models.whitening import Whitening
+from lightning_retrieval.plain_data import rebuild
+from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.ranking.labels import Role
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunked import chunked_backward, embed_in_chunks
 from lightning_retrieval.training.full_sharding import ShardedParts
+from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
 
 Side = Literal["queries", "candidates"]
@@ -61,6 +69,119 @@ def text_network(module: Any) -> Any:
     if getattr(network, "tokenizer", None) is None:
         return None
     return network
+
+
+def normalized_inputs(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Tensor:
+    """Images of uint8, normalised as a module or one of its sides was evaluated; all other inputs do not change.
+
+    Args:
+        side: a module, or one of its sides, see `side_of_module`.
+        inputs: images or tokens.
+        dtype: type of the normalised images.
+    """
+    if inputs.dtype != torch.uint8:
+        return inputs
+    preparation = preparation_of(side)
+    if preparation is None:
+        return inputs
+    return preparation.normalize(inputs).to(dtype)
+
+
+def embed_at_scales(module: Any, embed: Callable[[Tensor], Tensor], inputs: Tensor, whiten: bool = True) -> Tensor:
+    """Embed normalised inputs at each of a module's `eval_scales`, then apply its `whitening`.
+
+    Args:
+        module: a `RetrievalModule` or a `RetrievalNetwork`.
+        embed: maps inputs of one side to embeddings.
+        inputs: images or tokens.
+        whiten: False skips the whitening.
+    """
+    only_original_size = module.eval_scales == (1,) or inputs.dtype == torch.int64  # tokens have no size
+    if only_original_size:
+        embeddings = embed(inputs)
+    else:
+        embeddings = multi_scale(embed, inputs, module.eval_scales, **SCALE_POOLING[module.eval_scales_pooling])
+    if whiten and module.whitening is not None and module.whitening.learned is not None:
+        embeddings = module.whitening(embeddings)
+    return embeddings
+
+
+class RetrievalNetwork(nn.Module):
+    """The networks of a `RetrievalModule`, which embed as the module does in evaluation. It needs no Lightning.
+
+    `restored_network` reads it from a checkpoint. Names of weights are those of the module.
+
+    Args:
+        embedder: as for `RetrievalModule`, like the other arguments.
+        query_embedder: network of queries, or None.
+        eval_scales: factors of the image size.
+        eval_scales_pooling: how the embeddings of the scales are combined.
+        whitening: applied to the embeddings once it has been fitted, or None.
+    """
+
+    def __init__(
+        self,
+        embedder: nn.Module,
+        *,
+        query_embedder: nn.Module | None = None,
+        eval_scales: Sequence[float] = (1.0,),
+        eval_scales_pooling: Literal["mean", "gem"] = "mean",
+        whitening: Whitening | None = None,
+    ) -> None:
+        super().__init__()
+        owner = "RetrievalModule"  # the class whose settings these are
+        self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
+        self.query_embedder: nn.Module | None = None
+        if query_embedder is not None:
+            self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
+        self.whitening: Whitening | None = None
+        if whitening is not None:
+            self.whitening = rebuild(owner, "whitening", whitening, Whitening)
+        self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
+        self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
+        self.dtype = torch.get_default_dtype()
+        # The preparation of images in evaluation, as plain data, and that of queries; None if not recorded.
+        self.preparation: dict[str, Any] | None = None
+        self.query_preparation: dict[str, Any] | None = None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embed each image independently."""
+        embeddings: Tensor = self.embedder(images)
+        return embeddings
+
+    def forward_queries(self, inputs: Tensor) -> Tensor:
+        """Embed each query independently, by `query_embedder` if there is one."""
+        network = self.query_embedder or self.embedder
+        embeddings: Tensor = network(inputs)
+        return embeddings
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Embed images as `RetrievalModule.embed` does."""
+        return embed_at_scales(self, self, normalized_inputs(self, images, self.dtype))
+
+    def embed_queries(self, inputs: Tensor) -> Tensor:
+        """Embed queries as `RetrievalModule.embed_queries` does."""
+        inputs = normalized_inputs(side_of_module(self, "queries"), inputs, self.dtype)
+        return embed_at_scales(self, self.forward_queries, inputs)
+
+
+@dataclass(frozen=True)
+class TrainingObjects:
+    """The other arguments of a `RetrievalModule` that are objects. In a checkpoint they are checked, but not built.
+
+    Args:
+        loss: as for `RetrievalModule`, like the other arguments.
+        optimizer: creates the optimizer.
+        lr_scheduler: creates the scheduler, or None.
+        memory: past batches, or None.
+        relevance: rule of relevance, or None.
+    """
+
+    loss: nn.Module
+    optimizer: Callable[[Iterable[Any]], Optimizer]
+    lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None
+    memory: CrossBatchMemory | None
+    relevance: Relevance | None
 
 
 def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:

@@ -7,17 +7,22 @@ from typing import Any, get_args
 import torch
 from pytorch_lightning.callbacks import (
     BackboneFinetuning,
+    BaseFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
     SpikeDetection,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from pytorch_lightning.plugins import BitsandbytesPrecision, TransformerEnginePrecision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
 from pytorch_lightning.strategies.xla import XLAStrategy
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
@@ -30,7 +35,7 @@ from lightning_retrieval.losses.third_party import as_batch_loss, check_referenc
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.training.full_sharding import check_model_parallel, check_placements, has_sharded_parameters
+from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.sides import SIDES, chunk_size_of
 from lightning_retrieval.training.step import GlobalBatch
@@ -43,6 +48,14 @@ WRONG_CALLBACKS = {
     BatchSizeFinder: "would change the ranked lists; use chunk_size='auto', which fits any batch in memory",
     GradientAccumulationScheduler: "would cut the ranked lists apart; use larger batches and set chunk_size",
     SpikeDetection: "does not see the loss of manual optimization; leave it out",
+}
+_NEEDS_FULL = "needs full parameters, which ModelParallelStrategy does not keep"
+# Callbacks that would fail or wait forever with `ModelParallelStrategy`, each with the reason.
+WRONG_WHEN_SHARDED = {
+    BaseFinetuning: _NEEDS_FULL,
+    ModelPruning: _NEEDS_FULL,
+    WeightAveraging: _NEEDS_FULL,
+    OnExceptionCheckpoint: "saves with all processes, but one of them may have failed alone",
 }
 
 
@@ -142,7 +155,7 @@ def check_trainer(owner: str, trainer: Any) -> None:
     _check_precision(owner, trainer.precision_plugin)
     _check_strategy(owner, trainer.strategy)
     if isinstance(trainer.strategy, ModelParallelStrategy):
-        check_model_parallel(owner, trainer)
+        _check_model_parallel(owner, trainer)
 
 
 def keeps_parameters(strategy: Any) -> bool:
@@ -388,4 +401,47 @@ def _check_strategy(owner: str, strategy: Any) -> None:
         raise ValueError(
             f"{owner}: gradients are summed over full parameters, which {type(strategy).__name__} does not keep; "
             "use Trainer(strategy='auto') or 'ddp', or ModelParallelStrategy for a large network."
+        )
+
+
+def _check_model_parallel(owner: str, trainer: Any) -> None:
+    """Raise if a run with `ModelParallelStrategy` would fail, wait forever or train wrongly.
+
+    Args:
+        owner: name of the module's class.
+        trainer: a `pytorch_lightning.Trainer` with this strategy.
+
+    Raises:
+        ValueError: if there is such a setting. The message names the setting, and what to use instead.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    strategy = trainer.strategy
+    tensor_parallel_size = strategy._tensor_parallel_size
+    if tensor_parallel_size == "auto":
+        tensor_parallel_size = strategy.num_processes
+    if tensor_parallel_size != 1 or strategy._save_distributed_checkpoint:
+        processes = strategy.num_processes * strategy.num_nodes
+        raise ValueError(
+            f"{owner}: all processes must share the data, and a checkpoint must be one file, got "
+            f"ModelParallelStrategy(tensor_parallel_size={strategy._tensor_parallel_size!r}, "
+            f"save_distributed_checkpoint={strategy._save_distributed_checkpoint}); use ModelParallelStrategy("
+            f"data_parallel_size={processes}, tensor_parallel_size=1, save_distributed_checkpoint=False)."
+        )
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise ValueError(
+            f"{owner}: ModelParallelStrategy needs a newer torch, in which gradients can be summed instead of averaged "
+            f"(FSDPModule.set_force_sum_reduction_for_comms), got torch {torch.__version__}; update torch, or use DDP."
+        )
+    for callback in trainer.callbacks:
+        for kind, reason in WRONG_WHEN_SHARDED.items():
+            if isinstance(callback, kind):
+                raise ValueError(
+                    f"{owner}: the callback {type(callback).__name__} of Lightning {reason}; leave it out, or use "
+                    "Trainer(strategy='ddp')."
+                )
+    if trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1:
+        raise ValueError(
+            f"{owner}: in predict the processes may have unequal numbers of batches, but with ModelParallelStrategy "
+            "they embed each batch together; predict with Trainer(strategy='ddp') from a checkpoint."
         )

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -45,6 +46,23 @@ def test_search_ranks_as_the_model_does(glyphs, indexed, capsys):
             assert hit["distance"] == pytest.approx(1 - scores[hit["path"]], abs=1e-5)
         assert sorted(hits, key=lambda hit: -hit["similarity"]) == hits
         assert hits[0]["path"] == paths[position]
+
+
+ONLY_SEARCH = """
+import sys
+from lightning_retrieval.cli.main import main
+
+main(sys.argv[1:])
+unused = "pytorch_lightning lightning_fabric torchmetrics jsonargparse wandb matplotlib pandas".split()
+assert not sys.modules.keys() & set(unused), sys.modules.keys() & set(unused)
+"""
+
+
+def test_a_search_imports_neither_lightning_nor_other_packages_of_training(indexed):
+    query = indexed / "images" / paths_of(indexed / "images")[3]
+    program = [sys.executable, "-c", ONLY_SEARCH, "search", f"--index={indexed / 'index'}", "--device=cpu", str(query)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_table(indexed, capsys, monkeypatch):

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import re
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, Embedder, PCAWhitening, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
+from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
 from tests.lightning_retrieval.training.small_training import SGD, Gives, Log, PointData, assert_same, fit, net, trainer
 
 
@@ -89,6 +93,50 @@ def test_a_checkpoint_rebuilds_the_module(tmp_path):
     assert (again.lr_scheduler.func, again.lr_scheduler.keywords) == (ExponentialLR, {"gamma": 0.5})
     assert (again.gradient_clip_val, again.seed) == (2.0, 12)
     assert dict(again.hparams) == dict(module.hparams)
+
+
+MEMORY = {"memory": CrossBatchMemory(16)}
+QUERIES = {"query_embedder": Embedder("glyph_net", 8), "whitening": PCAWhitening()}
+SCALES = {"eval_scales": [1.0, 0.5], "eval_scales_pooling": "gem", "whitening": PCAWhitening()}
+
+
+def evaluated(**settings) -> RetrievalModule:
+    """A module whose whitening, if it has one, is fitted, and that has prepared queries in their own way."""
+    torch.manual_seed(3)
+    module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss(), **copy.deepcopy(settings)).eval()
+    if module.whitening is not None:
+        module.whitening.fit(torch.randn(64, 8))
+    module.preparation = {"preparation": {"channels": 1, "mean": [0.5], "std": [0.25]}}
+    module.query_preparation = {"preparation": {"channels": 1, "mean": [0.25], "std": [0.5]}}
+    return module
+
+
+@pytest.mark.parametrize("settings", [MEMORY, QUERIES, SCALES])
+def test_the_network_of_a_checkpoint_embeds_as_the_module(tmp_path, settings):
+    module, run = evaluated(**settings), trainer()
+    run.strategy.connect(module)
+    run.save_checkpoint(tmp_path / "m.ckpt", weights_only=True)
+    network = restored_network(torch.load(tmp_path / "m.ckpt", weights_only=True)).eval()
+    images = torch.randint(256, (3, 1, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        for inputs in (images, images.float() / 255):
+            assert torch.equal(network.embed(inputs), module.embed(inputs))
+            assert torch.equal(network.embed_queries(inputs), module.embed_queries(inputs))
+    assert network_digest(network) == network_digest(module)
+
+
+def objects_of(cls):
+    """The annotations of the arguments of a class for which a file may describe objects."""
+    parameters = inspect.signature(cls).parameters.values()
+    return {
+        p.name: p.annotation
+        for p in parameters
+        if re.search("Module|Whitening|Optimizer|Memory|Rel", str(p.annotation))
+    }
+
+
+def test_the_objects_of_a_checkpoint_are_checked_as_those_of_the_module():
+    assert {**objects_of(RetrievalNetwork), **objects_of(TrainingObjects)} == objects_of(RetrievalModule)
 
 
 class Tagged(RetrievalModule):
