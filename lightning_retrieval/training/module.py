@@ -37,6 +37,7 @@ from lightning_retrieval.training.sides import (
     Directions,
     EmbeddedSide,
     Side,
+    Unpacked,
     check_chunk_size,
     embed_at_scales,
     embedded_sides,
@@ -47,14 +48,15 @@ from lightning_retrieval.training.sides import (
     rows_of_side,
     side_of_module,
     two_sided_backward,
+    unpack,
+    unpack_sides,
 )
 from lightning_retrieval.training.step import (
     ChunkSizeSearch,
+    Dimensions,
     LocalRows,
     TrainingStep,
-    Unpacked,
-    unpack,
-    unpack_sides,
+    gather_labels,
 )
 from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
@@ -405,6 +407,7 @@ class RetrievalModule(ManualTraining):
         self.zero_grad()
         if self._is_first_step:
             check_processes(self)
+            self._dimensions = Dimensions()
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):
@@ -425,27 +428,25 @@ class RetrievalModule(ManualTraining):
         return terms["train/loss"]
 
     def _step_of(self, batches: Sequence[Any], unpacked: Sequence[Unpacked]) -> TrainingStep:
-        """The step of a batch, before its images are embedded.
+        """The step of a batch, before its images are embedded. Gathers the labels and ids of all processes.
 
         Args:
             batches: the batch of each side, as the loader yields it.
             unpacked: inputs, labels and ids of each side.
         """
         sides, check_batch = [], None
-        for batch, (_, labels, ids) in zip(batches, unpacked):
+        for batch, (inputs, labels, ids) in zip(batches, unpacked):
             columns = labels
             if self.relevance is not None:
                 columns = self.relevance.columns(labels, batch)
-            sides.append(LocalRows(columns, ids))
+            sides.append(LocalRows(columns, ids, inputs))
+        rows, *candidates = gather_labels(type(self).__name__, sides, gather=self.gather)
         if self._is_first_step:
             check_batch = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked])
-        candidates = None
-        if len(sides) > 1:
-            candidates = sides[1]
         return TrainingStep(
             type(self).__name__,
             self.loss,
-            *sides[0],
+            rows,
             self.global_step,
             self.seed,
             gather=self.gather,
@@ -455,8 +456,9 @@ class RetrievalModule(ManualTraining):
             fraction=min(self.global_step / steps_of_run(self.trainer), 1.0),
             relevance=self.relevance,
             check_batch=check_batch,
-            candidates=candidates,
+            candidates=candidates[0] if candidates else None,
             directions=self.directions,
+            dimensions=self._dimensions,
         )
 
     def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:

@@ -9,10 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
 from lightning_retrieval.checks import check_auto, check_choice, short_repr
+from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
@@ -28,11 +26,73 @@ Side = Literal["queries", "candidates"]
 Directions = Literal["queries", "both"]
 ChunkSize = int | Literal["auto"] | None
 SIDES: tuple[Side, ...] = get_args(Side)
+Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
 
 
 def is_two_sided(batch: Any) -> bool:
     """Whether a batch is a dict of sides: `{"queries": batch, "candidates": batch}`, or one of them in evaluation."""
     return isinstance(batch, Mapping) and len(batch) > 0 and batch.keys() <= set(SIDES)
+
+
+def unpack(owner: str, batch: Any) -> Unpacked:
+    """Split a batch into images, labels and ids; the ids are None if the batch has none.
+
+    Args:
+        owner: prefix of error messages.
+        batch: `(images, labels)`, `(images, labels, ids)` or a dict with these keys, as the DataLoader yields.
+
+    Raises:
+        TypeError: if the batch has another form.
+    """
+    if isinstance(batch, dict):
+        if "images" in batch and "labels" in batch:
+            return batch["images"], batch["labels"], batch.get("ids")
+    elif isinstance(batch, (tuple, list)):
+        if len(batch) == 2:
+            return batch[0], batch[1], None
+        if len(batch) == 3:
+            return batch[0], batch[1], batch[2]
+    raise TypeError(
+        f"{owner}: a batch must be (images, labels), (images, labels, ids) or a dict with the keys images, labels and "
+        f"optionally ids, got {_form_in_words(batch)}; override unpack_batch for another form."
+    )
+
+
+def _form_in_words(batch: Any) -> str:
+    """What a batch is, for messages."""
+    if isinstance(batch, dict):
+        return f"a dict with the keys {sorted(map(str, batch))}"
+    if isinstance(batch, (tuple, list)):
+        return f"{len(batch)} items"
+    return type(batch).__name__
+
+
+def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
+    """The batch of each side, and its inputs, labels and ids: of the only side, or of queries and candidates.
+
+    Args:
+        module: a `RetrievalModule`.
+        batch: a batch as the loader yields it.
+
+    Raises:
+        ValueError: if the batch lacks a side.
+        TypeError: if the batch has one side, but the module needs two, or the loss cannot rank references.
+    """
+    owner = type(module).__name__
+    if not is_two_sided(batch):
+        if module.query_embedder is not None or module.directions == "both":
+            raise TypeError(
+                f"{owner}: with a `query_embedder` or directions='both', a batch for training must be "
+                f"{{'queries': batch, 'candidates': batch}}, got {_form_in_words(batch)}; give the data module Pairs."
+            )
+        return [batch], [module.unpack_batch(batch)]
+    if len(batch) < len(SIDES):
+        raise ValueError(
+            f"{owner}: a batch for training must have queries and candidates, got only {', '.join(batch)}."
+        )
+    check_references(owner, module.loss, "a batch of queries and candidates")
+    batches = [batch[side] for side in SIDES]
+    return batches, [module.unpack_batch(batch_of_side) for batch_of_side in batches]
 
 
 @dataclass(frozen=True)

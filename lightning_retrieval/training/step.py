@@ -1,7 +1,7 @@
 """One training step: from the embeddings of a process to the sum of the gradients of all processes.
 
-The loss ranks the batch of all processes together. `gather_batch` needs three collectives in the forward pass, and one
-in the backward pass if each process computes the loss of its own queries.
+The loss ranks the batch of all processes together. Labels and ids are gathered before the forward pass, embeddings
+after it. If each process computes the loss of its own queries, the backward pass needs one more collective.
 """
 
 import math
@@ -18,18 +18,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import is_integer
-from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, world_size
+from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
-from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunk_size import largest_chunk_size
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.random_state import step_random_state
-from lightning_retrieval.training.sides import SIDES, Directions, is_two_sided
-
-Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
+from lightning_retrieval.training.sides import SIDES, Directions
 
 
 class LocalRows(NamedTuple):
@@ -37,6 +34,16 @@ class LocalRows(NamedTuple):
 
     labels: Int[Tensor, "shard ..."]  # with a rule of relevance, the columns that the rule reads
     ids: Int[Tensor, " shard"] | None
+    inputs: Tensor  # the inputs of the embeddings
+
+
+class GlobalRows(NamedTuple):
+    """Labels and ids of the rows that the loss ranks, which are known before the embeddings."""
+
+    labels: Int[Tensor, "batch ..."]
+    ids: Int[Tensor, " batch"] | None
+    counts: list[int]  # number of rows of each process
+    input_shapes: tuple[int, ...] = ()  # hash of the input shape of each process; empty if there is only one process
 
 
 class GlobalBatch(NamedTuple):
@@ -57,63 +64,95 @@ def gather_batch(
     gather: bool,
     local_queries: bool,
 ) -> GlobalBatch:
-    """Gather the batch of all processes. The gradient of the embeddings flows back to the rows of each process.
+    """Gather the batch of all processes, if nothing of it was gathered before the forward pass.
+
+    Args:
+        owner: as for `gather_labels`.
+        embeddings: as for `gather_embeddings`.
+        labels: label of each row.
+        ids: id of each row, or None on all processes.
+        gather: as for `gather_labels`.
+        local_queries: as for `gather_embeddings`.
+
+    Raises:
+        ValueError: as `gather_labels`; also, on all processes, if their embeddings differ in dimension.
+        TypeError: as `gather_labels`.
+    """
+    # The inputs of the embeddings are unknown, but this call compares the dimension in any case.
+    (rows,) = gather_labels(owner, [LocalRows(labels, ids, embeddings)], gather=gather)
+    Dimensions().compare(owner, [embeddings], [rows])
+    return gather_embeddings(embeddings, rows, gather=gather, local_queries=local_queries)
+
+
+def gather_labels(owner: str, sides: Sequence[LocalRows], *, gather: bool) -> list[GlobalRows]:
+    """Gather the labels and ids of all processes, for each side of a batch. No embeddings are needed.
 
     Args:
         owner: prefix of error messages.
-        embeddings: rows of this process. The numbers of rows of the processes may differ.
-        labels: label of each row.
-        ids: id of each row, or None on all processes.
+        sides: rows of this process. The numbers of rows of the processes may differ.
         gather: False returns the rows of this process only.
-        local_queries: True if each process computes the loss of its shard of the queries. The gradient of a row is then
-            summed over all processes, in one collective in the backward pass. False if each process computes an equal
-            fraction of the same loss. Every process then already has the gradient, and nothing is communicated.
 
     Raises:
-        ValueError: on all processes, if their batches differ in dimension, label levels or presence of ids; with
-            `gather=False`, also if they differ in their number of rows.
+        ValueError: on all processes, if their batches differ in label levels or presence of ids, or if one of two
+            sides has no rows in one of them; with `gather=False`, also if they differ in their number of rows.
         TypeError: on all processes, if labels or ids are not integers on one of them.
     """
     if world_size() == 1:
-        return GlobalBatch(embeddings, labels, ids, [len(embeddings)])
-    counts = _agreed_counts(owner, embeddings, labels, ids)
-    if not gather:
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"{owner}: with gather=False the loss is the mean of the processes' losses, which needs batches of "
-                f"equal size, got {counts} rows in rank order; keep gather=True, or drop the uneven batch."
-            )
-        return GlobalBatch(embeddings, labels, ids, counts)
-    all_labels, all_ids = _gather_labels_and_ids(labels, ids, counts)
-    all_embeddings = _GatherEmbeddings.apply(embeddings, counts, local_queries)
-    return GlobalBatch(all_embeddings, all_labels, all_ids, counts)
+        _check_not_empty(owner, torch.tensor([[len(rows.labels) for rows in sides]]))
+        return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
+    local_forms = torch.tensor([list(map(_form_of, sides))], device=sides[0].labels.device)
+    forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
+    _check_not_empty(owner, forms_of_processes[:, :, 0])
+    gathered = []
+    for rows, forms in zip(sides, forms_of_processes.unbind(1)):
+        gathered.append(_gather_side(owner, rows, _Forms(*forms.unbind(1)), gather))
+    return gathered
 
 
-class _Form(NamedTuple):
-    """The properties of a batch that processes compare before they gather."""
+def gather_embeddings(
+    embeddings: Float[Tensor, "shard dim"], rows: GlobalRows, *, gather: bool, local_queries: bool
+) -> GlobalBatch:
+    """Gather the embeddings of all processes. Their gradient flows back to the rows of each process.
 
-    rows: int
-    dimension: int
-    label_levels: int  # 0 for labels of shape (rows,)
-    has_ids: int
-    are_integers: int
+    Args:
+        embeddings: embeddings of this process, of the same dimension on all processes.
+        rows: what `gather_labels` has returned for these rows.
+        gather: as for `gather_labels`.
+        local_queries: True if each process computes the loss of its shard of the queries. The gradient of a row is then
+            summed over all processes, in one collective in the backward pass. False if each process computes an equal
+            fraction of the same loss. Every process then already has the gradient, and nothing is communicated.
+    """
+    if gather and world_size() > 1:
+        embeddings = _GatherEmbeddings.apply(embeddings, rows.counts, local_queries)
+    return GlobalBatch(embeddings, rows.labels, rows.ids, rows.counts)
 
 
-def _form_of(embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Form:
+class _Forms(NamedTuple):
+    """The properties of a batch that processes compare before they gather, with one element for each process."""
+
+    rows: Int[Tensor, " world"]
+    label_levels: Int[Tensor, " world"]  # 0 for labels of shape (rows,)
+    has_ids: Int[Tensor, " world"]
+    are_integers: Int[Tensor, " world"]
+    input_shape: Int[Tensor, " world"]  # a hash
+
+
+def _form_of(rows: LocalRows) -> tuple[int, int, bool, bool, int]:
+    """The properties of this process's batch, in the order of `_Forms`."""
+    labels, ids, inputs = rows
     label_levels = 0
     if labels.ndim == 2:
         label_levels = labels.shape[1]
     are_integers = is_integer(labels) and labels.ndim in (1, 2)
     if ids is not None:
         are_integers = are_integers and is_integer(ids) and ids.shape == labels.shape[:1]
-    return _Form(len(embeddings), embeddings.shape[1], label_levels, ids is not None, are_integers)
+    return len(labels), label_levels, ids is not None, are_integers, hash(inputs.shape[1:])
 
 
-def _agreed_counts(owner: str, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> list[int]:
-    """The number of rows of each process; raise if the processes' batches differ in anything else."""
-    local_form = torch.tensor([_form_of(embeddings, labels, ids)], device=embeddings.device)
-    forms = [_Form(*form) for form in gather_rows(local_form, [1] * world_size()).tolist()]
-    if not all(form.are_integers for form in forms):
+def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> GlobalRows:
+    """Gather the labels and ids of one side; raise if the processes' batches do not match."""
+    labels, ids, _ = rows
+    if not forms.are_integers.all():
         came = "None"
         if ids is not None:
             came = f"{ids.dtype} {tuple(ids.shape)}"
@@ -121,18 +160,74 @@ def _agreed_counts(owner: str, embeddings: Tensor, labels: Tensor, ids: Tensor |
             f"{owner}: labels must be integers of shape (rows,) or (rows, levels) and ids integers of shape (rows,), "
             f"on every process, got labels {labels.dtype} {tuple(labels.shape)} and ids {came} on rank {rank()}."
         )
-    kinds = [(form.dimension, form.label_levels, form.has_ids) for form in forms]
+    kinds = list(zip(forms.label_levels.tolist(), forms.has_ids.tolist()))
     if len(set(kinds)) > 1:
         raise ValueError(
-            f"{owner}: the processes' batches may differ only in their number of rows, got (dimension, label levels, "
-            f"has ids) {kinds} in rank order."
+            f"{owner}: the processes' batches may differ only in their number of rows, got (label levels, has ids) "
+            f"{kinds} in rank order."
         )
-    return [form.rows for form in forms]
+    counts = forms.rows.tolist()
+    if gather:
+        labels, ids = _gather_labels_and_ids(labels, ids, counts)
+    elif min(counts) < max(counts):
+        raise ValueError(
+            f"{owner}: with gather=False the loss is the mean of the processes' losses, which needs batches of "
+            f"equal size, got {counts} rows in rank order; keep gather=True, or drop the uneven batch."
+        )
+    return GlobalRows(labels, ids, counts, tuple(forms.input_shape.tolist()))
+
+
+def _check_not_empty(owner: str, counts: Int[Tensor, "world side"]) -> None:
+    """Raise if one of two sides has no rows in some process, because the others would wait for its embeddings."""
+    if counts.shape[1] > 1 and counts.min() == 0:
+        raise ValueError(
+            f"{owner}: each process needs at least one query and one candidate, got {counts.tolist()} queries and "
+            "candidates in rank order; use larger batches, or fewer processes."
+        )
+
+
+class Dimensions:
+    """Compares the dimension of the processes' embeddings, once for each shape of an input.
+
+    The comparison waits for the forward pass. The processes have the same network, whose dimension depends on the shape
+    of its input only. Therefore, embeddings of a shape that was compared in an earlier step are not compared again.
+    """
+
+    def __init__(self) -> None:
+        self._compared: dict[tuple[int, int], int] = {}  # the dimension by side and input shape
+
+    def compare(self, owner: str, embeddings: Sequence[Tensor], sides: Sequence[GlobalRows]) -> None:
+        """Raise on all processes if their embeddings differ in dimension.
+
+        Args:
+            owner: prefix of error messages.
+            embeddings: for each side of a batch, the embeddings of this process.
+            sides: for each side, its rows in all processes.
+        """
+        if world_size() == 1 or all(map(self._is_compared, range(len(sides)), sides)):
+            return
+        local = torch.tensor([[of_side.shape[1] for of_side in embeddings]], device=embeddings[0].device)
+        dimensions = to_host(gather_rows(local, [1] * world_size())).tolist()
+        if dimensions != dimensions[:1] * world_size():
+            raise ValueError(
+                f"{owner}: the embeddings of all processes must have the same dimension, got {dimensions} in rank "
+                "order, with one number for each side of the batch."
+            )
+        for number, rows in enumerate(sides):
+            for shape in rows.input_shapes:
+                self._compared[number, shape] = dimensions[0][number]
+
+    def _is_compared(self, number: int, rows: GlobalRows) -> bool:
+        """Whether the inputs of all processes have shapes for which the same dimension was found."""
+        found = {self._compared.get((number, shape)) for shape in rows.input_shapes}
+        return len(found) == 1 and None not in found
 
 
 def _gather_labels_and_ids(labels: Tensor, ids: Tensor | None, counts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """Labels and ids of all processes, in one collective."""
-    columns = [labels.reshape(len(labels), -1).long()]
+    columns = [labels.long()]
+    if labels.ndim == 1:
+        columns = [labels[:, None].long()]
     levels = columns[0].shape[1]
     if ids is not None:
         columns.append(ids[:, None].long())
@@ -165,82 +260,6 @@ class _GatherEmbeddings(torch.autograd.Function):
         return parts.view(world, rows, grad.shape[1]).sum(0), None, None
 
 
-def unpack(owner: str, batch: Any) -> Unpacked:
-    """Split a batch into images, labels and ids; the ids are None if the batch has none.
-
-    Args:
-        owner: prefix of error messages.
-        batch: `(images, labels)`, `(images, labels, ids)` or a dict with these keys, as the DataLoader yields.
-
-    Raises:
-        TypeError: if the batch has another form.
-    """
-    if isinstance(batch, dict):
-        if "images" in batch and "labels" in batch:
-            return batch["images"], batch["labels"], batch.get("ids")
-    elif isinstance(batch, (tuple, list)):
-        if len(batch) == 2:
-            return batch[0], batch[1], None
-        if len(batch) == 3:
-            return batch[0], batch[1], batch[2]
-    raise TypeError(
-        f"{owner}: a batch must be (images, labels), (images, labels, ids) or a dict with the keys images, labels and "
-        f"optionally ids, got {_form_in_words(batch)}; override unpack_batch for another form."
-    )
-
-
-def _form_in_words(batch: Any) -> str:
-    """What a batch is, for messages."""
-    if isinstance(batch, dict):
-        return f"a dict with the keys {sorted(map(str, batch))}"
-    if isinstance(batch, (tuple, list)):
-        return f"{len(batch)} items"
-    return type(batch).__name__
-
-
-def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
-    """The batch of each side, and its inputs, labels and ids: of the only side, or of queries and candidates.
-
-    Args:
-        module: a `RetrievalModule`.
-        batch: a batch as the loader yields it.
-
-    Raises:
-        ValueError: if the batch lacks a side, or a side has no rows in one of the processes.
-        TypeError: if the batch has one side, but the module needs two, or the loss cannot rank references.
-    """
-    owner = type(module).__name__
-    if not is_two_sided(batch):
-        if module.query_embedder is not None or module.directions == "both":
-            raise TypeError(
-                f"{owner}: with a `query_embedder` or directions='both', a batch for training must be "
-                f"{{'queries': batch, 'candidates': batch}}, got {_form_in_words(batch)}; give the data module Pairs."
-            )
-        return [batch], [module.unpack_batch(batch)]
-    if len(batch) < len(SIDES):
-        raise ValueError(
-            f"{owner}: a batch for training must have queries and candidates, got only {', '.join(batch)}."
-        )
-    check_references(owner, module.loss, "a batch of queries and candidates")
-    batches = [batch[side] for side in SIDES]
-    unpacked = [module.unpack_batch(batch_of_side) for batch_of_side in batches]
-    _check_not_empty(owner, unpacked)
-    return batches, unpacked
-
-
-def _check_not_empty(owner: str, unpacked: Sequence[Unpacked]) -> None:
-    """Raise on all processes if a side has no rows in one of them, because the others would wait for its embeddings."""
-    all_rows = [[len(labels) for _, labels, _ in unpacked]]
-    if world_size() > 1:
-        rows = torch.tensor(all_rows, device=unpacked[0][1].device)
-        all_rows = gather_rows(rows, [1] * world_size()).tolist()
-    if min(map(min, all_rows)) == 0:
-        raise ValueError(
-            f"{owner}: each process needs at least one query and one candidate, got {all_rows} queries and candidates "
-            "in rank order; use larger batches, or fewer processes."
-        )
-
-
 class ChunkSizeSearch:
     """Finds the largest chunk size of a run, and searches again for each batch that is larger than all before."""
 
@@ -270,7 +289,7 @@ class ChunkSizeSearch:
 
 @dataclass(eq=False)
 class TrainingStep:
-    """Gathers the batch of all processes, adds the memory, computes the loss and sums the gradients.
+    """Gathers the embeddings of all processes, adds the memory, computes the loss and sums the gradients.
 
     `loss` maps the embeddings of this process to its contribution to the loss; the contributions of all processes add
     up to the loss. `finish` sums the contributions and the gradients.
@@ -280,8 +299,7 @@ class TrainingStep:
     Args:
         owner: prefix of error messages.
         batch_loss: the loss.
-        labels: labels of this process's images or queries or, with `relevance`, the columns that the rule reads.
-        ids: dataset indices of this process's images or queries, or None.
+        rows: labels and ids of the images or queries or, with `relevance`, the columns that the rule reads.
         number: the global step.
         seed: the seed of the run.
         gather: whether lists rank the global batch.
@@ -291,14 +309,14 @@ class TrainingStep:
         fraction: fraction of the training steps that are done.
         relevance: the rule of relevance; None for equal labels.
         check_batch: function that is called with the batches of all sides before the loss is computed, or None.
-        candidates: labels and ids of this process's candidates; None if the batch has one side.
+        candidates: labels and ids of the candidates; None if the batch has one side.
         directions: `"both"` also ranks the queries for each candidate.
+        dimensions: the comparison of dimensions of the run.
     """
 
     owner: str
     batch_loss: BatchLoss
-    labels: Tensor
-    ids: Tensor | None
+    rows: GlobalRows
     number: int
     seed: int
     gather: bool = True
@@ -308,8 +326,9 @@ class TrainingStep:
     fraction: float = 1.0
     relevance: Relevance | None = None
     check_batch: Callable[[Sequence[GlobalBatch]], None] | None = None
-    candidates: LocalRows | None = None
+    candidates: GlobalRows | None = None
     directions: Directions = "queries"
+    dimensions: Dimensions = field(default_factory=Dimensions)
     batch: GlobalBatch = field(init=False)  # the images, or the queries of a batch of two sides
     candidate_batch: GlobalBatch = field(init=False)  # the same as `batch` if the batch has one side
     terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
@@ -321,10 +340,13 @@ class TrainingStep:
             embeddings: embeddings of the images, or of the queries.
             candidate_embeddings: embeddings of the candidates; None if the batch has one side.
         """
-        self.batch = self._gather(embeddings, LocalRows(self.labels, self.ids))
-        self.candidate_batch = self.batch
+        embeddings_of_sides, sides = [embeddings], [self.rows]
         if self.candidates is not None and candidate_embeddings is not None:
-            self.candidate_batch = self._gather(candidate_embeddings, self.candidates)
+            embeddings_of_sides, sides = [embeddings, candidate_embeddings], [self.rows, self.candidates]
+        self._check_counts(embeddings_of_sides, sides)
+        self.dimensions.compare(self.owner, embeddings_of_sides, sides)
+        batches = list(map(self._gather, embeddings_of_sides, sides))
+        self.batch, self.candidate_batch = batches[0], batches[-1]
         if self.check_batch is not None:
             self.check_batch(self.batches)
         device = embeddings.device
@@ -417,27 +439,20 @@ class TrainingStep:
         """Whether each process computes the loss of its local queries only, instead of the loss of all queries."""
         return self.gather and world_size() > 1 and self.splits_by_query
 
-    def _gather(self, embeddings: Tensor, rows: LocalRows) -> GlobalBatch:
-        """The batch of all processes, or one side of it.
+    def _check_counts(self, embeddings: Sequence[Tensor], sides: Sequence[GlobalRows]) -> None:
+        """Raise unless this process has one label for each embedding of a side."""
+        for of_side, rows in zip(embeddings, sides):
+            labels = rows.counts[rank()]
+            if labels != len(of_side):
+                raise ValueError(
+                    f"{self.owner}: a batch must have one label for each image, got {labels} labels for "
+                    f"{len(of_side)} images."
+                )
 
-        Args:
-            embeddings: embeddings of this process.
-            rows: labels and ids of this process.
-        """
-        if len(rows.labels) != len(embeddings):
-            raise ValueError(
-                f"{self.owner}: a batch must have one label for each image, got {len(rows.labels)} labels for "
-                f"{len(embeddings)} images."
-            )
+    def _gather(self, embeddings: Tensor, rows: GlobalRows) -> GlobalBatch:
+        """The batch of all processes, or one side of it."""
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-        return gather_batch(
-            self.owner,
-            embeddings,
-            rows.labels,
-            rows.ids,
-            gather=self.gather,
-            local_queries=self.splits_by_query,
-        )
+        return gather_embeddings(embeddings, rows, gather=self.gather, local_queries=self.splits_by_query)
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from lightning_retrieval.training import memory as memory_module
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import MemoryMode
-from lightning_retrieval.training.step import TrainingStep
+from lightning_retrieval.training.step import GlobalRows, TrainingStep
 from tests.quiet_trainer import quiet_trainer
 
 MOST = {384: 6, 4096: 20}  # batch size: how often the host may wait in a step
@@ -153,7 +153,7 @@ def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, waits):
     images, labels = batch_of(name, 384)
     net, loss = nn.Linear(DIM, 8), LOSSES[name]()
     mark(images, labels, *net.parameters())
-    step = TrainingStep("test", loss, labels, None, 1, 0)
+    step = TrainingStep("test", loss, GlobalRows(labels, None, [384]), 1, 0)
     with waits:
         part = chunked_backward(net, images, step.loss)
         step.finish(part, GradientSum(net.parameters()))
@@ -170,7 +170,8 @@ def test_a_memory_adds_two_waits_to_a_step(mode, waits):
     mark(images, labels, ids, *net.parameters())
     for number in range(2):
         with waits:
-            step = TrainingStep("test", loss, labels, ids + 200 * number, 1, 0, memory=memory, memory_mode=mode)
+            rows = GlobalRows(labels, ids + 200 * number, [384])
+            step = TrainingStep("test", loss, rows, 1, 0, memory=memory, memory_mode=mode)
             part = chunked_backward(net, images, step.loss)
             step.finish(part, GradientSum(net.parameters()))
             step.remember()
