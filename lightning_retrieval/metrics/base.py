@@ -279,7 +279,8 @@ class EmbeddingMetric(Metric):
         check_finite(owner, "embeddings", embeddings, optional["ids"])
         if roles is None:
             roles = torch.full((rows,), int(Role.BOTH), device=device)
-        check_roles(owner, roles)
+        else:
+            check_roles(owner, roles)
         if rows == 0:
             return
         if self.embeddings:

@@ -155,9 +155,10 @@ def _by_block(
     """The order of rows by block, process and row, and the number of rows of each block and process."""
     key = row // block_rows * processes + process
     by_row = row.argsort(stable=True)
-    order = by_row[key[by_row].argsort(stable=True)]
-    counts = torch.bincount(key, minlength=blocks * processes)
-    return order, counts.view(blocks, processes).tolist()
+    key, by_key = key[by_row].sort(stable=True)
+    ends = torch.searchsorted(key, torch.arange(blocks * processes, device=key.device), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return by_row[by_key], counts.view(blocks, processes).tolist()
 
 
 def _blocks(batches: Sequence[Float[Tensor, "_ dim"]], rows: int, number: int) -> Iterator[Float[Tensor, "_ dim"]]:

@@ -338,12 +338,15 @@ class RetrievalMetrics(EmbeddingMetric):
         super()._append(embeddings, *arguments)
 
     def _means(self, rows: Rows, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The means over the queries that have a value, by name."""
+        """The means over the queries that have a value, by name. All metrics of a level have values for the same."""
         means = {}
+        with_value: dict[int | None, Tensor] = {}  # by level: the host waits for each of these sizes
         for metric in self._table(rows):
+            of_queries = values[metric.per_query]
+            if metric.level not in with_value:
+                with_value[metric.level] = (~of_queries.isnan()).nonzero()[:, 0]
             if metric.mean is not None:
-                of_queries = values[metric.per_query]
-                means[metric.mean] = of_queries[~of_queries.isnan()].mean()
+                means[metric.mean] = of_queries[with_value[metric.level]].mean()
         return means
 
     def _table(self, rows: Rows) -> list[QueryMetric]:

@@ -200,7 +200,8 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: PositiveLi
         Memory holds a few tiles of scores and the positives of a block of queries. If the gallery is sharded, memory
         also holds a block of the gallery, and the positives of several blocks of queries. The time is that of the
         matrix product plus a few passes over the scores (if all positives rank high) or a sort of the scores
-        (otherwise); it grows with the logarithm of the number of positives. Ranks are counted on the labels' device.
+        (otherwise); it grows with the logarithm of the number of positives. Ranks are counted on the labels' device. An
+        accelerator searches each score among the positives, so that the host does not wait in any block.
         Embeddings on another device are copied there tile by tile, once for each block.
     """
     if len(queries) == 0:

@@ -21,9 +21,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from lightning_retrieval.distributed import is_accelerator
+
 # If at most this fraction of the scores reaches the worst positive, only these scores are searched. Otherwise, all
 # scores are sorted.
 _MAX_COUNTED_FRACTION = 1 / 16
+_SLOTS_OF_A_ROW = 1 << 10  # number of counts of a row into which an accelerator adds, if there are few positives
 
 
 def count_at_least(
@@ -33,6 +36,8 @@ def count_at_least(
 
     The positives of a row must be in ascending order. `scores` may be sorted in place.
     """
+    if is_accelerator(scores.device):
+        return _count_without_waiting(scores, positives)
     if scores.dtype == torch.float32:
         reaches_worst = scores >= positives[:, :1]
         if _number_of_true(reaches_worst) <= _MAX_COUNTED_FRACTION * scores.numel():
@@ -61,13 +66,31 @@ def first_of_equal(ordered: Float[Tensor, "query pos"]) -> Int[Tensor, "query po
 
 
 def _number_of_true(mask: Bool[Tensor, "query gallery"]) -> int:
-    """The number of True elements. Eight bytes are added at a time, and few enough that no byte overflows."""
+    """The number of True elements, on a CPU. Eight bytes are added at a time, and few enough that no byte overflows."""
     words_added = 192  # at most 255, the largest value of a byte
     if mask.numel() % (8 * words_added):
         return int(mask.sum())
     words = mask.flatten().view(torch.int64).view(-1, words_added)
     sums_of_bytes = words.sum(1).view(torch.uint8)
     return int(sums_of_bytes.sum())
+
+
+def _count_without_waiting(
+    scores: Float[Tensor, "query gallery"], positives: Float[Tensor, "query pos"]
+) -> Int[Tensor, "query pos"]:
+    """`count_at_least` without a number that the host has to read: each score is searched in the row of positives.
+
+    Each count is kept in several slots, because an accelerator is slow if many threads add to one number.
+    """
+    rows, width = positives.shape
+    slots = max(1, _SLOTS_OF_A_ROW // (width + 1))
+    reached = torch.searchsorted(positives.contiguous(), scores.contiguous(), right=True)  # positives not higher
+    slot = torch.arange(scores.shape[1], device=scores.device) % slots
+    index = reached.mul_(slots).add_(slot)
+    counts = torch.zeros(rows, (width + 1) * slots, dtype=torch.int32, device=scores.device)
+    counts.scatter_add_(1, index, counts.new_ones(1, 1).expand_as(index))
+    of_each_number = counts.view(rows, width + 1, slots).sum(2)
+    return sum_from_here(of_each_number[:, 1:])
 
 
 def true_positions(mask: Bool[Tensor, "query gallery"]) -> Int[Tensor, " true"]:

@@ -1,4 +1,7 @@
-"""How often the host waits for the device in a training step: counted on a GPU, and without one by the operations."""
+"""How often the host waits for the device in a training step and in an evaluation.
+
+The waits are counted on a GPU, and without one by the operations.
+"""
 
 import warnings
 from typing import get_args
@@ -11,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import CrossBatchMemory, RetrievalModule, distributed, losses
+from lightning_retrieval import CrossBatchMemory, RetrievalMetrics, RetrievalModule, distributed, losses
 from lightning_retrieval.losses import blockwise, lists, positives
+from lightning_retrieval.ranking import ranked_lists, ranks
 from lightning_retrieval.training import gradient_sum as gradient_sum_module
 from lightning_retrieval.training import memory as memory_module
 from lightning_retrieval.training.chunked import chunked_backward
@@ -22,6 +26,7 @@ from lightning_retrieval.training.step import GlobalRows, TrainingStep
 from tests.quiet_trainer import quiet_trainer
 
 MOST = {384: 6, 4096: 20}  # batch size: how often the host may wait in a step
+MOST_OF_EVALUATION = 20
 DIM = 16
 LOSSES = {
     "SmoothAP": losses.SmoothAPLoss,
@@ -71,6 +76,17 @@ class WaitsOfSteps(pl.Callback):
         torch.cuda.set_sync_debug_mode("default")
         self.recording.__exit__(None, None, None)
         self.counts.append(sum("synchronizing CUDA operation" in str(entry.message) for entry in self.recorded))
+
+
+@pytest.mark.gpu
+def test_an_evaluation_on_a_gpu_waits_a_few_times(stand_in_for_kernels):
+    metrics, ids = RetrievalMetrics().to("cuda"), torch.arange(1000, device="cuda")
+    metrics.update(torch.randn(1000, DIM, device="cuda"), ids // 5, ids)
+    waits = WaitsOfSteps(stand_in_for_kernels)
+    waits.on_train_batch_start()
+    metrics.compute()
+    waits.on_train_batch_end()
+    assert waits.counts[0] <= MOST_OF_EVALUATION, waits.counts
 
 
 @pytest.mark.gpu
@@ -178,6 +194,25 @@ def test_a_memory_adds_two_waits_to_a_step(mode, waits):
     assert len(memory) == 584
     of_second_term = ["to_host"] * (mode == "two_terms")
     assert waits.found == ["to_host"] * 8 + 2 * of_second_term
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_the_waits_of_an_evaluation_do_not_grow_with_the_images(levels, waits, monkeypatch):
+    monkeypatch.setattr(ranks, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(ranked_lists, "_CPU_COLUMNS", 384)
+    found = []
+    for images in (200, 1000):
+        labels, ids = torch.arange(images) // 5, torch.arange(images)
+        labels = torch.stack([labels, labels // 4], 1)[:, :levels]
+        metrics, rows = RetrievalMetrics(), torch.randn(images, DIM)
+        mark(rows, labels, ids)
+        with waits:
+            metrics.update(rows, labels, ids)
+            waits.found.clear()
+            metrics.compute()
+        found.append(list(waits.found))
+    assert found[0] == found[1]
+    assert 0 < len(found[0]) <= MOST_OF_EVALUATION
 
 
 def test_what_a_device_has_to_tell_the_host_is_counted(waits):

@@ -79,12 +79,13 @@ def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
     assert any(not positives for positives in expected.values())  # queries without a positive are among them
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, "accelerator"])
 @pytest.mark.parametrize(
     ("width", "spread", "dtype"), [(1, 1000, torch.float32), (40, 2, torch.float32), (40, 2, torch.float64)]
 )
 def test_count_at_least(spread, width, path, dtype, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS.get(path, 1.0))
+    monkeypatch.setattr(ranks, "is_accelerator", lambda device: path == "accelerator")
     scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
     scores[2] *= 1e-40 if dtype == torch.float32 else 1e-310  # denormal numbers are in order too
     scores[3][scores[3] == 0] = -0.0
