@@ -391,12 +391,15 @@ class RetrievalIndex:
             parameters: as for the constructor; other parameters keep their values.
 
         Raises:
-            ValueError: if faiss does not know a parameter, or `nprobe` or `efSearch` is not an integer >= 1.
+            ValueError: if faiss does not know a parameter, `nprobe` or `efSearch` is not an integer >= 1, or only the
+                new parameters set `ht`, for which PQ is trained in another way.
         """
         # Creating a new index raises for invalid parameters before any shard is changed.
         new = faiss_index.new_faiss_index(self.dim, self.factory, self.parameters)
         with self._lock.editing():
-            for index in [new, *self.faiss_indexes]:
+            faiss_index.set_search_parameters(new, self.factory, parameters)
+            faiss_index.check_trained_for(self.parameters, parameters)
+            for index in self.faiss_indexes:
                 faiss_index.set_search_parameters(index, self.factory, parameters)
             self.parameters = join_parameters(self.parameters, parameters)
 
