@@ -5,28 +5,42 @@ codes and the ids. The merged file is the same as faiss writes for an index in m
 codes of all parts followed by the ids of all parts. Files are only read and written sequentially, so merging needs one
 buffer per part.
 
+Several processes of one machine can write the parts: each adds consecutive blocks of rows to a copy of the trained
+index. The merge takes the parts in the order of the rows, so the file does not depend on the number of processes.
+
 faiss' own `OnDiskInvertedLists` are not used: they write through a memory map, and a full disk would kill the process.
 """
 
 import resource
 import struct
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_integer, first_line
+from lightning_retrieval.distributed import scatter_objects, together, world_size
 from lightning_retrieval.files import READ_BYTES, DigestStream, write_verified
 from lightning_retrieval.progress import Progress
-from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_shard, shard_name, without_transform
-from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks
+from lightning_retrieval.search.faiss_index import (
+    add_block,
+    load_faiss,
+    read_shard,
+    shard_name,
+    shard_writers,
+    without_transform,
+)
+from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks, part_of
 from lightning_retrieval.search.storage import NewVersion
 
 BUFFER = 1 << 17  # bytes read from a part at a time
 ID_BYTES, SIZE_BYTES = 8, 8
+TRAINED = "trained"  # name of the file with the trained, empty index, from which all processes begin
 ROWS_IN_MEMORY = 1_000_000
 MOST_PARTS = 500  # maximum number of parts; all parts are open at the same time
 
@@ -91,8 +105,16 @@ def check_lists(index: Any, factory: str) -> None:
     if not is_known or not faiss.serialize_index(index).tobytes().endswith(_no_rows(inner)):
         raise ValueError(
             f"{OWNER}: `factory` must be IVF with Flat, SQ or PQ, such as 'IVF1024,PQ16', for an index that is built "
-            f"on disk, got {factory!r}; choose one of these, or build the index in memory."
+            f"on disk or by several processes, got {factory!r}; choose one of these, or build the index in memory by "
+            "one process."
         )
+
+
+class Parts(NamedTuple):
+    """The files with the parts of one index, and the number of rows of each list in all of them."""
+
+    files: list[Path]
+    sizes: NDArray[np.int64]
 
 
 class DiskLists:
@@ -109,8 +131,7 @@ class DiskLists:
         self._path = path
         self._lists: int = ivf.nlist
         self._code_bytes: int = ivf.code_size
-        self._parts: list[Path] = []
-        self._sizes: NDArray[np.int64] = np.zeros(self._lists, np.int64)  # number of rows of each list in all parts
+        self.parts = Parts([], np.zeros(self._lists, np.int64))
 
     def move_to_disk(self) -> None:
         """Move the rows in memory to a new part.
@@ -120,15 +141,19 @@ class DiskLists:
         """
         faiss = load_faiss()
         ivf = faiss.extract_index_ivf(self._index)
-        part = self._path.with_name(f"{self._path.name}-{len(self._parts)}")
+        part = self._path.with_name(f"{self._path.name}-{len(self.parts.files)}")
         sizes = np.array([ivf.invlists.list_size(number) for number in range(self._lists)], dtype=np.int64)
         write_verified(OWNER, part, partial(self._write_part, ivf.invlists, sizes))
-        self._parts.append(part)
-        self._sizes += sizes
+        self.parts = Parts([*self.parts.files, part], self.parts.sizes + sizes)
         # New lists: emptied lists would keep their memory, which adds up if each part fills different lists.
         empty = faiss.ArrayInvertedLists(self._lists, self._code_bytes)
         ivf.replace_invlists(empty, True)
         empty.this.disown()
+
+    def append(self, parts: Parts) -> None:
+        """Append the parts that another process has written."""
+        self.parts = Parts([*self.parts.files, *parts.files], self.parts.sizes + parts.sizes)
+        set_rows(self._index, int(self.parts.sizes.sum()))
 
     def merge(self, stream: DigestStream) -> None:
         """Write the index, with the lists of all parts, in the format of faiss.
@@ -138,10 +163,10 @@ class DiskLists:
         """
         stream.write(self._header())
         with ExitStack() as stack:
-            rows_in_parts = int(self._sizes.sum())
+            rows_in_parts = int(self.parts.sizes.sum())
             progress = stack.enter_context(Progress("Merging", total=rows_in_parts, units="rows"))
-            files = [stack.enter_context(part.open("rb", buffering=BUFFER)) for part in self._parts]
-            for size in self._sizes.tolist():
+            files = [stack.enter_context(part.open("rb", buffering=BUFFER)) for part in self.parts.files]
+            for size in self.parts.sizes.tolist():
                 in_parts = [int.from_bytes(file.read(SIZE_BYTES), "little") for file in files]
                 if sum(in_parts) != size:
                     raise OSError("its parts were changed meanwhile")
@@ -152,7 +177,7 @@ class DiskLists:
 
     def delete(self) -> None:
         """Delete the parts."""
-        for part in self._parts:
+        for part in self.parts.files:
             part.unlink()
 
     def _write_part(self, lists: Any, sizes: NDArray[np.int64], stream: DigestStream) -> None:
@@ -169,7 +194,79 @@ class DiskLists:
         trained: bytes = faiss.serialize_index(self._index).tobytes()
         no_rows = _no_rows(faiss.extract_index_ivf(self._index))
         lists = struct.pack("<4sQQ4sQ", b"ilar", self._lists, self._code_bytes, b"full", self._lists)
-        return trained.removesuffix(no_rows) + lists + self._sizes.astype("<u8").tobytes()
+        return trained.removesuffix(no_rows) + lists + self.parts.sizes.astype("<u8").tobytes()
+
+
+@dataclass(frozen=True)
+class AssignedRows:
+    """The rows that one process adds to the shards of an index and moves to the disk in parts.
+
+    Args:
+        folder: folder of the parts.
+        process: rank of the process.
+        embeddings: the rows.
+        ids: ids of the rows.
+        rows_before: number of rows that the processes of lower rank add to each shard.
+        rows_in_memory: maximum number of rows that all shards together hold in memory.
+    """
+
+    folder: Path
+    process: int
+    embeddings: Rows
+    ids: NDArray[np.int64]
+    rows_before: Sequence[int]
+    rows_in_memory: int
+
+    def divide(self, processes: int) -> list["AssignedRows"]:
+        """Divide the rows, in the order of the ranks. Each process gets consecutive blocks, or no rows."""
+        rows, shards = len(self.ids), len(self.rows_before)
+        blocks = -(-rows // BLOCK)
+        divided = []
+        for process in range(processes):
+            begin, end = (min(rows, blocks * end // processes * BLOCK) for end in (process, process + 1))
+            embeddings = part_of(self.embeddings, begin, end)
+            before = rows_of_shards(begin, shards)
+            ids = self.ids[begin:end]
+            divided.append(AssignedRows(self.folder, process, embeddings, ids, before, self.rows_in_memory))
+        return divided
+
+    def add_to(self, shards: Sequence[Any]) -> list[DiskLists]:
+        """Add the rows to trained, empty shards, and show the progress.
+
+        Raises:
+            OSError: if a part cannot be written completely.
+        """
+        lists = []
+        for number, shard in enumerate(shards):
+            set_rows(shard, self.rows_before[number])
+            lists.append(DiskLists(shard, self.folder / f"part-{number}-{self.process}"))
+        in_memory = 0
+        with Progress("Indexing", total=len(self.ids), units="rows", hidden=self.process > 0) as progress:
+            for begin, block in normalized_blocks(self.embeddings):
+                if in_memory + len(block) > self.rows_in_memory:
+                    _move_to_disk(lists)
+                    in_memory = 0
+                add_block(list(shards), block, self.ids[begin : begin + len(block)])
+                in_memory += len(block)
+                progress.update(len(block))
+        _move_to_disk(lists)
+        return lists
+
+
+def rows_of_shards(rows: int, shards: int) -> list[int]:
+    """The number of rows that each shard has after `add_block` has added the first `rows` rows, block by block."""
+    counts = [0] * shards
+    for begin in range(0, rows, BLOCK):
+        size = min(BLOCK, rows - begin)
+        for position, number in enumerate(sorted(range(shards), key=counts.__getitem__)):
+            counts[number] += -(-(size - position) // shards)
+    return counts
+
+
+def set_rows(index: Any, rows: int) -> None:
+    """Set the number of rows of an IVF index whose rows are elsewhere."""
+    index.ntotal = rows
+    without_transform(index).ntotal = rows
 
 
 def add_on_disk(
@@ -178,37 +275,111 @@ def add_on_disk(
     ids: NDArray[np.int64],
     rows_in_memory: int,
     version: NewVersion,
-) -> list[Any]:
-    """Add rows to trained, empty shards, moving them to the disk in parts, and write each shard to a file.
+    launch: Callable[[], object] | None = None,
+) -> list[DiskLists]:
+    """Add rows to trained, empty shards, moving them to the disk in parts, and show the progress.
 
-    Each shard gets the rows that `add_to_shards` would add to it. Adding the rows and merging the parts of each shard
-    show the progress.
+    Each shard gets the rows that `add_to_shards` would add to it.
 
     Args:
         shards: the shards; `check_disk_build` must have accepted one of them.
         embeddings: the rows.
         ids: ids of the rows.
-        rows_in_memory: maximum number of rows that all shards together hold in memory.
-        version: the new version of the index's folder, to which the files are written. The parts are written there,
-            too, and then deleted.
+        rows_in_memory: maximum number of rows that all shards together hold in memory, in each process.
+        version: the new version of the index's folder, to which the parts are written.
+        launch: as for `RetrievalIndex.build_on_disk`.
 
     Returns:
-        The shards, memory-mapped.
+        The parts of each shard.
+
+    Raises:
+        OSError: if a file cannot be written completely.
+        ConnectionError: if another process has ended early.
+    """
+    assigned = AssignedRows(version.inner, 0, embeddings, ids, [0] * len(shards), rows_in_memory)
+    if launch is None:
+        return assigned.add_to(shards)
+    trained = assigned.folder / TRAINED
+    write_verified(OWNER, trained, *shard_writers(shards[:1]).values())
+    launch()
+    lists: list[DiskLists] = []
+
+    def add() -> list[Parts]:
+        lists.extend(mine.add_to(shards))
+        return [of_shard.parts for of_shard in lists]
+
+    with _other_processes():
+        mine = scatter_objects(assigned.divide(world_size()))
+        parts = together(add)
+    for of_process in parts[1:]:
+        for of_shard, more in zip(lists, of_process):
+            of_shard.append(more)
+    trained.unlink()
+    return lists
+
+
+def help_build_on_disk() -> None:
+    """Add the rows that the first process of a group, which runs `RetrievalIndex.build_on_disk`, gives this process.
+
+    Returns when the first process has published the index.
+
+    Raises:
+        OSError: if a file cannot be written completely.
+        ConnectionError: if another process has ended early.
+    """
+
+    def add() -> list[Parts]:
+        shards = [read_shard(assigned.folder / TRAINED, mapped=False) for _ in assigned.rows_before]
+        return [of_shard.parts for of_shard in assigned.add_to(shards)]
+
+    with _other_processes():
+        assigned = scatter_objects([])
+        together(add)
+        together(lambda: None)  # while the first process merges the parts
+
+
+@contextmanager
+def others_informed(launch: Callable[[], object] | None) -> Iterator[None]:
+    """Context in which the first process finishes an index. The other processes wait, and raise if it raises."""
+    if launch is None:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except Exception as found:  # of any type, because the other processes wait for this one
+        error = found
+    with _other_processes():
+        together(partial(_raise, error))
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def _other_processes() -> Iterator[None]:
+    """Context in which this process waits for others; raises if one of them has ended.
+
+    Raises:
+        ConnectionError: if another process has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"{OWNER}: all processes must run until the index is complete, but another one has ended early "
+            f"({first_line(error)}); run the same command again."
+        ) from None
+
+
+def merge_on_disk(lists: list[DiskLists], version: NewVersion) -> list[Any]:
+    """Write each shard to a file, delete its parts, and return the shards, memory-mapped. Shows the progress.
 
     Raises:
         OSError: if a file cannot be written completely.
     """
-    lists = [DiskLists(shard, version.inner / f"part-{number}") for number, shard in enumerate(shards)]
-    in_memory = 0
-    with Progress("Indexing", total=len(ids), units="rows") as progress:
-        for begin, block in normalized_blocks(embeddings):
-            if in_memory + len(block) > rows_in_memory:
-                _move_to_disk(lists)
-                in_memory = 0
-            add_block(shards, block, ids[begin : begin + len(block)])
-            in_memory += len(block)
-            progress.update(len(block))
-    _move_to_disk(lists)
     mapped = []
     for number, of_shard in enumerate(lists):
         file = version.write(shard_name(number), of_shard.merge)

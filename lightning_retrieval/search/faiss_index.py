@@ -30,6 +30,7 @@ ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignor
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
 BITS_PER_ID = 512  # a bitmap that selects ids must not be larger than a hash table of them
 COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; a prefix may precede the name
+HAMMING = r"(?:^|,)\s*ht\s*="  # the search parameter that compares PQ codes by their Hamming distance first
 
 
 def load_faiss() -> Any:
@@ -71,7 +72,41 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     if not isinstance(without_transform(index), faiss.IndexIVF):  # only IVF indexes store ids themselves
         index = faiss.IndexIDMap(index)
     set_search_parameters(index, factory, parameters)
+    if not re.search(HAMMING, parameters):
+        _skip_polysemous_training(index)
     return index
+
+
+def _skip_polysemous_training(index: Any) -> None:
+    """Do not order the centroids of PQ by their Hamming distance, which only searches with the parameter `ht` use.
+
+    The order takes most of the training, whatever the number of rows is. It renames codes, so that similarities do not
+    depend on it.
+    """
+    inner = index
+    while not hasattr(inner, "do_polysemous_training"):
+        wrapped = getattr(inner, "base_index", None) or getattr(inner, "index", None)
+        if wrapped is None:
+            return
+        inner = load_faiss().downcast_index(wrapped)
+    inner.do_polysemous_training = False
+
+
+def check_trained_for(trained: str, parameters: str) -> None:
+    """Raise if search parameters need another training than the index has got with its own parameters.
+
+    Args:
+        trained: the parameters that the index has.
+        parameters: the parameters to set.
+
+    Raises:
+        ValueError: if only the new parameters set `ht`.
+    """
+    if re.search(HAMMING, parameters) and not re.search(HAMMING, trained):
+        raise ValueError(
+            f"{OWNER}: `parameters` must not set ht in an index that was built without it, because its codes are not "
+            f"ordered for it, got {parameters!r}; build the index again with ht in its parameters."
+        )
 
 
 def without_transform(index: Any) -> Any:

@@ -16,10 +16,24 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_path, first_line, short_repr
+from lightning_retrieval.checks import (
+    check_bool,
+    check_callable,
+    check_integer,
+    check_not_negative,
+    check_path,
+    first_line,
+    short_repr,
+)
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search import conditions, faiss_index
-from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
+from lightning_retrieval.search.disk_lists import (
+    ROWS_IN_MEMORY,
+    add_on_disk,
+    check_disk_build,
+    merge_on_disk,
+    others_informed,
+)
 from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.rows import (
     OWNER,
@@ -345,6 +359,7 @@ class RetrievalIndex:
         *,
         columns: Mapping[str, conditions.Values] | None = None,
         rows_in_memory: int = ROWS_IN_MEMORY,
+        launch: Callable[[], object] | None = None,
     ) -> None:
         """Fill and save an empty IVF index, which may get larger than memory. Afterwards, the index is memory-mapped.
 
@@ -354,17 +369,22 @@ class RetrievalIndex:
             ids: as for `add`; if None, the integers from 0.
             paths: as for `add`.
             columns: as for `add`.
-            rows_in_memory: maximum number of rows whose codes are held in memory, >= 65,536.
+            rows_in_memory: maximum number of rows whose codes are held in memory, in each process, >= 65,536.
+            launch: function that makes this process the first one of a process group; it is called after the training.
+                All other processes of the group must call `help_build_on_disk`, and add some of the rows. The files do
+                not depend on the number of processes. If None, this process adds all rows.
 
         Raises:
             ValueError: as in `add` and `save`; also if the index is not IVF with Flat, SQ or PQ, or is not empty.
-            TypeError: as in `add`; also if `rows_in_memory` is not an integer.
+            TypeError: as in `add`; also if `rows_in_memory` is not an integer, or `launch` cannot be called.
             OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
+            ConnectionError: if another process has ended early.
 
         Cost:
             Memory for the training rows, `rows_in_memory` codes, and all ids and paths; disk space for twice the codes.
         """
         path = check_path(OWNER, "folder", folder)
+        check_callable(OWNER, "launch", launch, may_be_none=True)
         with self._lock.editing():
             check_not_mapped(self.mapped, "add to")
             check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
@@ -372,11 +392,13 @@ class RetrievalIndex:
             try:
                 with new_version(path) as version:
                     faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
-                    self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
-                    self._table.add(new_ids, paths, added)
-                    self.recall = measure_recall(self._search, embeddings, new_ids)
-                    version.write_all(self._table.writers())
-                    version.publish({name: getattr(self, name) for name in SETTINGS})
+                    lists = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version, launch)
+                    with others_informed(launch):
+                        self.faiss_indexes = merge_on_disk(lists, version)
+                        self._table.add(new_ids, paths, added)
+                        self.recall = measure_recall(self._search, embeddings, new_ids)
+                        version.write_all(self._table.writers())
+                        version.publish({name: getattr(self, name) for name in SETTINGS})
             except BaseException:
                 self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
                 raise
@@ -391,12 +413,15 @@ class RetrievalIndex:
             parameters: as for the constructor; other parameters keep their values.
 
         Raises:
-            ValueError: if faiss does not know a parameter, or `nprobe` or `efSearch` is not an integer >= 1.
+            ValueError: if faiss does not know a parameter, `nprobe` or `efSearch` is not an integer >= 1, or only the
+                new parameters set `ht`, for which PQ is trained in another way.
         """
         # Creating a new index raises for invalid parameters before any shard is changed.
         new = faiss_index.new_faiss_index(self.dim, self.factory, self.parameters)
         with self._lock.editing():
-            for index in [new, *self.faiss_indexes]:
+            faiss_index.set_search_parameters(new, self.factory, parameters)
+            faiss_index.check_trained_for(self.parameters, parameters)
+            for index in self.faiss_indexes:
                 faiss_index.set_search_parameters(index, self.factory, parameters)
             self.parameters = join_parameters(self.parameters, parameters)
 

@@ -4,6 +4,7 @@ Embeddings can be larger than memory (a tensor over a file, or the rows of a fol
 than a block of rows.
 """
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -55,16 +56,27 @@ class FolderRows:
         self.paths = PackedStrings.join(paths)
         self.shape = (ends[-1], folder.manifest.dim)
         self._ends: NDArray[np.int64] = np.array(ends[1:])
+        self._begin = 0  # position of the first row in the folder
         self._read = -1  # number of the shard in memory
         self._rows: Float32[Tensor, "shard dim"] = torch.empty(0, self.shape[1])
 
     def __len__(self) -> int:
         return self.shape[0]
 
+    def part(self, begin: int, end: int) -> "FolderRows":
+        """The rows from `begin` to `end`, without their ids and paths: little enough to send to another process."""
+        part = copy.copy(self)
+        part.ids, part.paths = torch.empty(0, dtype=torch.int64), PackedStrings([])
+        part.shape = (end - begin, self.shape[1])
+        part._begin = self._begin + begin
+        part._read, part._rows = -1, torch.empty(0, self.shape[1])
+        return part
+
     def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
         """The rows of a slice, or the rows at these positions, which must be in ascending order."""
         if isinstance(positions, slice):
             positions = torch.arange(*positions.indices(len(self)))
+        positions = positions + self._begin
         selected = torch.empty(len(positions), self.shape[1])
         shards = np.searchsorted(self._ends, positions.numpy(), side="right")
         for shard in np.unique(shards).tolist():
@@ -85,6 +97,13 @@ Rows = Float[Tensor, "rows dim"] | FolderRows
 Queries = (
     Float[Tensor, "query dim"] | Float[Tensor, " dim"] | Float[np.ndarray, "query dim"] | Float[np.ndarray, " dim"]
 )
+
+
+def part_of(embeddings: Rows, begin: int, end: int) -> Rows:
+    """The rows from `begin` to `end`, to be sent to another process."""
+    if isinstance(embeddings, FolderRows):
+        return embeddings.part(begin, end)
+    return embeddings[begin:end].clone()
 
 
 def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float32]]]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex, files, progress
-from lightning_retrieval.search import disk_lists, faiss_index, rows
+from lightning_retrieval.search import disk_lists, faiss_index, rows, storage
+from lightning_retrieval.search.disk_lists import help_build_on_disk
 from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, memory, newly_built, vectors
 from tests.processes import start_processes
 
@@ -30,10 +31,11 @@ def set_block(size):
         module.BLOCK = size
 
 
-def on_disk(folder, factory="IVF4,Flat", count=ROWS, rows_in_memory=120, **settings):
+def on_disk(folder, factory="IVF4,Flat", count=ROWS, rows_in_memory=120, launch=None, **settings):
     """The index that `built` makes, built on disk."""
     index = RetrievalIndex(DIM, factory, **settings)
-    index.build_on_disk(folder, vectors(count), IDS[:count], PATHS[:count], rows_in_memory=rows_in_memory)
+    how = {"rows_in_memory": rows_in_memory, "launch": launch}
+    index.build_on_disk(folder, vectors(count), IDS[:count], PATHS[:count], **how)
     return index
 
 
@@ -62,6 +64,63 @@ def test_files_and_results_are_those_of_an_index_in_memory(factory, shards, rows
         "lock",
         "manifest.json",
     ]
+
+
+def build_together(rank, world_size, folder, factory, count, shards):
+    """Build an index by all processes of the group."""
+    set_block(50)
+    if rank > 0:
+        help_build_on_disk()
+    else:
+        on_disk(folder, factory, count, shards=shards, launch=list)
+    loaded = RetrievalIndex.load(folder, mapped=True)  # complete as soon as any process goes on
+    return [x.tolist() for x in loaded.search(vectors(20, seed=1), 7)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("factory", "count", "shards", "processes"),
+    [("IVF4,Flat", ROWS, 1, 2), ("PCA8,IVF4,SQ8", 590, 3, 3), ("IVF4,Flat", 60, 2, 3)],  # the last has 2 blocks
+)
+def test_files_and_results_do_not_depend_on_the_number_of_processes(
+    factory, count, shards, processes, tmp_path, run_processes
+):
+    one = on_disk(tmp_path / "one", factory, count, shards=shards)
+    expected = [x.tolist() for x in one.search(vectors(20, seed=1), 7)]
+    assert run_processes(build_together, processes, tmp_path / "all", factory, count, shards) == [expected] * processes
+    assert content(tmp_path / "all") == content(tmp_path / "one")
+
+
+def fail_together(rank, world_size, folder, failing):
+    """The error of a build in which the disk of one process is full, or the merge fails in the first process."""
+    set_block(50)
+    real = disk_lists.write_verified
+
+    def fails(owner, path, write):
+        if path.name.startswith(failing):
+            raise OSError(f"{owner}: {path.name} cannot be written (No space left on device).")
+        return real(owner, path, write)
+
+    disk_lists.write_verified = fails
+    if failing == "vectors":
+        storage.write_verified = fails
+    with pytest.raises(OSError, match=f"^RetrievalIndex: {failing}.* cannot be written") as raised:
+        if rank > 0:
+            help_build_on_disk()
+        else:
+            on_disk(folder, launch=list)
+    return str(raised.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("failing", ["part-0-1-", "vectors"])
+def test_an_error_of_one_process_ends_all_and_leaves_the_old_index(failing, tmp_path, run_processes):
+    built(rows=50).save(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    errors = run_processes(fail_together, 2, tmp_path, failing)
+    assert errors[0] == errors[1]
+    assert sorted(os.listdir(tmp_path)) == before
+    assert len(RetrievalIndex.load(tmp_path)) == 50
 
 
 def test_a_build_shows_the_progress(tmp_path, monkeypatch, capsys):
@@ -137,7 +196,7 @@ def test_a_build_that_fails_leaves_the_old_index(tmp_path, monkeypatch):
 
     index = RetrievalIndex(DIM, "IVF4,Flat")
     monkeypatch.setattr(files, "flush", fails)
-    with pytest.raises(OSError, match=r"^RetrievalIndex: .*part-0-2 cannot be written \(No space left on device\); "):
+    with pytest.raises(OSError, match=r"^RetrievalIndex: .*part-0-0-2 cannot be written \(No space left on device\); "):
         index.build_on_disk(tmp_path, vectors(), rows_in_memory=100)
     monkeypatch.setattr(files, "flush", real)
     assert sorted(os.listdir(tmp_path)) == before
@@ -152,7 +211,7 @@ def test_a_part_that_is_cut_is_not_merged(length, reason, tmp_path, monkeypatch)
     original = disk_lists.DiskLists.merge
 
     def cuts(lists, stream):
-        (part,) = tmp_path.glob("files-*/part-0-1")
+        (part,) = tmp_path.glob("files-*/part-0-0-1")
         os.truncate(part, length)
         original(lists, stream)
 

@@ -250,6 +250,38 @@ def test_parameters_can_be_changed_after_loading(tmp_path):
     assert index.parameters == "nprobe=16"
 
 
+def test_codes_are_ordered_for_hamming_distances_only_where_the_parameters_use_them():
+    """With faiss itself as the witness, where the order is the default, and "np" leaves it out."""
+    rows, queries = (rows_module.normalized_rows(x) for x in (vectors(), vectors(20, seed=1)))
+    results = []
+    for parameters, trained in (("nprobe=2", "IVF4,PQ2x4np"), ("nprobe=2,ht=7", "IVF4,PQ2x4")):
+        plain = faiss.index_factory(DIM, trained, faiss.METRIC_INNER_PRODUCT)
+        faiss.ParameterSpace().set_index_parameters(plain, parameters)
+        plain.train(rows)
+        plain.add(rows)
+        index = RetrievalIndex(DIM, "IVF4,PQ2x4", parameters=parameters)
+        index.add(vectors())
+        centroids = [faiss.vector_to_array(each.pq.centroids) for each in (plain, index.faiss_indexes[0])]
+        assert centroids[0].tolist() == centroids[1].tolist()
+        expected, found = plain.search(queries, 7), index.search(vectors(20, seed=1), 7)
+        assert all((mine.numpy() == its).all() for mine, its in zip(found, expected))
+        plain.polysemous_ht = 0
+        results.append((plain.search(queries, 7)[0].tolist(), centroids[0].tolist()))
+    assert results[0][1] != results[1][1]  # or the test would show nothing
+    assert results[0][0] == results[1][0]  # similarities do not depend on the order of the codes
+
+
+@pytest.mark.refusal
+def test_hamming_distances_need_an_index_that_was_built_for_them():
+    index = built("IVF4,PQ4x4")
+    with pytest.raises(ValueError, match=r"`parameters` must not set ht in an index .* without it, .*'nprobe=2, ht=9'"):
+        index.set_parameters("nprobe=2, ht=9")
+    assert index.parameters == ""
+    ordered = RetrievalIndex(DIM, "IVF4,PQ4x4", parameters="ht=16")
+    ordered.set_parameters("nprobe=2,ht=9")
+    assert ordered.faiss_indexes[0].polysemous_ht == 9
+
+
 def test_a_search_sees_one_state_while_another_thread_edits():
     index = RetrievalIndex(DIM, "IVF4,Flat", parameters="nprobe=4", shards=3)
     index.add(vectors(), torch.arange(ROWS), [f"{row}.jpg" for row in range(ROWS)])
