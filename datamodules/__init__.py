@@ -1,24 +1,108 @@
 """Data modules and data sets, the samplers of global batches, and the loader of training batches.
 
-All public names are imported when one of them is first used, so that reading images needs no Lightning.
+To add a data set, write a reader for it in `readers/` and add its name twice below. Names are imported when they are
+first used, so that reading images needs no Lightning.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from lightning_retrieval.datamodules.public import *  # noqa: F403
+# Each public name and the module of the library that it is imported from.
+MODULES = {
+    "AllClassesSampler": "datamodules.samplers.all_classes",
+    "BoxDataModule": "datamodules.detection.boxes",
+    "BoxIndex": "datamodules.detection.boxes",
+    "BoxSet": "datamodules.detection.boxes",
+    "CUB200": "datamodules.readers.cub",
+    "CategorySampler": "datamodules.samplers.category",
+    "CocoDetection": "datamodules.detection.coco",
+    "DataReport": "datamodules.image_check",
+    "DetectionDataModule": "datamodules.detection.boxes",
+    "GlobalBatchSampler": "datamodules.samplers.base",
+    "GlyphDataset": "datamodules.glyphs.glyphs",
+    "GlyphScenes": "datamodules.detection.glyph_scenes",
+    "Glyphs": "datamodules.glyphs.glyphs",
+    "HuggingFaceImages": "datamodules.hugging_face",
+    "IJBC": "datamodules.readers.ijbc",
+    "INaturalist": "datamodules.readers.inaturalist",
+    "ImageDataModule": "datamodules.image_module",
+    "ImageFolder": "datamodules.image_folder",
+    "ImageIndex": "datamodules.image_index",
+    "ImageSet": "datamodules.image_set",
+    "ImageTable": "datamodules.image_table",
+    "InShop": "datamodules.readers.in_shop",
+    "LandmarksClean": "datamodules.readers.landmarks",
+    "PKSampler": "datamodules.samplers.pk",
+    "PairSampler": "datamodules.samplers.pairs",
+    "Pairs": "datamodules.pairs",
+    "PascalVOC": "datamodules.detection.pascal_voc",
+    "RandomBatchSampler": "datamodules.samplers.base",
+    "RetrievalDataLoader": "datamodules.loader",
+    "RetrievalDataModule": "datamodules.base",
+    "RevisitedOxford": "datamodules.readers.revisited",
+    "RevisitedParis": "datamodules.readers.revisited",
+    "StanfordOnlineProducts": "datamodules.readers.online_products",
+    "TagSampler": "datamodules.samplers.tags",
+    "TextTable": "datamodules.text_table",
+    "VGGFace2": "datamodules.readers.vgg_face2",
+    "VehicleID": "datamodules.readers.vehicle_id",
+    "item_generator": "datamodules.item_seeds",
+    "resume_position": "datamodules.loader",
+    "training_transform": "preparation.training_transforms",
+}
+
+if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
+    from lightning_retrieval.datamodules.base import RetrievalDataModule as RetrievalDataModule
+    from lightning_retrieval.datamodules.detection.boxes import BoxDataModule as BoxDataModule
+    from lightning_retrieval.datamodules.detection.boxes import BoxIndex as BoxIndex
+    from lightning_retrieval.datamodules.detection.boxes import BoxSet as BoxSet
+    from lightning_retrieval.datamodules.detection.boxes import DetectionDataModule as DetectionDataModule
+    from lightning_retrieval.datamodules.detection.coco import CocoDetection as CocoDetection
+    from lightning_retrieval.datamodules.detection.glyph_scenes import GlyphScenes as GlyphScenes
+    from lightning_retrieval.datamodules.detection.pascal_voc import PascalVOC as PascalVOC
+    from lightning_retrieval.datamodules.glyphs.glyphs import GlyphDataset as GlyphDataset
+    from lightning_retrieval.datamodules.glyphs.glyphs import Glyphs as Glyphs
+    from lightning_retrieval.datamodules.hugging_face import HuggingFaceImages as HuggingFaceImages
+    from lightning_retrieval.datamodules.image_check import DataReport as DataReport
+    from lightning_retrieval.datamodules.image_folder import ImageFolder as ImageFolder
+    from lightning_retrieval.datamodules.image_index import ImageIndex as ImageIndex
+    from lightning_retrieval.datamodules.image_module import ImageDataModule as ImageDataModule
+    from lightning_retrieval.datamodules.image_set import ImageSet as ImageSet
+    from lightning_retrieval.datamodules.image_table import ImageTable as ImageTable
+    from lightning_retrieval.datamodules.item_seeds import item_generator as item_generator
+    from lightning_retrieval.datamodules.loader import RetrievalDataLoader as RetrievalDataLoader
+    from lightning_retrieval.datamodules.loader import resume_position as resume_position
+    from lightning_retrieval.datamodules.pairs import Pairs as Pairs
+    from lightning_retrieval.datamodules.readers.cub import CUB200 as CUB200
+    from lightning_retrieval.datamodules.readers.ijbc import IJBC as IJBC
+    from lightning_retrieval.datamodules.readers.in_shop import InShop as InShop
+    from lightning_retrieval.datamodules.readers.inaturalist import INaturalist as INaturalist
+    from lightning_retrieval.datamodules.readers.landmarks import LandmarksClean as LandmarksClean
+    from lightning_retrieval.datamodules.readers.online_products import StanfordOnlineProducts as StanfordOnlineProducts
+    from lightning_retrieval.datamodules.readers.revisited import RevisitedOxford as RevisitedOxford
+    from lightning_retrieval.datamodules.readers.revisited import RevisitedParis as RevisitedParis
+    from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID as VehicleID
+    from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2 as VGGFace2
+    from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler as AllClassesSampler
+    from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler as GlobalBatchSampler
+    from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler as RandomBatchSampler
+    from lightning_retrieval.datamodules.samplers.category import CategorySampler as CategorySampler
+    from lightning_retrieval.datamodules.samplers.pairs import PairSampler as PairSampler
+    from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
+    from lightning_retrieval.datamodules.samplers.tags import TagSampler as TagSampler
+    from lightning_retrieval.datamodules.text_table import TextTable as TextTable
+    from lightning_retrieval.preparation.training_transforms import training_transform as training_transform
+else:
+    __all__ = sorted(MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    from lightning_retrieval.datamodules.public import PUBLIC
-
-    globals().update(PUBLIC, __all__=sorted(PUBLIC))
-    if name not in globals():
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals()[name]
+    value = getattr(import_module(f"lightning_retrieval.{MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    from lightning_retrieval.datamodules.public import PUBLIC
-
-    return sorted({*globals(), *PUBLIC})
+    return sorted({*globals(), *MODULES})

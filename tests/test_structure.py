@@ -71,6 +71,7 @@ MAY_PRINT = {
 }
 MAY_IMPORT_BY_NAME = {
     "lightning_retrieval/__init__.py",  # imports each public name when it is first used
+    "datamodules/__init__.py",  # likewise
     "lightning_retrieval/plain_data/rules.py",  # rebuilds a class from the path that a file holds
 }
 

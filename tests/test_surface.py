@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 FILE = Path(__file__).with_name("api_surface.json")
@@ -75,14 +76,15 @@ def changes(old, new):
     ]
 
 
-def test_the_root_imports_each_name_from_where_type_checkers_see_it():
-    root = importlib.import_module("lightning_retrieval")
-    tree = ast.parse(Path(root.__file__).read_text(encoding="utf-8"))
+@pytest.mark.parametrize("package", ["lightning_retrieval", "lightning_retrieval.datamodules"])
+def test_each_name_is_imported_from_where_type_checkers_see_it(package):
+    package = importlib.import_module(package)
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
     seen = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_retrieval."):
             seen.update({alias.asname: node.module for alias in node.names})
-    assert seen == {name: f"lightning_retrieval.{module}" for name, module in root.MODULES.items()}
+    assert seen == {name: f"lightning_retrieval.{module}" for name, module in package.MODULES.items()}
 
 
 def test_public_names_and_signatures_are_those_listed():

@@ -6,7 +6,6 @@ fatal.
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import file_digest, find_damage
 from lightning_retrieval.models.features import image_channels
-from lightning_retrieval.preparation.decoding import image_suffixes
+from lightning_retrieval.preparation.decoding import image_paths
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
@@ -107,7 +106,7 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
         if root is not None:
             raise ValueError(f"{owner}: `root` must be given for a table only, got {root} for the folder {images}.")
         return images_in_folder(owner, images)
-    from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images
+    from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images  # needs Lightning
 
     table = read_table(images, required=("image",))
     paths = parse_images(table)
@@ -125,23 +124,10 @@ def images_in_folder(owner: str, folder: Path) -> ListedImages:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{owner}: `images` must be a folder of images, got {folder}, which is not a folder.")
-    paths = _image_paths(folder)
+    paths = image_paths(folder)
     if not paths:
         raise ValueError(f"{owner}: `images` must be a folder of images, got {folder}, which holds no image.")
     return ListedImages.of_paths(folder, paths)
-
-
-def _image_paths(folder: Path) -> list[str]:
-    """Sorted relative paths of the image files at any depth: files whose suffix, in lower case, Pillow knows."""
-    suffixes = image_suffixes()
-    found = []
-    for parent, subfolders, files in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in files:
-            path = Path(parent, name)
-            if not name.startswith(".") and path.suffix.lower() in suffixes:
-                found.append(path.relative_to(folder).as_posix())
-    return sorted(found)
 
 
 def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> Path:

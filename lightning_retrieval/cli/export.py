@@ -251,7 +251,7 @@ def _write_int8(folder: Path, embedder: ImageEmbedder, program: EmbeddingProgram
     step = max(1, count // CALIBRATION_IMAGES)
     recorder = _Recorder()
     groups = [range(position, position + 1) for position in range(0, count, step)]
-    for _ in dataclasses.replace(embedder, module=recorder).embed(listed, groups):  # type: ignore[arg-type]
+    for _ in dataclasses.replace(embedder, module=recorder).embed(listed, groups):
         pass
     kind = quantize_onnx(folder / ONNX, folder / INT8, recorder.batches)
     before, after = OnnxModel(folder / ONNX), OnnxModel(folder / INT8)
@@ -281,7 +281,7 @@ def _recall(embedder: ImageEmbedder, model: OnnxModel, listed: ListedImages) -> 
     """R@1 of a model on all images."""
     numbers = {label: number for number, label in enumerate(dict.fromkeys(listed.labels))}
     metrics = RetrievalMetrics(ks=(1,))
-    for batch in dataclasses.replace(embedder, module=model).embed(listed):  # type: ignore[arg-type]
+    for batch in dataclasses.replace(embedder, module=model).embed(listed):
         if batch.embeddings is not None:
             labels = torch.tensor([numbers[listed.labels[position]] for position in batch.positions])
             metrics.update(batch.embeddings, labels, torch.tensor(batch.positions))

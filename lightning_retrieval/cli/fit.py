@@ -76,6 +76,8 @@ def fit(args: Any = None) -> None:
     Args:
         args: the arguments with the subcommand first, or a parsed config; if None, the arguments of the process.
     """
+    for name in datamodules.__all__:  # imported, a data module can be named without its package
+        getattr(datamodules, name)
     parser_settings: dict[str, Any] = {"prog": "lightning-retrieval"}
     for subcommand, example in EXAMPLES.items():
         parser_settings[subcommand] = {"epilog": MORE_HELP + example}

@@ -1,10 +1,11 @@
-"""Lists the suffixes of image files, decodes the files, rotates images upright and crops them to their boxes.
+"""Lists image files and their suffixes, decodes the files, rotates images upright and crops them to their boxes.
 
 Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the same pixels: both use libjpeg-turbo.
 """
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,19 @@ def image_suffixes() -> frozenset[str]:
         if _is_decoded(kind):
             suffixes.add(suffix)
     return frozenset(suffixes)
+
+
+def image_paths(folder: Path) -> list[str]:
+    """Sorted relative paths of the image files at any depth: files whose suffix, in lower case, Pillow knows."""
+    suffixes = image_suffixes()
+    found = []
+    for parent, subfolders, files in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in files:
+            path = Path(parent, name)
+            if not name.startswith(".") and path.suffix.lower() in suffixes:
+                found.append(path.relative_to(folder).as_posix())
+    return sorted(found)
 
 
 def _is_decoded(kind: str) -> bool:

@@ -120,13 +120,13 @@ def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size, monkeypat
     else:  # the other one has written all of its files, and says what has happened
         assert missing == [3, 5, 7, 9]
         assert "ConnectionError: embed_images: all files of this process are written, but" in started[0].output()
-    embed, images = RetrievalModule.embed, []
+    embed, images = Embedder.forward, []
 
     def counted(self, batch):
         images.append(len(batch))
         return embed(self, batch)
 
-    monkeypatch.setattr(RetrievalModule, "embed", counted)
+    monkeypatch.setattr(Embedder, "forward", counted)
     done = embedded(glyphs, tmp_path / "e", shard_size=4)
     assert done.written == len(missing)
     assert sum(images) == 1 + 4 * len(missing)  # one image for the dimension
@@ -235,7 +235,7 @@ def test_problems_of_an_embedding_are_reported(glyphs, tmp_path, capsys, monkeyp
     def embed(self, images):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(RetrievalModule, "embed", embed)
+    monkeypatch.setattr(Embedder, "forward", embed)
     printed = error_of(capsys, *embedding, "--format=npy")
     assert "`--batch_size` must be small enough for the memory of the device, got" in printed
 
