@@ -43,7 +43,7 @@ _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
 # Ratio of the width of a tile to the number of a query's positives; it limits the number of searches per positive.
 _COLUMNS_OF_A_POSITIVE = 32
 _KEPT_TILES = 4  # maximum number of tiles with positives to keep instead of computing them twice
-_CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # minimum number of products into which a gallery block is divided
+_CPU_PRODUCTS, _DEVICE_PRODUCTS = 4, 1  # minimum number of products into which a gallery block is divided
 # Maximum number of positives of a group on one process. Each takes 9 bytes, or 14 if a rule defines the lists.
 _MAX_GROUP_POSITIVES = 1 << 24
 
@@ -89,6 +89,7 @@ class ScoreTiles:
         """
         end = min(begin + columns, len(gallery))
         if (self.begin, self.end) != (begin, end):
+            self._gallery = self._last_product = self._queries[:0]  # frees memory
             self.start_gallery_block(gallery.range(begin, end), begin)
 
     def start_queries(self, queries: Float[Tensor, "query dim"]) -> None:

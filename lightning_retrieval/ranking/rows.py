@@ -20,9 +20,11 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, finfo, float32, promote_types
 from torch.linalg import vector_norm
 
-from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
+from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts, size_for
 
 _GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are gathered
+# Numbers that are gathered at a time: few need little memory beside the result, and many make few operations.
+_CPU_NUMBERS, _DEVICE_NUMBERS = 1 << 18, 1 << 22
 
 
 def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
@@ -99,11 +101,13 @@ class Layout:
         local = positions // (self.unit * self.processes) * self.unit + positions % self.unit
         return process, local
 
-    def by_process(self, begin: int = 0, end: int | None = None) -> Int[Tensor, " row"]:
+    def by_process(
+        self, begin: int = 0, end: int | None = None, device: torch.device | None = None
+    ) -> Int[Tensor, " row"]:
         """The positions of the rows from `begin` to `end`, grouped by process, the first process first."""
         if end is None:
             end = self.rows
-        positions = torch.arange(begin, end)
+        positions = torch.arange(begin, end, device=device)
         process = positions // self.unit % self.processes
         return positions[process.argsort(stable=True)]
 
@@ -165,16 +169,24 @@ class ShardedRows:
         """
         if not self.is_sharded:
             return self.local[begin:end]
+        rows = self.local.new_empty(end - begin, self.local.shape[1], device=self.shard.device)
+        turn = self.layout.unit * self.shard.count
+        numbers = size_for(rows.device, cpu=_CPU_NUMBERS, accelerator=_DEVICE_NUMBERS)
+        step = turn * max(1, numbers // (turn * max(1, rows.shape[1])))
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            self._gather_into(rows[first - begin : last - begin], first, last)
+        return rows
+
+    def _gather_into(self, rows: Float[Tensor, "range dim"], begin: int, end: int) -> None:
+        """Gather the rows from `begin` to `end` into a tensor. A collective operation."""
         first = self.layout.rows_before(begin, self.shard.index)
         last = self.layout.rows_before(end, self.shard.index)
-        local = self.local[first:last].to(self.shard.device)
         sizes = self.layout.sizes(begin, end)
-        rows = local.new_empty(end - begin, local.shape[1])
-        positions = self.layout.by_process(begin, end).to(rows.device) - begin
-        gathered = gather_parts(local, sizes, self.shard.group)
-        for of_process, chosen in zip(gathered, positions.split(sizes)):
+        parts = gather_parts(self.local[first:last].to(rows.device), sizes, self.shard.group)
+        positions = self.layout.by_process(begin, end, device=rows.device) - begin
+        for of_process, chosen in zip(parts, positions.split(sizes)):
             rows[chosen] = of_process
-        return rows
 
     def select(self, positions: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen dim"]:
         """The rows at these positions, on every process. If they are sharded, this is a collective operation."""
