@@ -245,9 +245,8 @@ def embed_images(
     if listed is None:
         listed = _list_queries(embedder, images, root)
         about = {**about, "side": side}
-    with _quiet_lightning():
-        fabric = _fabric(device, devices=devices, num_nodes=num_nodes, precision=precision)
-        fabric.launch()
+    fabric = new_fabric(OWNER, device, devices=devices, num_nodes=num_nodes, precision=precision)
+    launch(fabric)
     embedder = embedder.on(str(fabric.device))
     manifest = EmbeddingManifest(
         images=len(listed.paths),
@@ -301,49 +300,58 @@ def _collect(batch: EmbeddedBatch, listed: ListedImages | ListedTexts, collector
     collector.add(batch.positions, ShardRows(ids, batch.embeddings.numpy(), paths, labels))
 
 
-def _fabric(device: str | None, *, devices: int, num_nodes: int, precision: str) -> Fabric:
-    """Fabric with a process for each device.
+def new_fabric(
+    owner: str, device: str | None, *, devices: int, num_nodes: int = 1, precision: str = PRECISIONS[0]
+) -> Fabric:
+    """Fabric with a process for each device, which `launch` starts.
 
-    The processes exchange only the list of missing files, so they use gloo even on GPUs: with gloo, a process notices
+    The processes exchange only what each has to do, so they use gloo even on GPUs: with gloo, a process notices
     immediately if another process was killed.
 
     Raises:
         ValueError: if there are fewer devices than asked for, or a device does not support the precision.
     """
-    accelerator, numbers = _accelerator(device, devices)
+    accelerator, numbers = _accelerator(owner, device, devices)
     settings: dict[str, Any] = {}
     if devices * num_nodes > 1:
         settings["strategy"] = DDPStrategy(process_group_backend="gloo", timeout=LONGEST_WAIT)
     try:
-        return Fabric(
-            accelerator=accelerator,
-            devices=numbers,
-            num_nodes=num_nodes,
-            precision=precision,  # type: ignore[arg-type]
-            **settings,
-        )
+        with _quiet_lightning():
+            return Fabric(
+                accelerator=accelerator,
+                devices=numbers,
+                num_nodes=num_nodes,
+                precision=precision,  # type: ignore[arg-type]
+                **settings,
+            )
     except (MisconfigurationException, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{OWNER}: `devices`, `num_nodes` and `precision` must be supported by this machine, got {devices}, "
+            f"{owner}: `devices`, `num_nodes` and `precision` must be supported by this machine, got {devices}, "
             f"{num_nodes} and {precision!r} ({first_line(error)})."
         ) from None
 
 
-def _accelerator(device: str | None, devices: int) -> tuple[str, int | list[int]]:
+def launch(fabric: Fabric) -> None:
+    """Start the processes of Fabric, each of which runs the command again and joins the process group here."""
+    with _quiet_lightning():
+        fabric.launch()
+
+
+def _accelerator(owner: str, device: str | None, devices: int) -> tuple[str, int | list[int]]:
     """Lightning's names of the accelerator and of the devices."""
     name = device or default_device()
     try:
         torch.empty(0, device=name)
         chosen = torch.device(name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"{OWNER}: {unusable_device(name, error)}") from None
+        raise ValueError(f"{owner}: {unusable_device(name, error)}") from None
     if chosen.type not in ACCELERATORS:
-        raise ValueError(f"{OWNER}: `device` must be of one of the types {', '.join(ACCELERATORS)}, got {name!r}.")
+        raise ValueError(f"{owner}: `device` must be of one of the types {', '.join(ACCELERATORS)}, got {name!r}.")
     if ":" not in name:
         return chosen.type, devices
     if devices > 1:
         raise ValueError(
-            f"{OWNER}: `device` must be without a number for several devices, got {name!r} and devices={devices}; "
+            f"{owner}: `device` must be without a number for several devices, got {name!r} and devices={devices}; "
             f"use {chosen.type!r}."
         )
     if chosen.type != "cuda":

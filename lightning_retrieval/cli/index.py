@@ -5,8 +5,9 @@ preparation of its images, so that queries are embedded in the same way.
 """
 
 import argparse
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite_number
+from lightning_retrieval.checks import check_finite_number, check_integer
+from lightning_retrieval.cli.embed import launch, new_fabric
 from lightning_retrieval.cli.embedding import (
     EmbeddedImages,
     ImageEmbedder,
@@ -34,11 +36,13 @@ from lightning_retrieval.cli.stores import (
 )
 from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
 from lightning_retrieval.datamodules.table_file import find_missing, read_table
+from lightning_retrieval.distributed import rank
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.conditions import LARGEST_INTEGER, new_columns
+from lightning_retrieval.search.disk_lists import help_build_on_disk
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
-from lightning_retrieval.search.index import RECALL_AT
+from lightning_retrieval.search.index import RECALL_AT, RetrievalIndex
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 from lightning_retrieval.search.rows import FolderRows
 
@@ -54,8 +58,10 @@ def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
     had_threshold = may_lose_threshold and _has_threshold(options.output, options.store)
     if options.embeddings is not None:
         made, unreadable = index_embeddings(**{name: settings[name] for name in EMBEDDINGS_OPTIONS})
+        if rank() > 0:  # the first process prints
+            return []
     else:
-        del options.embeddings
+        del options.embeddings, options.devices
         made, unreadable = index_images(**settings)
         print(f"images prepared with {shown_choice(made.about)}")
     print(f"{options.output}: {_summary(made)}")
@@ -73,7 +79,7 @@ def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 def _has_threshold(output: Path, store: str | None) -> bool:
     """Whether there is an index with a threshold that the command will replace."""
     try:
-        with opened_index(output, store) as earlier:
+        with opened_index(output, store, verify=False) as earlier:
             return THRESHOLD in earlier.about
     except (FileNotFoundError, ValueError):  # there is no index, or none that can be read
         return False
@@ -192,8 +198,13 @@ def index_embeddings(
     metadata: Path | None = None,
     validation: Path | None = None,
     false_match_rate: float | None = None,
+    devices: int = 1,
 ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
+
+    With several processes, the first one trains the index. Then Lightning Fabric starts the others, each of which calls
+    this function again, and each process adds some of the rows to the index on disk. The files of the index do not
+    depend on the number of processes.
 
     Args:
         embeddings: folder written by `embed_images` or `EmbeddingWriter`.
@@ -210,6 +221,8 @@ def index_embeddings(
         metadata: as for `index_images`, with the paths of the images in the folder of embeddings.
         validation: as for `index_images`.
         false_match_rate: as for `index_images`.
+        devices: number of processes that add rows, all on this machine; with several, the index is built on disk, with
+            the codes of `rows_in_memory` rows (if None, of 1,000,000 rows) in memory in each process.
 
     Returns:
         The index, and the images that could not be read when they were embedded.
@@ -219,6 +232,7 @@ def index_embeddings(
         ValueError: if files of the folder are missing or damaged, no image could be read, or an argument is invalid;
             without `overwrite`, if rows of an existing index would be lost; with `update`, as for `index_images`.
         OSError: if the store cannot be reached; this is checked first.
+        ConnectionError: if another process has ended early.
 
     Cost:
         Memory for the index (with `rows_in_memory`, only for its ids and paths and the codes of these rows), the
@@ -226,7 +240,14 @@ def index_embeddings(
         are first checked, and training uses rows from all files.
     """
     owner = "index_embeddings"
-    new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
+    start = None
+    if check_integer(owner, "devices", devices, least=1) > 1:
+        _check_one_process(owner, devices, store=store, update=update)
+        fabric = new_fabric(owner, "cpu", devices=devices)
+        start = functools.partial(launch, fabric)
+        if fabric.global_rank > 0:
+            return _help(owner, start, embeddings, output)
+    new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
     folder = EmbeddingFolder.load(owner, embeddings)
     manifest = folder.manifest
     if manifest.about.get("side") == "queries":
@@ -238,7 +259,7 @@ def index_embeddings(
     rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
     new_rows = NewRows(rows.ids, rows.paths, read_metadata(owner, metadata, rows.paths))
-    unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
+    unreadable = _unreadable(folder)
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
         if len(positions) == len(rows):
@@ -248,6 +269,32 @@ def index_embeddings(
     about = {**manifest.about, **choose_threshold(owner, validation, false_match_rate, manifest.about)}
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
     return writer.write(manifest.dim, new_rows, embedded)
+
+
+def _check_one_process(owner: str, devices: int, *, store: str | None, update: bool) -> None:
+    """Raise if only one process can build such an index."""
+    reason = None
+    if store is not None:
+        reason = "with a store in Milvus, which distributes rows by itself"
+    elif update:
+        reason = "with `update`, which reads the index into memory"
+    if reason is not None:
+        raise ValueError(f"{owner}: `devices` must be 1 {reason}, got {devices}.")
+
+
+def _help(
+    owner: str, start: Callable[[], object], embeddings: Path, output: Path
+) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+    """Help the first process to build the index, and return what it returns."""
+    start()
+    help_build_on_disk()
+    index = RetrievalIndex.load(output, mapped=True, verify=False)
+    return index, _unreadable(EmbeddingFolder.load(owner, embeddings))
+
+
+def _unreadable(folder: EmbeddingFolder) -> list[UnreadableImage]:
+    """The images of a folder of embeddings that could not be read."""
+    return [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
 
 
 def choose_threshold(

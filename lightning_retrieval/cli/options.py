@@ -45,6 +45,7 @@ EMBEDDINGS_OPTIONS = (
     "metadata",
     "validation",
     "false_match_rate",
+    "devices",
 )
 
 
@@ -203,6 +204,8 @@ def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Name
             message += "; --embeddings replaces --checkpoint and --images"
         parser.error(message)
     if options.embeddings is None:
+        if options.devices != parser.get_default("devices"):
+            parser.error("--devices must be given with --embeddings; embed the images first, with `embed --devices`")
         return
     for name, value in vars(options).items():
         if name not in EMBEDDINGS_OPTIONS and value != parser.get_default(name):
@@ -334,6 +337,12 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="build an index that is larger than memory on disk, with the codes of at most N rows in memory, at least "
         "65,536; for factories IVF with Flat, SQ or PQ",
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        help="with --embeddings and such a factory: number of processes that add the rows, on disk, default 1",
     )
     _add_metadata(parser)
     _add_embedding(parser)

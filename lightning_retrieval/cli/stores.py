@@ -23,7 +23,7 @@ from lightning_retrieval.checks import check_bool, first_line
 from lightning_retrieval.cli.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.conditions import Kind, kinds_of, new_columns, shown_kinds
-from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
+from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, check_lists, check_rows_in_memory
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.milvus_connection import OWNER, check_dim, check_store
 from lightning_retrieval.search.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
@@ -44,12 +44,19 @@ class IndexSettings:
         parameters: search parameters.
         shards: number of shards of the index, for faiss.
         rows_in_memory: build a faiss index on disk, with this many rows in memory; if None, build it in memory.
+        launch: as for `RetrievalIndex.build_on_disk`; if given, a faiss index is built on disk in any case.
     """
 
     factory: str = "Flat"
     parameters: str = ""
     shards: int = 1
     rows_in_memory: int | None = None
+    launch: Callable[[], object] | None = None
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether a faiss index is built on disk."""
+        return self.rows_in_memory is not None or self.launch is not None
 
 
 @dataclass(frozen=True)
@@ -214,7 +221,7 @@ class FaissFolder:
     def check_dim(self, dim: int) -> None:
         """Raise if the settings are invalid for embeddings of this dimension."""
         index = self._empty_index(dim, {})
-        if self._settings.rows_in_memory is not None:
+        if self._settings.on_disk:
             check_lists(index.faiss_indexes[0], index.factory)
 
     def check_paths(self, paths: Sequence[str]) -> None:
@@ -260,11 +267,10 @@ class FaissFolder:
     def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and save it, replacing an existing one."""
         index = self._empty_index(dim, about)
-        rows_in_memory = self._settings.rows_in_memory
-        if rows_in_memory is not None:
-            index.build_on_disk(
-                self._folder, embeddings, rows.ids, rows.paths, columns=rows.columns, rows_in_memory=rows_in_memory
-            )
+        settings = self._settings
+        if settings.on_disk:
+            how = {"rows_in_memory": settings.rows_in_memory or ROWS_IN_MEMORY, "launch": settings.launch}
+            index.build_on_disk(self._folder, embeddings, rows.ids, rows.paths, columns=rows.columns, **how)
             return index
         index.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
         index.save(self._folder)
@@ -512,12 +518,13 @@ def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
 
 
 @contextmanager
-def opened_index(index: Path, store: str | None) -> Iterator[EmbeddingStore]:
+def opened_index(index: Path, store: str | None, *, verify: bool = True) -> Iterator[EmbeddingStore]:
     """Context with an index that a command wrote, closed on exit. A faiss index is mapped into memory.
 
     Args:
         index: folder of the index, or its name in the store.
         store: as for `new_index`.
+        verify: as for `RetrievalIndex.load`.
 
     Raises:
         FileNotFoundError: if there is no such index.
@@ -525,7 +532,7 @@ def opened_index(index: Path, store: str | None) -> Iterator[EmbeddingStore]:
         OSError: if the store cannot be reached.
     """
     if store is None:
-        yield RetrievalIndex.load(index, mapped=True)
+        yield RetrievalIndex.load(index, mapped=True, verify=verify)
         return
     uri = _uri(store)
     with _named_as("index"):

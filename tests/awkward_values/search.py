@@ -144,6 +144,7 @@ CALLS = {
                 "paths": ["d.jpg"] * 300,
                 "columns": {"stock": list(range(300))},
                 "rows_in_memory": 100_000,
+                "launch": list,
             },
             signature=RetrievalIndex.build_on_disk,
         ),

@@ -15,6 +15,7 @@ from lightning_retrieval.distributed import (
     gather_objects,
     gather_rows,
     rank,
+    scatter_objects,
     together,
     world_size,
 )
@@ -140,6 +141,19 @@ def error_of_one_process(error, this):
     with pytest.raises(Exception) as caught:  # noqa: PT011
         together(work)
     return type(caught.value).__name__, str(caught.value)
+
+
+def scattered(this, world):
+    """The value of this process, as all processes get it from the first one; the others give nothing."""
+    values = []
+    if this == 0:
+        values = [f"for {number}" for number in range(world)]
+    return scatter_objects(values)
+
+
+def test_each_process_gets_its_own_value(run_processes):
+    assert run_processes(scattered, 2) == ["for 0", "for 1"]
+    assert scatter_objects(["alone"]) == "alone"
 
 
 def results_and_errors_of_one_process(this, world):

@@ -1,6 +1,8 @@
 """`index` of a folder of images and of embeddings: what is in it, when it is replaced, and what is printed."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -14,8 +16,10 @@ from torchvision.transforms import v2
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index import index_embeddings
+from lightning_retrieval.cli.main import main
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
+from lightning_retrieval.search import disk_lists, rows
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
 from tests.lightning_retrieval.cli.glyph_commands import (
@@ -309,6 +313,10 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
     for args, message in (
         (["--images=x"], "are required: --checkpoint; --embeddings replaces"),
         (["--embeddings=x", "--images=x"], "--images must not be given with --embeddings"),
+        (
+            ["--checkpoint=x", "--images=x", "--devices=2"],
+            "--devices must be given with --embeddings; embed the images",
+        ),
         (["--embeddings=x", "--update", "--overwrite"], "not allowed with argument --update"),
     ):
         code, out, err = run(capsys, "index", "--output=x", *args)
@@ -341,6 +349,31 @@ def test_an_index_that_is_built_on_disk_has_the_same_files(embeddings, tmp_path,
     assert {path.name: path.read_bytes() for path in (tmp_path / "disk").glob("files-*/*")} == files
 
 
+def index_by_all(rank, world_size, embeddings, output):
+    """What the command prints in each of its processes, in which a block has 9 of the 40 rows."""
+    for module in (rows, disk_lists):
+        module.BLOCK = 9
+    args = ["index", f"--embeddings={embeddings}", f"--output={output}", "--factory=IVF2,Flat"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main([*args, f"--devices={world_size}"])
+    return printed.getvalue(), len(RetrievalIndex.load(output))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, 3])
+def test_several_processes_write_the_index_of_one(processes, embeddings, tmp_path, run_processes):
+    one, _ = index_embeddings(embeddings, tmp_path / "one", factory="IVF2,Flat")
+    line = (
+        f"{tmp_path / 'all'}: 40 images, 24 dimensions, IVF2,Flat (recall@10 {one.recall:.3f} against exact search)\n"
+    )
+    results = run_processes(index_by_all, processes, embeddings, tmp_path / "all", backend=None)
+    assert results == [(line, 40), *[("", 40)] * (processes - 1)]
+    written = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("files-*/*")} for name in ("one", "all")
+    ]
+    assert written[0] == written[1]
+
+
 @pytest.mark.refusal
 def test_invalid_settings_and_then_bad_files_are_named_before_an_index_is_made(embeddings, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"^index_embeddings: the embeddings must be a folder with _manifest\."):
@@ -360,6 +393,10 @@ def test_invalid_settings_and_then_bad_files_are_named_before_an_index_is_made(e
     fails("`rows_in_memory` must be an integer >= 65536, got 65535", **{**on_disk, "rows_in_memory": 65_535})
     settings = {**on_disk, "owner": "index_embeddings", "store": f"milvus:{tmp_path / 'i.db'}"}
     fails("`rows_in_memory` must not be given with a store in", **settings)
+    fails("`devices` must be an integer >= 1, got 0", devices=0)
+    fails("`devices` must be 1 with a store in Milvus, which .*, got 2", devices=2, store=f"milvus:{tmp_path / 'i.db'}")
+    fails("`devices` must be 1 with `update`, which reads the index into memory, got 3", devices=3, update=True)
+    fails("`factory` must be IVF with .* by several processes, got 'Flat'; ", "RetrievalIndex", devices=2)
     fails("that fits inner products of 24 numbers, got 'IVF2,PQ7x4'", "RetrievalIndex", factory="IVF2,PQ7x4")
     fails(r"part-00001.npy is damaged \(.*, which keeps the others")
     shutil.copy(embeddings / "part-00000.npy", bad)

@@ -66,13 +66,18 @@ def test_files_and_results_are_those_of_an_index_in_memory(factory, shards, rows
     ]
 
 
-def build_together(rank, world_size, folder, factory, count, shards):
-    """Build an index by all processes of the group."""
-    set_block(50)
+def build_together(rank, folder, *settings, **more):
+    """Do what a process of a group does to build an index."""
     if rank > 0:
         help_build_on_disk()
     else:
-        on_disk(folder, factory, count, shards=shards, launch=list)
+        on_disk(folder, *settings, launch=list, **more)
+
+
+def search_in_built(rank, world_size, folder, factory, count, shards):
+    """The results of a search in an index that all processes build."""
+    set_block(50)
+    build_together(rank, folder, factory, count, shards=shards)
     loaded = RetrievalIndex.load(folder, mapped=True)  # complete as soon as any process goes on
     return [x.tolist() for x in loaded.search(vectors(20, seed=1), 7)]
 
@@ -87,7 +92,7 @@ def test_files_and_results_do_not_depend_on_the_number_of_processes(
 ):
     one = on_disk(tmp_path / "one", factory, count, shards=shards)
     expected = [x.tolist() for x in one.search(vectors(20, seed=1), 7)]
-    assert run_processes(build_together, processes, tmp_path / "all", factory, count, shards) == [expected] * processes
+    assert run_processes(search_in_built, processes, tmp_path / "all", factory, count, shards) == [expected] * processes
     assert content(tmp_path / "all") == content(tmp_path / "one")
 
 
@@ -105,10 +110,7 @@ def fail_together(rank, world_size, folder, failing):
     if failing == "vectors":
         storage.write_verified = fails
     with pytest.raises(OSError, match=f"^RetrievalIndex: {failing}.* cannot be written") as raised:
-        if rank > 0:
-            help_build_on_disk()
-        else:
-            on_disk(folder, launch=list)
+        build_together(rank, folder)
     return str(raised.value)
 
 
@@ -253,6 +255,36 @@ def test_a_kill_leaves_the_old_index_and_the_next_build_its_space(name, old, tmp
     else:
         with pytest.raises(FileNotFoundError, match="the index must be a folder with manifest"):
             RetrievalIndex.load(folder)
+    on_disk(folder, shards=2)
+    assert len(list(folder.glob("files-*"))) == 1
+    built("IVF4,Flat", shards=2).save(tmp_path / "memory")
+    assert content(folder) == content(tmp_path / "memory")
+
+
+def build_until_one_is_killed(rank, world_size, folder, dying, name):
+    """Build an index by all processes; one of them is killed when it calls this method of its lists."""
+    set_block(50)
+    if rank == dying:
+        setattr(disk_lists.DiskLists, name, lambda lists, *args: os.kill(os.getpid(), signal.SIGKILL))
+    build_together(rank, folder, shards=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("dying", "name"), [(1, "move_to_disk"), (0, "merge")])
+def test_a_kill_of_one_process_leaves_the_old_index_and_the_next_build_begins_anew(dying, name, tmp_path):
+    folder = tmp_path / "i"
+    built(rows=50).save(folder)
+    (tmp_path / "processes").mkdir()
+    arguments = (build_until_one_is_killed, 2, folder, dying, name)
+    started = start_processes(*arguments, folder=tmp_path / "processes", backend="gloo")
+    try:
+        codes = [one.wait(120) for one in started]
+    finally:
+        for one in started:
+            one.end()
+    assert codes[dying] == -signal.SIGKILL, started[dying].output()
+    assert "ConnectionError: RetrievalIndex: all processes must run until the" in started[1 - dying].output()
+    assert len(RetrievalIndex.load(folder)) == 50
     on_disk(folder, shards=2)
     assert len(list(folder.glob("files-*"))) == 1
     built("IVF4,Flat", shards=2).save(tmp_path / "memory")
