@@ -38,6 +38,11 @@ def to_host(values: Tensor) -> Tensor:
     return values.detach().cpu()
 
 
+def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """A tensor of a few numbers of the host on a device, for which the host does not wait."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
+
+
 def world_size(group: Any = None) -> int:
     """Number of processes in a group (None: the default group); 1 if there is no process group."""
     if dist.is_available() and dist.is_initialized():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.distributed import to_host, world_size
+from lightning_retrieval.distributed import to_device, to_host, world_size
 from lightning_retrieval.training.full_sharding import ShardedParts, is_sharded
 
 BUCKET_BYTES = 25 * 2**20  # the default of DDP
@@ -130,8 +130,8 @@ class GradientSum:
         has_gradient = []
         for bucket in buckets:
             has_gradient += [parameter.grad is not None for parameter in bucket.parameters]
-        flags = torch.tensor(has_gradient, dtype=values.dtype, device=values.device)
-        last.start(torch.cat([flags, values]))
+        flags = to_device(has_gradient, values.device)
+        last.start(torch.cat([flags.to(values.dtype), values]))
         for bucket in buckets:
             bucket.wait()
         sums = to_host(last.sums_of_values)

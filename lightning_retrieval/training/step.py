@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import is_integer
-from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_host, world_size
+from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunk_size import largest_chunk_size
@@ -100,7 +100,7 @@ def gather_labels(owner: str, sides: Sequence[LocalRows], *, gather: bool) -> li
     if world_size() == 1:
         _check_not_empty(owner, torch.tensor([[len(rows.labels) for rows in sides]]))
         return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
-    local_forms = torch.tensor([list(map(_form_of, sides))], device=sides[0].labels.device)
+    local_forms = to_device([list(map(_form_of, sides))], sides[0].labels.device)
     forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
     _check_not_empty(owner, forms_of_processes[:, :, 0])
     gathered = []
@@ -206,7 +206,7 @@ class Dimensions:
         """
         if world_size() == 1 or all(map(self._is_compared, range(len(sides)), sides)):
             return
-        local = torch.tensor([[of_side.shape[1] for of_side in embeddings]], device=embeddings[0].device)
+        local = to_device([[of_side.shape[1] for of_side in embeddings]], embeddings[0].device)
         dimensions = to_host(gather_rows(local, [1] * world_size())).tolist()
         if dimensions != dimensions[:1] * world_size():
             raise ValueError(

@@ -1,14 +1,16 @@
-"""How often the host waits for the device in a training step and in an evaluation.
+"""How often the host waits for the device in a training step and in an evaluation, and what a step sends.
 
-The waits are counted on a GPU, and without one by the operations.
+Waits are counted on a GPU, and without one by the operations.
 """
 
+import functools
 import warnings
 from typing import get_args
 
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,6 +21,7 @@ from lightning_retrieval.losses import blockwise, lists, positives
 from lightning_retrieval.ranking import ranked_lists, ranks
 from lightning_retrieval.training import gradient_sum as gradient_sum_module
 from lightning_retrieval.training import memory as memory_module
+from lightning_retrieval.training import step as step_module
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import MemoryMode
@@ -153,9 +156,13 @@ def is_marked(tensor):
 
 @pytest.fixture
 def waits(monkeypatch):
+    return pretended_accelerator(monkeypatch)
+
+
+def pretended_accelerator(monkeypatch):
     """A mode in which the library takes the CPU for an accelerator, with blocks of a sixth of the scores or less."""
     mode = Waits()
-    for module in (lists, memory_module, positives, gradient_sum_module):
+    for module in (lists, memory_module, positives, gradient_sum_module, step_module):
         monkeypatch.setattr(module, "to_host", mode.to_host)
     for module in (distributed, positives):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
@@ -175,6 +182,81 @@ def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, waits):
         step.finish(part, GradientSum(net.parameters()))
     expected = 3 if name in ("ROADMAP", "HAP") else 2  # two terms, and labels that must nest
     assert waits.found == ["to_host"] * expected
+
+
+ROWS = 6  # of each of two processes
+
+
+class Embeds(RetrievalModule):
+    """Notes when its network runs."""
+
+    def forward(self, images):
+        self.events.append("forward")
+        return super().forward(images)
+
+
+class EventsOfSteps(pl.Callback):
+    """The order in which a step embeds, calls collectives and waits; and the bytes that each collective sends."""
+
+    def __init__(self, mode):
+        self.mode, self.steps, self.sent = mode, [], []
+
+    def record(self, name, function, bytes_sent, *tensors, **settings):
+        self.mode.found.append(name)
+        self.sent[-1].append(bytes_sent(tensors))
+        return function(*tensors, **settings)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        mark(*batch, *module.parameters())
+        module.events = self.mode.found = []
+        self.steps.append(module.events)
+        self.sent.append([])
+        self.collectives = pytest.MonkeyPatch()
+        for name, bytes_sent in SENT.items():
+            recorded = functools.partial(self.record, name, getattr(dist, name), bytes_sent)
+            self.collectives.setattr(dist, name, recorded)
+        self.mode.__enter__()
+
+    def on_train_batch_end(self, *_):
+        self.mode.__exit__(None, None, None)
+        self.collectives.undo()
+
+
+def size_of(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+# The bytes that one of two processes with equal numbers of rows sends, given the tensors of the call.
+SENT = {
+    "all_gather_into_tensor": lambda tensors: size_of(tensors[1]),
+    "all_to_all_single": lambda tensors: size_of(tensors[1]) / 2,
+    "all_reduce": lambda tensors: size_of(tensors[0]),
+}
+
+
+def steps_of_a_process(rank, world):
+    """The events of three steps in two chunks, and the bytes of their collectives."""
+    generator = torch.Generator().manual_seed(rank)
+    labels = torch.arange(ROWS) // 2
+    batch = torch.randn(ROWS, DIM, generator=generator), labels, torch.arange(ROWS) + ROWS * rank
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        events = EventsOfSteps(pretended_accelerator(monkeypatch))
+        trainer = quiet_trainer(devices=world, strategy="ddp", max_steps=3, callbacks=[events])
+        module = Embeds(nn.Linear(DIM, 8), losses.SmoothAPLoss(), chunk_size=ROWS // 2)
+        trainer.fit(module, DataLoader([batch] * 3, batch_size=None))
+    return events.steps[1:], events.sent[1:]
+
+
+def test_what_a_step_of_two_processes_sends_and_waits_for(run_processes):
+    """Between the forward pass of the last chunk and the loss, the host waits for the positives only."""
+    for steps, sent in run_processes(steps_of_a_process, 2, backend=None):
+        before = ["all_gather_into_tensor", "to_host", "all_gather_into_tensor"]
+        loss = ["all_gather_into_tensor", "to_host", "all_to_all_single"]
+        expected = [*before, "forward", "forward", *loss, "forward", "all_reduce", "to_host"]
+        assert steps == [expected] * 2
+        forms, labels_and_ids, embeddings = 5 * 8, ROWS * 16, ROWS * 8 * 4
+        gradients = 8 * DIM + 8  # of the network, and two flags, the loss, and whether an embedding is not finite
+        assert sent == [[forms, labels_and_ids, embeddings, embeddings, (gradients + 4) * 4]] * 2
 
 
 @pytest.mark.parametrize("mode", get_args(MemoryMode))

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lightning_retrieval.training.step import gather_batch
+from lightning_retrieval.training.step import Dimensions, LocalRows, gather_batch, gather_labels
 
 ROWS = 40
 SHARDS = {2: [3, 37], 3: [3, 36, 1]}  # rows of each process
@@ -69,11 +69,25 @@ def messages_of_batches_that_do_not_match(this):
     }
 
 
+def message_of_a_later_step(this):
+    """The error of a network that returns its inputs, in a later step, in which one process has wider inputs."""
+    dimensions = Dimensions()
+
+    def compare(width):
+        inputs = torch.ones(2, width)
+        rows = gather_labels("Owner", [LocalRows(torch.zeros(2).long(), None, inputs)], gather=True)
+        dimensions.compare("Owner", [inputs], rows)
+
+    for width in (3, 3, 4, 4, 3):
+        compare(width)
+    with pytest.raises(ValueError, match="dimension") as error:
+        compare(3 + (this == 1))
+    return ValueError, str(error.value)
+
+
 def in_each_process(this, world):
-    return {
-        "gathered": gathered(this, world),
-        "messages": messages_of_batches_that_do_not_match(this),
-    }
+    messages = {**messages_of_batches_that_do_not_match(this), "a later step": message_of_a_later_step(this)}
+    return {"gathered": gathered(this, world), "messages": messages}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +110,7 @@ def test_rows_and_gradients_travel_between_gpus(run_processes):
     ("case", "sentence"),
     [
         ("dimension", r"embeddings of all processes .* same dimension, got \[\[3\], \[4\], \[3\]\] in rank order"),
+        ("a later step", r"embeddings of all processes .* same dimension, got \[\[3\], \[4\], \[3\]\] in rank order"),
         ("ids", r"batches may differ only .* \[\(0, 0\), \(0, 1\), \(0, 1\)\] in rank order"),
         ("rows", r"gather=False .* batches of equal size, got \[2, 3, 4\] rows in rank order"),
     ],
