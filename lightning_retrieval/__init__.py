@@ -18,6 +18,7 @@ MODULES = {
     "CrossBatchMemory": "training.memory",
     "DatabaseAugmentation": "ranking.expansion",
     "Embedder": "models",
+    "FSDP2Strategy": "training.full_sharding",
     "FastAPLoss": "losses",
     "GalleryOnly": "ranking.relevance",
     "HAPLoss": "losses",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.search.milvus_store import MilvusStore as MilvusStore
     from lightning_retrieval.training.chunk_size import largest_chunk_size as largest_chunk_size
     from lightning_retrieval.training.chunked import chunked_backward as chunked_backward
+    from lightning_retrieval.training.full_sharding import FSDP2Strategy as FSDP2Strategy
     from lightning_retrieval.training.memory import CrossBatchMemory as CrossBatchMemory
     from lightning_retrieval.training.module import RetrievalModule as RetrievalModule
 else:

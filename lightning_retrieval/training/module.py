@@ -22,7 +22,13 @@ from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
+from lightning_retrieval.training.full_sharding import (
+    ShardedParts,
+    broadcast_state,
+    shard_blocks,
+    sharded_modules,
+    sharding_mesh,
+)
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
@@ -359,15 +365,14 @@ class RetrievalModule(ManualTraining):
         )
 
     def configure_model(self) -> None:
-        """Shard the network over the processes, with Lightning's `ModelParallelStrategy`.
+        """Shard the network over the processes, with `FSDP2Strategy` or Lightning's `ModelParallelStrategy`.
 
         All processes first copy the weights of the first process.
         """
-        mesh = self.device_mesh
-        if mesh is None or sharded_modules(self):
+        if self.device_mesh is None or sharded_modules(self):
             return
         broadcast_state(self, self.trainer.strategy.root_device)
-        self.shard_network(mesh["data_parallel"])
+        self.shard_network(sharding_mesh(self.trainer.strategy))
 
     def shard_network(self, mesh: Any) -> None:
         """Shard each network over the processes of a mesh: each element of its lists of layers, and the rest together.
@@ -376,7 +381,8 @@ class RetrievalModule(ManualTraining):
         Parameters that are not sharded are replicated on all processes, as under DDP.
 
         Args:
-            mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension.
+            mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension or, if several groups of
+                processes hold a copy of the network each, of the dimensions `"replicate"` and `"shard"`.
         """
         for network in self._networks():
             shard_blocks(network, mesh)
