@@ -115,7 +115,7 @@ def strategy_of(world):
     return FSDP2Strategy(shard_size=2)
 
 
-def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
+def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), has_weights=True):
     """A run in one or several processes."""
     full_sharding.SMALLEST_BLOCK = 100  # the layers of this small network are blocks, too
     watch, evaluation = Sums(), RetrievalEvaluation(ks=(1, 5))
@@ -136,7 +136,10 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         enable_checkpointing=True,
     )
     module = untrained_module(scenario)
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # these weights are replaced by those of the first process
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if not has_weights or (world == 4 and (ckpt_path is not None or not is_first)):
+        module.embedder.to("meta")  # the weights come from the checkpoint or from the first process
+    elif not is_first:  # these weights are replaced by those of the first process
         for parameter in module.parameters():
             parameter.data.add_(1)
     trainer.fit(module, datamodule=FewGlyphs(), ckpt_path=ckpt_path)
@@ -155,7 +158,12 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
 
 
 def runs(rank, world, folder):
-    return {name: fit(world, name, folder / name) for name, processes in CASES if world in (1, processes)}
+    found = {name: fit(world, name, folder / name) for name, processes in CASES if world in (1, processes)}
+    if world == 2:
+        with pytest.raises(ValueError, match=r"^RetrievalModule: a network on the meta device") as raised:
+            fit(world, "ranked", folder / "no weights", has_weights=False)
+        found["no weights"] = str(raised.value)
+    return found
 
 
 def one_start(rank, world, folder):
@@ -198,6 +206,12 @@ def test_weights_losses_and_metrics_are_those_of_one_process(seen, name, world):
         assert found["divided"] == {parameter for parameter, _ in untrained.named_parameters()} - of_loss
         assert found["copies"] == {world // 2}
         assert torch.equal(found["weights"], seen[world][0][name]["weights"])
+
+
+@pytest.mark.refusal
+def test_a_network_without_weights_is_not_trained(seen):
+    for process in seen[2]:
+        assert "got no values for embedder." in process["no weights"]
 
 
 def test_a_memory_begins_by_itself_in_all_processes(seen):

@@ -34,7 +34,7 @@ from lightning_retrieval.files import find_damage
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.plain_data import class_path, describe
-from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
+from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
@@ -368,9 +368,10 @@ class FullCheckpoints:
         check_checkpoint(self.owner, path)
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         module = self.strategy.lightning_module
+        module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)
         current = module.state_dict()
-        local = {name: _sharded_as(current.get(name), value) for name, value in checkpoint["state_dict"].items()}
+        local = {name: sharded_like(current.get(name), value) for name, value in checkpoint["state_dict"].items()}
         module.load_state_dict(local, strict=module.strict_loading)
         for optimizer, saved in zip(self.strategy.optimizers, checkpoint.get("optimizer_states", ())):
             self._load_optimizer(optimizer, saved)
@@ -399,7 +400,7 @@ class FullCheckpoints:
                     f"{self.owner}: the optimizer's state of a sharded parameter must have the shape of the parameter, "
                     f"{tuple(parameter.shape)}, got {tuple(value.shape)} for {name!r}; use another optimizer, or DDP."
                 )
-            sharded[name] = _sharded_as(parameter, value)
+            sharded[name] = sharded_like(parameter, value)
         return sharded
 
 
@@ -418,12 +419,3 @@ def _full_state(state: Any) -> Any:
     if rank() > 0:
         return tensor.new_empty(0)
     return tensor.cpu()
-
-
-def _sharded_as(like: Any, value: Any) -> Any:
-    """This process's shard of a full tensor, if `like` is sharded."""
-    if not is_sharded(like) or not isinstance(value, Tensor) or is_sharded(value):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

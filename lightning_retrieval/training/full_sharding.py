@@ -13,9 +13,10 @@ With `FSDP2Strategy(shard_size=8)`, each group of 8 processes holds one copy of 
 Weights are then gathered within a group only, and gradients are summed over the groups, too.
 """
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -28,7 +29,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.distributed import sum_over_ranks, world_size
+from lightning_retrieval.distributed import rank, sum_over_ranks, world_size
 from lightning_retrieval.plain_data import unsharded_class
 
 LISTS = (nn.Sequential, nn.ModuleList)
@@ -267,18 +268,66 @@ def _modules_outside(part: nn.Module, sharded: Set[nn.Module]) -> Iterator[nn.Mo
             waiting += reversed([*module.children()])
 
 
-def broadcast_state(module: nn.Module, device: torch.device) -> None:
-    """Copy parameters and buffers from the first process to all others, before the module is sharded.
+def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.device) -> set[str]:
+    """Shard a module, then fill it with the parameters and buffers of the first process, one tensor after the other.
+
+    Only the first process needs memory for the whole module. In the others, tensors may be on the meta device, and get
+    memory when they are sharded.
 
     Args:
         module: the module, which is changed in place.
+        shard: shards the module.
         device: a device of this process that the process group can send from.
+
+    Returns:
+        The names of tensors that are on the meta device in the first process, too. Their values are NaN or undefined.
     """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    names = [name for name, _ in named]
+    on_meta = torch.tensor([tensor.is_meta for _, tensor in named], device=device)
+    dist.broadcast(on_meta, 0)
+    unfilled = {name for name, is_meta in zip(names, on_meta.tolist()) if is_meta}
+    full = {}
+    if rank() == 0:
+        full = {name: tensor.detach() for name, tensor in named}  # `shard` would otherwise free the whole tensors
+    del named
+    shard()
+    module._apply(functools.partial(_with_memory, device=device))
+    found: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            sent = tensor.to(device).contiguous()
-            dist.broadcast(sent, 0)
-            tensor.copy_(sent)
+        for name in names:
+            if name not in unfilled:
+                _fill(found[name], full.pop(name, None), device)
+    return unfilled
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on `device`, filled with NaN if its numbers can be, in place of a tensor on the meta device."""
+    if not tensor.is_meta:
+        return tensor
+    empty = torch.empty_like(tensor, device=device)
+    if empty.is_floating_point():
+        local_shard(empty).fill_(math.nan)
+    return empty
+
+
+def _fill(tensor: Tensor, full: Tensor | None, device: torch.device) -> None:
+    """Send a full tensor from the first process to all others, and copy it, or the shard of it, to `tensor`."""
+    if full is None:
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    else:
+        sent = full.to(device).contiguous()
+    dist.broadcast(sent, 0)
+    local_shard(tensor).copy_(local_shard(sharded_like(tensor, sent)))
+
+
+def sharded_like(like: Any, value: Any) -> Any:
+    """This process's shard of a full tensor, if `like` is sharded."""
+    if not is_sharded(like) or not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def broadcast_buffers(module: nn.Module) -> None:

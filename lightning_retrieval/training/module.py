@@ -24,10 +24,10 @@ from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
-    broadcast_state,
     shard_blocks,
     sharded_modules,
     sharding_mesh,
+    start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
@@ -367,12 +367,13 @@ class RetrievalModule(ManualTraining):
     def configure_model(self) -> None:
         """Shard the network over the processes, with `FSDP2Strategy` or Lightning's `ModelParallelStrategy`.
 
-        All processes first copy the weights of the first process.
+        All processes get the weights of the first process. Tensors on the meta device get memory when they are sharded.
         """
         if self.device_mesh is None or sharded_modules(self):
             return
-        broadcast_state(self, self.trainer.strategy.root_device)
-        self.shard_network(sharding_mesh(self.trainer.strategy))
+        mesh = sharding_mesh(self.trainer.strategy)
+        shard = functools.partial(self.shard_network, mesh)
+        self.unfilled = start_sharded(self, shard, self.trainer.strategy.root_device)
 
     def shard_network(self, mesh: Any) -> None:
         """Shard each network over the processes of a mesh: each element of its lists of layers, and the rest together.

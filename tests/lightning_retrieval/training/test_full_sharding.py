@@ -2,6 +2,7 @@
 
 import copy
 import re
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,6 @@ from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     blocks_of,
     broadcast_buffers,
-    broadcast_state,
     check_placements,
     clip_sharded_gradients,
     full_tensor,
@@ -27,8 +27,10 @@ from lightning_retrieval.training.full_sharding import (
     local_shard,
     shard_blocks,
     sharding_mesh,
+    start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
+from lightning_retrieval.training.trainer_checks import check_filled
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 needs_sums = pytest.mark.skipif(
@@ -139,13 +141,38 @@ def state_of_the_first(this):
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.copy_(tensor + this)
     module[1].running_mean += this
-    broadcast_state(module, torch.device("cpu"))
+    start_sharded(module, lambda: None, torch.device("cpu"))
     first = copy.deepcopy(module.state_dict())
     module[1].running_mean += this
     module[1].num_batches_tracked += this
     module.flags[1] = this == 0
     broadcast_buffers(module)
     return first, module.state_dict()
+
+
+def layers(device):
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(12)))
+
+
+def peaks(this, world):
+    """Peaks of the memory of a process, as multiples of a network that the second one builds on both devices."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    start_on("meta", nn.Linear(3, 3), mesh)  # imports what is needed
+    before = peak_of_process()
+    found = []
+    for device in ("meta", "cpu"):
+        start_on(device, layers("cpu" if this == 0 else device), mesh)
+        found.append((peak_of_process() - before) / (12 * 4 * 1500**2))
+    return found
+
+
+def start_on(device, network, mesh):
+    start_sharded(network, lambda: shard_blocks(network, mesh), torch.device("cpu"))
+
+
+def peak_of_process():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def message_of(function, *arguments):
@@ -289,14 +316,32 @@ def steps_of(this, world, shard_size):
     return {keep_graphs: divided_step(this, keep_graphs, mesh) for keep_graphs in KEPT}
 
 
+def filled_from_a_checkpoint(world, folder):
+    """A module that no process gives memory: what it lacks, before and after a checkpoint, and what it then keeps."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    module, _ = start(seed=1)
+    module.embedder.register_buffer("grid", torch.zeros(2), persistent=False)
+    module.embedder.to("meta")
+    module.unfilled = start_sharded(module, lambda: shard_blocks(module.embedder, mesh), torch.device("cpu"))
+    before = module.unfilled
+    empty = [bool(local_shard(parameter).isnan().all()) for parameter in module.embedder.parameters()]
+    strategy = strategy_with(module, None)
+    strategy.optimizers = []
+    strategy.load_checkpoint(folder / "one.ckpt")
+    state = {name: full_tensor(value) for name, value in module.embedder.state_dict().items()}
+    return {"before": before, "empty": empty, "state": state, "message": message_of(check_filled, module)}
+
+
 def in_each_process(this, world, folder):
     return {
         "steps": steps_of(this, world, None),
         "evaluation": after_an_evaluation(this),
         "state": state_of_the_first(this),
+        "peaks": peaks(this, world),
         "part": message_of_a_part(),
         "shared": {name: message_of_shared(name) for name in SHARED},
         "checkpoints": checkpoints_of(this, world, folder),
+        "filled": filled_from_a_checkpoint(world, folder),
     }
 
 
@@ -401,6 +446,13 @@ def test_all_processes_get_the_state_of_the_first(ranks):
 
 
 @needs_sums
+def test_only_the_first_process_needs_memory_for_the_whole_network(ranks):
+    (first, _), (on_meta, on_cpu) = (result["peaks"] for result in ranks)
+    assert on_meta < 0.9  # half of the network, and a layer that is sent
+    assert min(first, on_cpu) > 1, "the peak is not measured"
+
+
+@needs_sums
 @pytest.mark.refusal
 def test_a_network_that_is_not_divided_over_all_processes_raises(ranks):
     for result in ranks:
@@ -464,6 +516,17 @@ def test_each_process_gets_its_slices_again(ranks):
         assert_equal(result["from one"], result["saved"])
         assert any(value.numel() for value in result["saved"])
         assert sum(result["divided"]) == 2 * 3  # two averages of each of three parameters; not the number of steps
+
+
+@needs_sums
+@pytest.mark.refusal
+def test_a_network_without_memory_is_filled_from_a_checkpoint(ranks, one_process):
+    module, _ = one_process
+    for result in (rank["filled"] for rank in ranks):
+        assert result["before"] == {f"embedder.{name}" for name in [*module.embedder.state_dict(), "grid"]}
+        assert all(result["empty"])
+        assert_equal([*result["state"].values()], [*module.embedder.state_dict().values()])
+        assert re.match("RetrievalModule: a network .* got no values for embedder.grid; build", result["message"])
 
 
 def assert_equal(found, expected):
