@@ -1,4 +1,4 @@
-"""Lightning callbacks for evaluation, monitoring, figures and embeddings, and two loggers."""
+"""Lightning callbacks for evaluation, monitoring, figures and embeddings, two loggers and a strategy."""
 
 from lightning_retrieval.callbacks.ap_monitor import APMonitor
 from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger
@@ -6,6 +6,7 @@ from lightning_retrieval.callbacks.curves import PrecisionRecallCurve, ScoreHist
 from lightning_retrieval.callbacks.detections import DetectionPicture
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation
+from lightning_retrieval.callbacks.fsdp2_strategy import FSDP2Strategy
 from lightning_retrieval.callbacks.gallery import RetrievalGallery
 from lightning_retrieval.callbacks.interrupt import CheckpointOnInterrupt
 from lightning_retrieval.callbacks.memory_monitor import MemoryMonitor
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointOnInterrupt",
     "DetectionPicture",
     "EmbeddingWriter",
+    "FSDP2Strategy",
     "LearnWhitening",
     "MemoryMonitor",
     "PrecisionRecallCurve",

@@ -18,6 +18,7 @@ MODULES = {
     "CrossBatchMemory": "training.memory",
     "DatabaseAugmentation": "ranking.expansion",
     "Embedder": "models",
+    "FSDP2Strategy": "callbacks",
     "FastAPLoss": "losses",
     "GalleryOnly": "ranking.relevance",
     "HAPLoss": "losses",
@@ -49,6 +50,7 @@ MODULES = {
 }
 
 if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
+    from lightning_retrieval.callbacks import FSDP2Strategy as FSDP2Strategy
     from lightning_retrieval.callbacks import RetrievalEvaluation as RetrievalEvaluation
     from lightning_retrieval.datamodules import PKSampler as PKSampler
     from lightning_retrieval.datamodules import RetrievalDataLoader as RetrievalDataLoader

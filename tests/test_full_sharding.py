@@ -1,4 +1,4 @@
-"""A network that `ModelParallelStrategy` divides over two processes is trained as in one process, also after a kill."""
+"""A network that FSDP2 divides over two or four processes is trained as in one process, also after a kill."""
 
 import functools
 import os
@@ -15,10 +15,10 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, FSDP2Strategy, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import MemoryMonitor, RetrievalEvaluation
 from lightning_retrieval.training import full_sharding
-from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
+from lightning_retrieval.training.full_sharding import copies_of, full_tensor, is_sharded
 from tests.processes import start_processes
 from tests.quiet_trainer import quiet_trainer
 from tests.test_resume import assert_same
@@ -58,6 +58,7 @@ def begins():
 
 
 SCENARIOS = {"ranked": ranked, "proxies": proxies, "begins": begins}
+CASES = [*((name, 2) for name in SCENARIOS), ("ranked", 4)]
 OF_FSDP = (
     "all_gather_into_tensor",
     "all_gather_single",
@@ -93,6 +94,7 @@ class Sums(Watch):
     def on_train_end(self, trainer, module):
         self.weights = flat(full_tensor(parameter) for parameter in module.parameters())
         self.divided = {name for name, parameter in module.named_parameters() if is_sharded(parameter)}
+        self.copies = {copies_of(parameter) for parameter in module.embedder.parameters()}
         self.modules = sum(isinstance(part, FSDPModule) for part in module.modules())
 
 
@@ -104,22 +106,26 @@ class Pace(pl.Callback):
         time.sleep(0.1)
 
 
-def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
-    """A run in one process without, and in several with `ModelParallelStrategy`."""
+def strategy_of(world):
+    """One process has none, two share the network, and of four each two share a copy."""
+    if world == 1:
+        return "auto"
+    if world == 2:
+        return ModelParallelStrategy(world, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    return FSDP2Strategy(shard_size=2)
+
+
+def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), has_weights=True):
+    """A run in one or several processes."""
     full_sharding.SMALLEST_BLOCK = 100  # the layers of this small network are blocks, too
     watch, evaluation = Sums(), RetrievalEvaluation(ks=(1, 5))
     monitors = []
     if scenario == "begins":
         monitors.append(MemoryMonitor(start_drift=START_DRIFT))
-    strategy = "auto"
-    if world > 1:
-        strategy = ModelParallelStrategy(
-            data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=CUT, save_top_k=-1, save_last=True)
     trainer = quiet_trainer(
         devices=world,
-        strategy=strategy,
+        strategy=strategy_of(world),
         plugins=[DoublePrecision()],  # Lightning refuses precision="64-true" with this strategy
         max_epochs=-1,
         max_steps=steps,
@@ -130,7 +136,10 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         enable_checkpointing=True,
     )
     module = untrained_module(scenario)
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # these weights are replaced by those of the first process
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if not has_weights or (world == 4 and (ckpt_path is not None or not is_first)):
+        module.embedder.to("meta")  # the weights come from the checkpoint or from the first process
+    elif not is_first:  # these weights are replaced by those of the first process
         for parameter in module.parameters():
             parameter.data.add_(1)
     trainer.fit(module, datamodule=FewGlyphs(), ckpt_path=ckpt_path)
@@ -141,6 +150,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         "metrics": evaluation.results["val"],
         "collectives": [[name for name, _ in step] for step in watch.collectives],
         "divided": watch.divided,
+        "copies": watch.copies,
         "modules": watch.modules,
         "norms": watch.norms,
         "rows": 0 if module.memory is None else len(module.memory),
@@ -148,7 +158,12 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
 
 
 def runs(rank, world, folder):
-    return {name: fit(world, name, folder / name) for name in SCENARIOS}
+    found = {name: fit(world, name, folder / name) for name, processes in CASES if world in (1, processes)}
+    if world == 2:
+        with pytest.raises(ValueError, match=r"^RetrievalModule: a network on the meta device") as raised:
+            fit(world, "ranked", folder / "no weights", has_weights=False)
+        found["no weights"] = str(raised.value)
+    return found
 
 
 def one_start(rank, world, folder):
@@ -170,11 +185,11 @@ def folder(tmp_path_factory):
 def seen(run_processes, folder):
     """Results of all processes, by world size."""
     all_glyphs()  # into the cache, before two processes look there
-    return {world: run_processes(runs, world, folder / str(world), backend=None, timeout=300) for world in (1, 2)}
+    return {world: run_processes(runs, world, folder / str(world), backend=None, timeout=300) for world in (1, 2, 4)}
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_weights_losses_and_metrics_are_those_of_one_process(seen, name):
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_weights_losses_and_metrics_are_those_of_one_process(seen, name, world):
     one = seen[1][0][name]
     untrained = untrained_module(name)
     assert (one["weights"] - flat(untrained.parameters())).abs().max() > 0.01  # it has learned
@@ -182,14 +197,21 @@ def test_weights_losses_and_metrics_are_those_of_one_process(seen, name):
     assert 0.01 < one["metrics"]["val/mAP"] < 0.99
     assert max(one["norms"]) > SCENARIOS[name]()["gradient_clip_val"]
     of_loss = {f"loss.{parameter}" for parameter, _ in untrained.loss.named_parameters()}
-    for process in seen[2]:
+    for process in seen[world]:
         found = process[name]
         torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=1e-9)
         assert found["losses"] == [pytest.approx(step, rel=0, abs=1e-9) for step in one["losses"]]
         assert found["metrics"] == pytest.approx(one["metrics"], rel=0, abs=1e-9)
         assert found["norms"] == pytest.approx(one["norms"], rel=0, abs=1e-9)
         assert found["divided"] == {parameter for parameter, _ in untrained.named_parameters()} - of_loss
-        assert torch.equal(found["weights"], seen[2][0][name]["weights"])
+        assert found["copies"] == {world // 2}
+        assert torch.equal(found["weights"], seen[world][0][name]["weights"])
+
+
+@pytest.mark.refusal
+def test_a_network_without_weights_is_not_trained(seen):
+    for process in seen[2]:
+        assert "got no values for embedder." in process["no weights"]
 
 
 def test_a_memory_begins_by_itself_in_all_processes(seen):
@@ -231,7 +253,7 @@ def test_a_checkpoint_has_the_form_of_one_process(seen, folder):
             torch.testing.assert_close(value.double(), one["state_dict"][name].double(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("source", "world"), [("1", 2), ("2", 1)])
+@pytest.mark.parametrize(("source", "world"), [("1", 2), ("2", 1), ("2", 4), ("4", 1)])
 def test_any_number_of_processes_continues_from_a_checkpoint(seen, folder, run_processes, tmp_path, source, world):
     checkpoint = folder / source / "ranked" / f"step={CUT}.ckpt"
     run_processes(continued, world, tmp_path / "continued", checkpoint, backend=None, timeout=300)

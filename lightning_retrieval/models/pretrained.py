@@ -70,8 +70,8 @@ def with_pretrained_weights() -> Iterator[None]:
 
 
 def are_skipped() -> bool:
-    """Whether backbones currently get random weights."""
-    return _skipped.get()
+    """Whether backbones currently get random weights or, on the meta device, none."""
+    return _skipped.get() or torch.empty(0).is_meta
 
 
 def is_rebuilding() -> bool:

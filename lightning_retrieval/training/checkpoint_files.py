@@ -29,7 +29,7 @@ from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, class_path, describe
 from lightning_retrieval.preparation.serialised import check_serialised_transform
-from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
+from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
 from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
@@ -337,9 +337,10 @@ class FullCheckpoints:
         check_checkpoint(self.owner, path)
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         module = self.strategy.lightning_module
+        module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)
         current = module.state_dict()
-        local = {name: _sharded_as(current.get(name), value) for name, value in checkpoint["state_dict"].items()}
+        local = {name: sharded_like(current.get(name), value) for name, value in checkpoint["state_dict"].items()}
         module.load_state_dict(local, strict=module.strict_loading)
         for optimizer, saved in zip(self.strategy.optimizers, checkpoint.get("optimizer_states", ())):
             self._load_optimizer(optimizer, saved)
@@ -368,7 +369,7 @@ class FullCheckpoints:
                     f"{self.owner}: the optimizer's state of a sharded parameter must have the shape of the parameter, "
                     f"{tuple(parameter.shape)}, got {tuple(value.shape)} for {name!r}; use another optimizer, or DDP."
                 )
-            sharded[name] = _sharded_as(parameter, value)
+            sharded[name] = sharded_like(parameter, value)
         return sharded
 
 
@@ -387,12 +388,3 @@ def _full_state(state: Any) -> Any:
     if rank() > 0:
         return tensor.new_empty(0)
     return tensor.cpu()
-
-
-def _sharded_as(like: Any, value: Any) -> Any:
-    """This process's shard of a full tensor, if `like` is sharded."""
-    if not is_sharded(like) or not isinstance(value, Tensor) or is_sharded(value):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -8,9 +8,15 @@ process keeps its shard of the sum.
 By default, FSDP2 divides the sum by the number of processes. In this library, the losses of the processes add up to the
 loss, so the gradient is the sum, without a division. `check_trainer` raises before a run if a setting does not work
 with such a network.
+
+With `FSDP2Strategy(shard_size=8)`, each group of 8 processes holds one copy of the network (hybrid sharding, HSDP).
+Weights are then gathered within a group only, and gradients are summed over the groups, too.
 """
 
-from collections.abc import Iterator, Sequence, Set
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +24,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_retrieval.distributed import sum_over_ranks, world_size
+from lightning_retrieval.distributed import rank, sum_over_ranks, world_size
 from lightning_retrieval.plain_data import unsharded_class
 
 LISTS = (nn.Sequential, nn.ModuleList)
 SMALLEST_BLOCK = 100_000  # in parameters; the time to gather a smaller block is mostly latency
+
+
+def sharding_mesh(strategy: Any) -> Any:
+    """The mesh over which a strategy shards networks. All processes must call this function.
+
+    Args:
+        strategy: a `ModelParallelStrategy` whose processes have been started.
+
+    Returns:
+        A `torch.distributed.DeviceMesh` of all processes. It has one dimension or, if several groups of processes hold
+        a copy of the network each, the dimensions `"replicate"` and `"shard"`.
+    """
+    mesh = strategy.device_mesh["data_parallel"]
+    shard_size = getattr(strategy, "shard_size", None)
+    if shard_size in (None, mesh.size()):
+        return mesh
+    shape = (mesh.size() // shard_size, shard_size)
+    return dist.device_mesh.init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -44,6 +68,14 @@ def full_tensor(tensor: Any) -> Tensor:
         tensor = tensor.full_tensor()
     full: Tensor = tensor
     return full
+
+
+def copies_of(tensor: Any) -> int:
+    """Number of groups of processes that each hold one copy of a tensor; 1 if the tensor is not sharded."""
+    if not is_sharded(tensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:
@@ -75,7 +107,7 @@ def shard_blocks(network: nn.Module, mesh: Any) -> None:
     Args:
         network: the network, which is changed in place. Afterwards, it must be called as a whole. A parameter of shape
             () is not sharded.
-        mesh: a `torch.distributed.DeviceMesh` of one dimension.
+        mesh: a mesh as returned by `sharding_mesh`.
 
     Raises:
         ValueError: if blocks share a parameter with each other or with the rest. The message names the parameter.
@@ -125,18 +157,66 @@ def _modules_outside(part: nn.Module, sharded: Set[nn.Module]) -> Iterator[nn.Mo
             waiting += reversed([*module.children()])
 
 
-def broadcast_state(module: nn.Module, device: torch.device) -> None:
-    """Copy parameters and buffers from the first process to all others, before the module is sharded.
+def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.device) -> set[str]:
+    """Shard a module, then fill it with the parameters and buffers of the first process, one tensor after the other.
+
+    Only the first process needs memory for the whole module. In the others, tensors may be on the meta device, and get
+    memory when they are sharded.
 
     Args:
         module: the module, which is changed in place.
+        shard: shards the module.
         device: a device of this process that the process group can send from.
+
+    Returns:
+        The names of tensors that are on the meta device in the first process, too. Their values are NaN or undefined.
     """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    names = [name for name, _ in named]
+    on_meta = torch.tensor([tensor.is_meta for _, tensor in named], device=device)
+    dist.broadcast(on_meta, 0)
+    unfilled = {name for name, is_meta in zip(names, on_meta.tolist()) if is_meta}
+    full = {}
+    if rank() == 0:
+        full = {name: tensor.detach() for name, tensor in named}  # `shard` would otherwise free the whole tensors
+    del named
+    shard()
+    module._apply(functools.partial(_with_memory, device=device))
+    found: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            sent = tensor.to(device).contiguous()
-            dist.broadcast(sent, 0)
-            tensor.copy_(sent)
+        for name in names:
+            if name not in unfilled:
+                _fill(found[name], full.pop(name, None), device)
+    return unfilled
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on `device`, filled with NaN if its numbers can be, in place of a tensor on the meta device."""
+    if not tensor.is_meta:
+        return tensor
+    empty = torch.empty_like(tensor, device=device)
+    if empty.is_floating_point():
+        local_shard(empty).fill_(math.nan)
+    return empty
+
+
+def _fill(tensor: Tensor, full: Tensor | None, device: torch.device) -> None:
+    """Send a full tensor from the first process to all others, and copy it, or the shard of it, to `tensor`."""
+    if full is None:
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    else:
+        sent = full.to(device).contiguous()
+    dist.broadcast(sent, 0)
+    local_shard(tensor).copy_(local_shard(sharded_like(tensor, sent)))
+
+
+def sharded_like(like: Any, value: Any) -> Any:
+    """This process's shard of a full tensor, if `like` is sharded."""
+    if not is_sharded(like) or not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def broadcast_buffers(module: nn.Module) -> None:
@@ -206,7 +286,7 @@ class ShardedParts:
 
 
 def check_placements(owner: str, parameters: Sequence[Any]) -> None:
-    """Raise unless each parameter that is sharded is sharded over all processes.
+    """Raise unless each parameter that is sharded is held by all processes: once, or once by each group of them.
 
     Args:
         owner: prefix of error messages.
@@ -216,11 +296,13 @@ def check_placements(owner: str, parameters: Sequence[Any]) -> None:
         ValueError: if a parameter has another placement. The message names the placement.
     """
     for parameter in filter(is_sharded, parameters):
-        placements = parameter.placements
-        if len(placements) > 1 or not placements[0].is_shard() or parameter.device_mesh.size() != world_size():
+        *outer, inner = parameter.placements
+        is_known = inner.is_shard() and all(placement.is_replicate() for placement in outer)
+        if not is_known or parameter.device_mesh.size() != world_size():
             raise ValueError(
                 f"{owner}: a parameter must be sharded over all {world_size()} processes, or not at all, got the "
-                f"placement {placements} on {parameter.device_mesh}; call fully_shard with the mesh of shard_network."
+                f"placement {parameter.placements} on {parameter.device_mesh}; call fully_shard with the mesh of "
+                "shard_network."
             )
 
 
@@ -233,22 +315,26 @@ def clip_sharded_gradients(parameters: Sequence[Any], limit: float, algorithm: s
         limit: the largest norm or the largest value.
         algorithm: `"norm"` clips the norm of all gradients together; `"value"` clips each value.
     """
-    sharded, full = [], []
+    gradients, full = [], []
+    sharded: dict[int, list[Tensor]] = defaultdict(list)  # by the number of copies
     for parameter in parameters:
         if parameter.grad is None:
             continue
         gradient = local_shard(parameter.grad)
+        gradients.append(gradient)
         if is_sharded(parameter.grad):
-            sharded.append(gradient)
+            sharded[copies_of(parameter.grad)].append(gradient)
         else:
             full.append(gradient)
     if algorithm == "value":
-        for gradient in (*sharded, *full):
+        for gradient in gradients:
             gradient.clamp_(-limit, limit)
         return
-    norm = (sum_over_ranks(_squared_norm(sharded)) + _squared_norm(full)).sqrt()
-    factor = (limit / (norm + 1e-6)).clamp(max=1)
-    for gradient in (*sharded, *full):
+    squared_norm = _squared_norm(full)
+    for copies, of_copies in sorted(sharded.items()):
+        squared_norm = squared_norm + sum_over_ranks(_squared_norm(of_copies)) / copies
+    factor = (limit / (squared_norm.sqrt() + 1e-6)).clamp(max=1)
+    for gradient in gradients:
         gradient.mul_(factor.to(gradient))
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
 from lightning_retrieval.training.run_report import log_settings
-from lightning_retrieval.training.trainer_checks import check_trainer, keeps_parameters
+from lightning_retrieval.training.trainer_checks import check_filled, check_trainer, keeps_parameters
 
 
 class OptimizedModule(CheckpointedModule):
@@ -206,6 +206,7 @@ class ManualTraining(OptimizedModule):
 
     gradient_clip_val: float | None
     gradient_clip_algorithm: str
+    unfilled: Set[str] = frozenset()  # names of tensors that had no memory at the start, and were not loaded since
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +310,8 @@ class ManualTraining(OptimizedModule):
         return super().configure_callbacks()
 
     def on_train_start(self) -> None:
-        """Raise if a `ReduceLROnPlateau` needs a validation at the end of an epoch, but none happens there."""
+        """Raise if weights are missing, or a `ReduceLROnPlateau` has no validation at the end of an epoch."""
+        check_filled(self)
         trainer: Any = self.trainer
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
@@ -346,6 +348,7 @@ class ManualTraining(OptimizedModule):
 
     def on_validation_start(self) -> None:
         """Copy the buffers of rank 0 to all ranks, and exclude the validation from the throughput."""
+        check_filled(self)
         copy_buffers_of_first_process(self.trainer)
         self._throughput.restart()
         if self.trainer.state.fn == TrainerFn.VALIDATING:
@@ -353,6 +356,7 @@ class ManualTraining(OptimizedModule):
 
     def on_test_start(self) -> None:
         """Log the settings of the test data."""
+        check_filled(self)
         if self._is_first_step:
             log_settings(self.trainer, {})
 

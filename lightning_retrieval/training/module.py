@@ -21,7 +21,13 @@ from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
+from lightning_retrieval.training.full_sharding import (
+    ShardedParts,
+    shard_blocks,
+    sharded_modules,
+    sharding_mesh,
+    start_sharded,
+)
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
@@ -351,15 +357,15 @@ class RetrievalModule(ManualTraining):
         )
 
     def configure_model(self) -> None:
-        """Shard the network over the processes, with Lightning's `ModelParallelStrategy`.
+        """Shard the network over the processes, with `FSDP2Strategy` or Lightning's `ModelParallelStrategy`.
 
-        All processes first copy the weights of the first process.
+        All processes get the weights of the first process. Tensors on the meta device get memory when they are sharded.
         """
-        mesh = self.device_mesh
-        if mesh is None or sharded_modules(self):
+        if self.device_mesh is None or sharded_modules(self):
             return
-        broadcast_state(self, self.trainer.strategy.root_device)
-        self.shard_network(mesh["data_parallel"])
+        mesh = sharding_mesh(self.trainer.strategy)
+        shard = functools.partial(self.shard_network, mesh)
+        self.unfilled = start_sharded(self, shard, self.trainer.strategy.root_device)
 
     def shard_network(self, mesh: Any) -> None:
         """Shard each network over the processes of a mesh: each element of its lists of layers, and the rest together.
@@ -368,7 +374,8 @@ class RetrievalModule(ManualTraining):
         Parameters that are not sharded are replicated on all processes, as under DDP.
 
         Args:
-            mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension.
+            mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension or, if several groups of
+                processes hold a copy of the network each, of the dimensions `"replicate"` and `"shard"`.
         """
         for network in self._networks():
             shard_blocks(network, mesh)

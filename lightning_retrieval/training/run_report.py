@@ -26,7 +26,7 @@ from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.plain_data import logged_settings
 from lightning_retrieval.ranking.labels import Role, finest
-from lightning_retrieval.training.full_sharding import is_sharded
+from lightning_retrieval.training.full_sharding import copies_of, is_sharded
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.sides import SIDES, EmbeddedSide
 from lightning_retrieval.training.step import TrainingStep
@@ -127,6 +127,7 @@ def step_traffic(
     bytes_: int = 4,
     weights: int = 0,
     columns: int = 1,
+    copies: int = 1,
 ) -> dict[str, float]:
     """The bytes that each process sends in a training step, if collectives are optimal (send nothing twice).
 
@@ -141,13 +142,16 @@ def step_traffic(
         bytes_: number of bytes of one element.
         weights: number of elements that are gathered in a step, if the network is sharded over the processes.
         columns: number of label levels, or of the columns of a rule of relevance.
+        copies: number of groups of processes that each hold one copy of a sharded network.
 
     Returns:
         The bytes of each kind of traffic, by its name. With f = (W - 1) / W, these are f x B (D x bytes + 8 x
             columns + 8) for gathering the batch, where labels and ids have 8 bytes each; f x B D x bytes for the
             exchange of gradients of embeddings; and 2 f x parameters x bytes for the all-reduce of gradients. In a
             sharded network, the all-reduce is replaced by f x weights x bytes for gathering weights, and f x parameters
-            x bytes for the reduce-scatter of gradients, of which each process gets its shard.
+            x bytes for the reduce-scatter of gradients, of which each process gets its shard; W is then the number of
+            processes that hold one copy. Several copies add 2 (copies - 1) / copies x parameters / W x bytes for the
+            all-reduce of these shards.
 
     Example:
         >>> from lightning_retrieval.training.run_report import step_traffic
@@ -160,7 +164,12 @@ def step_traffic(
         "exchange": others * batch * dim * bytes_ * (gather and local_queries),
     }
     if weights > 0:
-        return {**traffic, "weights": others * weights * bytes_, "reduce-scatter": others * parameters * bytes_}
+        processes = world / copies
+        others = (processes - 1) / processes
+        traffic |= {"weights": others * weights * bytes_, "reduce-scatter": others * parameters * bytes_}
+        if copies > 1:
+            traffic["all-reduce"] = 2 * (copies - 1) / copies * parameters / processes * bytes_
+        return traffic
     return {**traffic, "all-reduce": 2 * others * parameters * bytes_}
 
 
@@ -331,6 +340,7 @@ class _FirstStep:
             bytes_=self.step.batch.embeddings.element_size(),
             weights=self._gathered_weights(),
             columns=self.step.batch.labels[0].numel(),
+            copies=max(map(copies_of, self.module.parameters()), default=1),
         )
         parts = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in traffic.items())
         lists_of = "over"

@@ -27,7 +27,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from lightning_retrieval.checks import check_choice, check_finite_number, is_integer
+from lightning_retrieval.checks import check_choice, check_finite_number, first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
@@ -166,6 +166,24 @@ def keeps_parameters(strategy: Any) -> bool:
     """
     is_known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
     return is_known and not isinstance(strategy, DeepSpeedStrategy)
+
+
+def check_filled(module: Any) -> None:
+    """Raise if tensors of a module had no memory at the start, and have not been loaded from a checkpoint.
+
+    Args:
+        module: a `RetrievalModule` in a run, after its checkpoint, if any, has been loaded.
+
+    Raises:
+        ValueError: if there are such tensors. The message names one.
+    """
+    if module.unfilled:
+        names = first_of(sorted(module.unfilled), 3)
+        raise ValueError(
+            f"{type(module).__name__}: a network on the meta device must be filled from the first process or from a "
+            f"checkpoint, got no values for {names}; build the network on the CPU in the first process, or give a "
+            "`ckpt_path` that holds them."
+        )
 
 
 def check_memory_start(module: Any) -> None:

@@ -1,7 +1,8 @@
-"""The gradients and checkpoints of a network that two processes share; tests/test_full_sharding.py has whole runs."""
+"""The gradients and checkpoints of a network that processes share; tests/test_full_sharding.py has whole runs."""
 
 import copy
 import re
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,6 @@ from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     blocks_of,
     broadcast_buffers,
-    broadcast_state,
     check_placements,
     clip_sharded_gradients,
     full_tensor,
@@ -26,15 +26,19 @@ from lightning_retrieval.training.full_sharding import (
     is_sharded,
     local_shard,
     shard_blocks,
+    sharding_mesh,
+    start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
+from lightning_retrieval.training.trainer_checks import check_filled
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 needs_sums = pytest.mark.skipif(
     not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"), reason="needs a newer torch"
 )
-ROWS, CHUNK = [7, 3], 2  # of each process: four and two chunks
+ROWS, CHUNK = [7, 3, 2, 5], 2  # of each process: four, two, one and three chunks
 KEPT = [1, 3]  # graphs
+COPIES = [1, 2]  # of the network, each held by two processes
 CLIPPED = [("norm", 0.5), ("norm", 1e6), ("value", 0.01)]
 
 
@@ -80,10 +84,10 @@ def rows_of(this):
     return torch.randn(ROWS[this], 5, generator=torch.Generator().manual_seed(this), dtype=torch.float64)
 
 
-def divided_step(this, keep_graphs):
+def divided_step(this, keep_graphs, mesh):
     """The gradients of a step of one process, its slices, and the gradients after each kind of clipping."""
     module = network().double()
-    shard_blocks(module["net"], dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    shard_blocks(module["net"], mesh)
     sharded = ShardedParts(module)
     gradients = GradientSum(module.parameters(), module["loss"].parameters(), sharded=sharded)
     x = rows_of(this)
@@ -137,13 +141,38 @@ def state_of_the_first(this):
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.copy_(tensor + this)
     module[1].running_mean += this
-    broadcast_state(module, torch.device("cpu"))
+    start_sharded(module, lambda: None, torch.device("cpu"))
     first = copy.deepcopy(module.state_dict())
     module[1].running_mean += this
     module[1].num_batches_tracked += this
     module.flags[1] = this == 0
     broadcast_buffers(module)
     return first, module.state_dict()
+
+
+def layers(device):
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(12)))
+
+
+def peaks(this, world):
+    """Peaks of the memory of a process, as multiples of a network that the second one builds on both devices."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    start_on("meta", nn.Linear(3, 3), mesh)  # imports what is needed
+    before = peak_of_process()
+    found = []
+    for device in ("meta", "cpu"):
+        start_on(device, layers("cpu" if this == 0 else device), mesh)
+        found.append((peak_of_process() - before) / (12 * 4 * 1500**2))
+    return found
+
+
+def start_on(device, network, mesh):
+    start_sharded(network, lambda: shard_blocks(network, mesh), torch.device("cpu"))
+
+
+def peak_of_process():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def message_of(function, *arguments):
@@ -155,11 +184,11 @@ def message_of(function, *arguments):
     return None
 
 
-def message_of_a_replica():
-    """The error for a network of which each process keeps a copy."""
+def message_of_a_part():
+    """The error for a network that is divided over some processes, while the others train another copy."""
     layer = nn.Linear(2, 2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "slices"))
-    fsdp.fully_shard(layer, mesh=mesh)
+    fsdp.fully_shard(layer, mesh=mesh["slices"])
     return message_of(check_placements, "RetrievalModule", list(layer.parameters()))
 
 
@@ -279,15 +308,40 @@ def checkpoints_of(this, world, folder):
     }
 
 
-def in_each_process(this, world, folder):
+def steps_of(this, world, shard_size):
+    """A step in groups of processes that share a copy of the network each."""
     full_sharding.SMALLEST_BLOCK = 40
+    named = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("data_parallel",))
+    mesh = sharding_mesh(SimpleNamespace(device_mesh=named, shard_size=shard_size))
+    return {keep_graphs: divided_step(this, keep_graphs, mesh) for keep_graphs in KEPT}
+
+
+def filled_from_a_checkpoint(world, folder):
+    """A module that no process gives memory: what it lacks, before and after a checkpoint, and what it then keeps."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    module, _ = start(seed=1)
+    module.embedder.register_buffer("grid", torch.zeros(2), persistent=False)
+    module.embedder.to("meta")
+    module.unfilled = start_sharded(module, lambda: shard_blocks(module.embedder, mesh), torch.device("cpu"))
+    before = module.unfilled
+    empty = [bool(local_shard(parameter).isnan().all()) for parameter in module.embedder.parameters()]
+    strategy = strategy_with(module, None)
+    strategy.optimizers = []
+    strategy.load_checkpoint(folder / "one.ckpt")
+    state = {name: full_tensor(value) for name, value in module.embedder.state_dict().items()}
+    return {"before": before, "empty": empty, "state": state, "message": message_of(check_filled, module)}
+
+
+def in_each_process(this, world, folder):
     return {
-        "steps": {keep_graphs: divided_step(this, keep_graphs) for keep_graphs in KEPT},
+        "steps": steps_of(this, world, None),
         "evaluation": after_an_evaluation(this),
         "state": state_of_the_first(this),
-        "replica": message_of_a_replica(),
+        "peaks": peaks(this, world),
+        "part": message_of_a_part(),
         "shared": {name: message_of_shared(name) for name in SHARED},
         "checkpoints": checkpoints_of(this, world, folder),
+        "filled": filled_from_a_checkpoint(world, folder),
     }
 
 
@@ -316,21 +370,28 @@ def ranks(run_processes, folder):
     return run_processes(in_each_process, 2, folder)
 
 
-def plain_sum():
+@pytest.fixture(scope="module")
+def steps(ranks, run_processes):
+    """The steps of each process, by the number of copies of the network; the copies are of two processes each."""
+    return {1: [result["steps"] for result in ranks], 2: run_processes(steps_of, 4, 2)}
+
+
+def plain_sum(processes):
     """The module after the sum of the processes' losses has been propagated, in one process and one graph, and it."""
     module = network().double()
-    value = sum(module["loss"](module["net"](rows_of(this))) for this in range(2))
+    value = sum(module["loss"](module["net"](rows_of(this))) for this in range(processes))
     value.backward()
     return module, value.item()
 
 
 @needs_sums
+@pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("keep_graphs", KEPT)
-def test_gradients_are_those_of_a_plain_sum(ranks, keep_graphs):
-    module, value = plain_sum()
+def test_gradients_are_those_of_a_plain_sum(steps, copies, keep_graphs):
+    module, value = plain_sum(2 * copies)
     expected = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    for result in ranks:
-        found = result["steps"][keep_graphs]
+    for result in steps[copies]:
+        found = result[keep_graphs]
         assert found["least"] == 4
         assert found["blocks"] == 3
         assert found["total"] == pytest.approx(value, abs=1e-12)
@@ -340,8 +401,10 @@ def test_gradients_are_those_of_a_plain_sum(ranks, keep_graphs):
 
 
 @needs_sums
-def test_each_process_keeps_a_slice(ranks):
-    first, second = (result["steps"][1]["slices"] for result in ranks)
+@pytest.mark.parametrize("copies", COPIES)
+def test_each_process_keeps_a_slice(steps, copies):
+    first, second, *others = (result[1]["slices"] for result in steps[copies])
+    assert others == [first, second] * (copies - 1)
     for name, parameter in network()["net"].named_parameters():
         if parameter.ndim == 0:
             assert first[name] == second[name] == 1
@@ -351,17 +414,18 @@ def test_each_process_keeps_a_slice(ranks):
 
 
 @needs_sums
+@pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize(("algorithm", "limit"), CLIPPED)
-def test_gradients_are_clipped_as_in_one_process(ranks, algorithm, limit):
-    module, _ = plain_sum()
+def test_gradients_are_clipped_as_in_one_process(steps, copies, algorithm, limit):
+    module, _ = plain_sum(2 * copies)
     if algorithm == "norm":
         norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
         assert 0.5 < norm < 1e6
     else:
         nn.utils.clip_grad_value_(module.parameters(), limit)
     expected = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    for result in ranks:
-        found = result["steps"][1][algorithm, limit]
+    for result in steps[copies]:
+        found = result[1][algorithm, limit]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -382,10 +446,17 @@ def test_all_processes_get_the_state_of_the_first(ranks):
 
 
 @needs_sums
+def test_only_the_first_process_needs_memory_for_the_whole_network(ranks):
+    (first, _), (on_meta, on_cpu) = (result["peaks"] for result in ranks)
+    assert on_meta < 0.9  # half of the network, and a layer that is sent
+    assert min(first, on_cpu) > 1, "the peak is not measured"
+
+
+@needs_sums
 @pytest.mark.refusal
 def test_a_network_that_is_not_divided_over_all_processes_raises(ranks):
     for result in ranks:
-        assert re.match("RetrievalModule: a parameter must be sharded .* 2 processes, .*Replicate", result["replica"])
+        assert re.match("RetrievalModule: a parameter must be sharded .* 2 processes, .*Shard", result["part"])
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
@@ -445,6 +516,17 @@ def test_each_process_gets_its_slices_again(ranks):
         assert_equal(result["from one"], result["saved"])
         assert any(value.numel() for value in result["saved"])
         assert sum(result["divided"]) == 2 * 3  # two averages of each of three parameters; not the number of steps
+
+
+@needs_sums
+@pytest.mark.refusal
+def test_a_network_without_memory_is_filled_from_a_checkpoint(ranks, one_process):
+    module, _ = one_process
+    for result in (rank["filled"] for rank in ranks):
+        assert result["before"] == {f"embedder.{name}" for name in [*module.embedder.state_dict(), "grid"]}
+        assert all(result["empty"])
+        assert_equal([*result["state"].values()], [*module.embedder.state_dict().values()])
+        assert re.match("RetrievalModule: a network .* got no values for embedder.grid; build", result["message"])
 
 
 def assert_equal(found, expected):

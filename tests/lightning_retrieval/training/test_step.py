@@ -251,5 +251,8 @@ def test_traffic_by_hand():
     divided = step_traffic(32, 5, 100, 4, weights=700)  # seven passes of a network that gathers all its parameters
     slices = {"weights": 3 * 700 / 4 * 4, "reduce-scatter": 3 * 100 / 4 * 4}
     assert divided == {"gather": gathered, "exchange": exchanged, **slices}
+    copied = step_traffic(32, 5, 100, 4, weights=700, copies=2)  # two processes for each copy of the network
+    slices = {"weights": 700 / 2 * 4, "reduce-scatter": 100 / 2 * 4, "all-reduce": 2 * 100 / 2 / 2 * 4}
+    assert copied == {"gather": gathered, "exchange": exchanged, **slices}
     assert sum(step_traffic(32, 5, 100, 1, weights=700).values()) == 0
     assert sum(step_traffic(32, 5, 100, 1).values()) == 0

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_retrieval import PCAWhitening, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import FSDP2Strategy, PCAWhitening, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import LearnWhitening
 from lightning_retrieval.losses import After, Before, BlackboxMAPLoss, CalibrationLoss, WeightedSum
 from lightning_retrieval.training.trainer_checks import check_processes, check_trainer
@@ -41,6 +41,14 @@ def test_other_arguments_raise_with_those_to_use(settings, got):
     sentence = rf"^RetrievalModule: .* got ModelParallelStrategy\({got}\); use ModelParallelStrategy\({use}"
     with pytest.raises(ValueError, match=sentence):
         check_trainer("RetrievalModule", trainer(**settings))
+
+
+@pytest.mark.refusal
+def test_copies_that_cannot_have_the_same_number_of_processes_raise():
+    run = quiet_trainer(devices=4, strategy=FSDP2Strategy(shard_size=3))
+    sentence = r"^FSDP2Strategy: `shard_size` must divide the number of processes, 4, got 3; use "
+    with pytest.raises(ValueError, match=sentence):
+        run.strategy.setup_environment()
 
 
 @needs_sums
