@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
 from lightning_retrieval.checks import check_auto, check_choice, short_repr
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
