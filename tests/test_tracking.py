@@ -9,8 +9,9 @@ import pytorch_lightning as pl
 import yaml
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CalibrationLoss, Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.losses.combined import Before
 from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, small_glyphs
 from tests.quiet_trainer import quiet_trainer
 
@@ -85,6 +86,41 @@ class LoggedRetrieval(RetrievalModule):
         super().log(name, *arguments, **keywords)
         if name == "train/images/s":
             self.batches += (self.trainer.fit_loop.total_batch_idx + 1,)
+
+
+class Metrics(pl.Callback):
+    """Keeps what Lightning knows of the values of each step, and logs a value of its own between them."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.log("of the callback", float(batch_idx))
+        self._keep(trainer)
+
+    def on_train_batch_start(self, trainer, *arguments):
+        self._keep(trainer)
+
+    on_train_epoch_end = on_validation_end = on_train_batch_start
+
+    def _keep(self, trainer):
+        for values in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
+            self.found.append({name: float(value) for name, value in values.items() if "images/s" not in name})
+
+
+def test_values_are_those_of_a_call_of_log_in_each_step(tmp_path, glyphs):
+    found = []
+    for kind in (RetrievalModule, LoggedRetrieval):  # the second one overrides `log`, so it is called for each value
+        pl.seed_everything(0)
+        metrics = Metrics()
+        loss = WeightedSum({"ap": (1.0, SmoothAPLoss()), "calibration": (Before(0.5), CalibrationLoss())})
+        logger = CSVLogger(tmp_path, kind.__name__)
+        few = {"limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 2, "num_sanity_val_steps": 0}
+        trainer = quiet_trainer(max_epochs=2, logger=logger, callbacks=[metrics, RetrievalEvaluation()], **few)
+        trainer.fit(kind(Embedder("glyph_net", 8), loss), glyphs)
+        found.append(metrics.found)
+    assert found[0] == found[1]
+    assert len({values.get("train/loss") for values in found[0]}) == 9  # None, and the loss of each step
 
 
 def test_throughput_is_logged_where_it_is_read(tmp_path, glyphs):

@@ -237,6 +237,8 @@ def sharded_modules(module: nn.Module) -> list[Any]:
     After an evaluation, their parameters may still be gathered: as tensors that the optimizer does not have. Therefore
     this function also shards the parameters again.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
     sharded: list[Any] = [part for part in module.modules() if unsharded_class(part) is not type(part)]
     for part in sharded:
         part.reshard()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import Any, Literal
 
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
@@ -279,13 +280,30 @@ class ManualTraining(OptimizedModule):
             results.pop(f"training_step.{name}", None)  # Lightning would log the last value until the epoch ends
         self._logged_terms = set(terms)
         for name, value in terms.items():
-            self.log(name, value, prog_bar=name == "train/loss")
+            if not self._log_again(name, value):
+                self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
         if images_per_second is not None and self._throughput_is_due():
             if images_per_second >= 100:
                 images_per_second = round(images_per_second)  # progress bars show more digits as 3.84e+3
             # A tensor on the CPU: a Python number would be copied to the device, and the host would wait for the copy.
             self.log("train/images/s", torch.tensor(float(images_per_second)), prog_bar=True)
+
+    def _log_again(self, name: str, value: Tensor) -> bool:
+        """Log a value in the way in which an earlier step of the epoch has logged its name; False if none has.
+
+        A call of `log` checks all its arguments and copies the record of the name, which takes 0.4 ms.
+        """
+        results, connector, hook = self.trainer._results, self.trainer._logger_connector, self._current_fx_name
+        is_overridden = "log" in vars(self) or type(self).log is not pl.LightningModule.log
+        if is_overridden or hook is None or not results or value.ndim > 0:
+            return False
+        key = f"{hook}.{name}"
+        if key not in results or connector.should_reset_tensors(hook):
+            return False
+        results.update_metrics(key, value.detach(), 1)  # such values are not averaged over an epoch
+        connector._current_fx = hook
+        return True
 
     def _throughput_is_due(self) -> bool:
         """Whether loggers write at this step, or the progress bar has no value yet; a call of `log` takes 0.4 ms."""
