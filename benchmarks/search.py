@@ -10,10 +10,10 @@ is what building adds to the rows themselves. Takes some minutes on two cores.
 
 With --disk, an index is built on disk from a folder of embeddings, those of `index_memory.py`, by one process and by
 two, and beside them by faiss alone, which fills copies of the trained index and merges them as its documentation does;
-fewer rows also with the codes of PQ in the order for Hamming distances, faiss' default, and in Milvus Lite. The CPU time is that of all processes, each of one thread, without their
-start. The memory is what no file backs, of the process that adds most; index and block are the files of the index, with
-ids and paths, and 65,536 rows. Each line has processes of its own. Takes ten minutes, and needs
-`pip install 'lightning-retrieval[milvus]'`.
+fewer rows also with the codes of PQ in the order for Hamming distances, faiss' default, and in Milvus Lite. The CPU
+time is that of all processes, each of one thread, without their start. The memory is what no file backs, of the process
+that adds most; index and block are the files of the index, with ids and paths, and 65,536 rows. Each line has processes
+of its own. Takes ten minutes, and needs `pip install 'lightning-retrieval[milvus]'`.
 """
 
 import json
