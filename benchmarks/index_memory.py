@@ -49,14 +49,14 @@ def write_embeddings(folder: Path, rows: int) -> None:
         embeddings.write(shard, ShardRows(ids, values, [f"photos/{id_:09d}.jpg" for id_ in ids], [None] * len(ids)))
 
 
-def run_sampled(function: Callable[[], Any]) -> tuple[int, float]:
-    """The memory that no file backs which a function adds at its peak, and its seconds."""
+def run_sampled(function: Callable[[], Any], interval: float = 0.002) -> tuple[int, float]:
+    """The memory that no file backs which a function adds at its peak, by samples each `interval`, and its seconds."""
     before = memory_status("RssAnon")
     samples = [before]
     is_done = threading.Event()
 
     def sample() -> None:
-        while not is_done.wait(0.002):
+        while not is_done.wait(interval):
             samples.append(memory_status("RssAnon"))
 
     sampler = threading.Thread(target=sample)

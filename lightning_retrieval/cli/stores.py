@@ -269,8 +269,15 @@ class FaissFolder:
         index = self._empty_index(dim, about)
         settings = self._settings
         if settings.on_disk:
-            how = {"rows_in_memory": settings.rows_in_memory or ROWS_IN_MEMORY, "launch": settings.launch}
-            index.build_on_disk(self._folder, embeddings, rows.ids, rows.paths, columns=rows.columns, **how)
+            index.build_on_disk(
+                self._folder,
+                embeddings,
+                rows.ids,
+                rows.paths,
+                columns=rows.columns,
+                rows_in_memory=settings.rows_in_memory or ROWS_IN_MEMORY,
+                launch=settings.launch,
+            )
             return index
         index.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
         index.save(self._folder)
