@@ -64,5 +64,5 @@ def test_checkpoints_of_python(name, tmp_path, monkeypatch):
         if isinstance(value, torch.Tensor):
             assert torch.equal(state[key], value), key
     added_later = {"relevance": None, "query_embedder": None, "directions": "queries", "query_lr_factor": 1.0}
-    added_later["frozen_side"] = None
+    added_later |= {"frozen_side": None, "gather_dtype": None}
     assert dict(module.hparams) == {**saved["hyper_parameters"], **added_later}

@@ -101,6 +101,7 @@ SCENARIOS = {
     "proxies": lambda: {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 7},
     "third-party memory": lambda: {"loss": MultiSimilarityLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150)},
     "mixed": lambda: {"loss": mixed()},
+    "rounded": lambda: {"loss": SmoothAPLoss(tau=0.01), "chunk_size": 11, "gather_dtype": "float16"},
 }
 # Four processes run what differs from two: shards of several sizes, and sums of the terms of a loss.
 CASES = [(name, 2) for name in SCENARIOS] + [(name, 4) for name in ("chunks", "memory", "roadmap", "proxies")]

@@ -58,8 +58,10 @@ from lightning_retrieval.training.sides import (
     unpack_sides,
 )
 from lightning_retrieval.training.step import (
+    GATHER_DTYPES,
     ChunkSizeSearch,
     Dimensions,
+    GatherDtype,
     LocalRows,
     TrainingStep,
     gather_labels,
@@ -67,6 +69,7 @@ from lightning_retrieval.training.step import (
 from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
     check_first_batch,
+    check_gather_dtype,
     check_memory,
     check_memory_start,
     check_processes,
@@ -130,6 +133,8 @@ class RetrievalModule(ManualTraining):
             for a fixed image encoder (LiT, CVPR 2022). Such a network stays in evaluation mode. None trains both,
             unless one of the networks has no parameter that requires a gradient.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
+        gather_dtype: `"bfloat16"` or `"float16"` rounds embeddings before they are gathered, so that a process sends
+            half of the bytes. The loss ranks the rounded embeddings, also with one process. None does not round.
         eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
             scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
         eval_scales_pooling: how the embeddings of the scales are combined: `"mean"`, or `"gem"` as in AP-GeM's code.
@@ -178,6 +183,7 @@ class RetrievalModule(ManualTraining):
         query_lr_factor: float = 1.0,
         frozen_side: Side | None = None,
         gather: bool = True,
+        gather_dtype: GatherDtype | None = None,
         eval_scales: Sequence[float] = (1.0,),
         eval_scales_pooling: Literal["mean", "gem"] = "mean",
         whitening: Whitening | None = None,
@@ -211,6 +217,7 @@ class RetrievalModule(ManualTraining):
         self.chunk_size = check_chunk_size(owner, chunk_size)
         self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
         self.gather = check_bool(owner, "gather", gather)
+        self.gather_dtype = check_gather_dtype(owner, gather, gather_dtype)
         self._set_clipping(gradient_clip_val, gradient_clip_algorithm)
         self._set_rates(head_lr_factor, layer_decay, freeze_backbone_epochs)
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
@@ -457,6 +464,7 @@ class RetrievalModule(ManualTraining):
             self.global_step,
             self.seed,
             gather=self.gather,
+            gather_dtype=GATHER_DTYPES[self.gather_dtype],
             memory=self.memory,
             memory_mode=self.memory_mode,
             memory_weight=self.memory_weight,

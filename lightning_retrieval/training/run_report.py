@@ -125,6 +125,7 @@ def step_traffic(
     gather: bool = True,
     local_queries: bool = True,
     bytes_: int = 4,
+    gathered_bytes: int | None = None,
     weights: int = 0,
     columns: int = 1,
     copies: int = 1,
@@ -140,13 +141,14 @@ def step_traffic(
         local_queries: whether each process computes the loss of its local queries. The processes then exchange the
             gradients of embeddings.
         bytes_: number of bytes of one element.
+        gathered_bytes: the same for an element of a gathered embedding; None if it is not rounded.
         weights: number of elements that are gathered in a step, if the network is sharded over the processes.
         columns: number of label levels, or of the columns of a rule of relevance.
         copies: number of groups of processes that each hold one copy of a sharded network.
 
     Returns:
-        The bytes of each kind of traffic, by its name. With f = (W - 1) / W, these are f x B (D x bytes + 8 x
-            columns + 8) for gathering the batch, where labels and ids have 8 bytes each; f x B D x bytes for the
+        The bytes of each kind of traffic, by its name. With f = (W - 1) / W, these are f x B (D x gathered bytes +
+            8 x columns + 8) for gathering the batch, where labels and ids have 8 bytes each; f x B D x bytes for the
             exchange of gradients of embeddings; and 2 f x parameters x bytes for the all-reduce of gradients. In a
             sharded network, the all-reduce is replaced by f x weights x bytes for gathering weights, and f x parameters
             x bytes for the reduce-scatter of gradients, of which each process gets its shard; W is then the number of
@@ -159,8 +161,9 @@ def step_traffic(
         {'gather': 101376.0, 'exchange': 98304.0, 'all-reduce': 2400000.0}
     """
     others = (world - 1) / world
+    bytes_of_row = dim * (gathered_bytes or bytes_) + 8 * columns + 8
     traffic = {
-        "gather": others * batch * (dim * bytes_ + 8 * columns + 8) * gather,
+        "gather": others * batch * bytes_of_row * gather,
         "exchange": others * batch * dim * bytes_ * (gather and local_queries),
     }
     if weights > 0:
@@ -330,6 +333,7 @@ class _FirstStep:
         """The second part of the report: what each process sends in a step; empty for one process."""
         if world_size() == 1:
             return ""
+        embeddings = self.step.batch.embeddings
         traffic = step_traffic(
             sum(self.rows),
             self.dim,
@@ -337,7 +341,8 @@ class _FirstStep:
             world_size(),
             gather=self.step.gather,
             local_queries=self.step.splits_by_query,
-            bytes_=self.step.batch.embeddings.element_size(),
+            bytes_=embeddings.element_size(),
+            gathered_bytes=(self.step.gather_dtype or embeddings.dtype).itemsize,
             weights=self._gathered_weights(),
             columns=self.step.batch.labels[0].numel(),
             copies=max(map(copies_of, self.module.parameters()), default=1),

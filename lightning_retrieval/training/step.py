@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,14 @@ from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.random_state import step_random_state
 from lightning_retrieval.training.sides import SIDES, Directions
+
+# Types to which embeddings are rounded before they are gathered.
+GatherDtype = Literal["bfloat16", "float16"]
+GATHER_DTYPES: dict[GatherDtype | None, torch.dtype | None] = {
+    None: None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class LocalRows(NamedTuple):
@@ -110,7 +118,12 @@ def gather_labels(owner: str, sides: Sequence[LocalRows], *, gather: bool) -> li
 
 
 def gather_embeddings(
-    embeddings: Float[Tensor, "shard dim"], rows: GlobalRows, *, gather: bool, local_queries: bool
+    embeddings: Float[Tensor, "shard dim"],
+    rows: GlobalRows,
+    *,
+    gather: bool,
+    local_queries: bool,
+    dtype: torch.dtype | None = None,
 ) -> GlobalBatch:
     """Gather the embeddings of all processes. Their gradient flows back to the rows of each process.
 
@@ -121,9 +134,11 @@ def gather_embeddings(
         local_queries: True if each process computes the loss of its shard of the queries. The gradient of a row is then
             summed over all processes, in one collective in the backward pass. False if each process computes an equal
             fraction of the same loss. Every process then already has the gradient, and nothing is communicated.
+        dtype: type to which all rows are rounded, also if there is only one process. The gradient is not rounded. None
+            does not round.
     """
-    if gather and world_size() > 1:
-        embeddings = _GatherEmbeddings.apply(embeddings, rows.counts, local_queries)
+    if gather and (world_size() > 1 or dtype is not None):
+        embeddings = _GatherEmbeddings.apply(embeddings, rows.counts, local_queries, dtype)
     return GlobalBatch(embeddings, rows.labels, rows.ids, rows.counts)
 
 
@@ -244,20 +259,22 @@ class _GatherEmbeddings(torch.autograd.Function):
     """Gathers rows of all processes; the backward pass returns the gradient of the sum of all processes' losses."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], local_queries: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, counts: Sequence[int], local_queries: bool, dtype: torch.dtype | None
+    ) -> Tensor:
         ctx.counts, ctx.local_queries = list(counts), local_queries
-        return gather_rows(rows, counts)
+        return gather_rows(rows.to(dtype or rows.dtype), counts).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         counts, world = ctx.counts, len(ctx.counts)
-        if not ctx.local_queries:
-            return world * grad.split(counts)[rank()], None, None
+        if world == 1 or not ctx.local_queries:
+            return world * grad.split(counts)[rank()], None, None, None
         rows = counts[rank()]
         parts = grad.new_empty(world * rows, grad.shape[1])
         dist.all_to_all_single(parts, grad.contiguous(), [rows] * world, counts)
-        return parts.view(world, rows, grad.shape[1]).sum(0), None, None
+        return parts.view(world, rows, grad.shape[1]).sum(0), None, None, None
 
 
 class ChunkSizeSearch:
@@ -303,6 +320,7 @@ class TrainingStep:
         number: the global step.
         seed: the seed of the run.
         gather: whether lists rank the global batch.
+        gather_dtype: type to which gathered embeddings are rounded, or None.
         memory: past batches that are ranked with the current batch, or None.
         memory_mode: how the memory is ranked.
         memory_weight: weight of the second term of the mode `"two_terms"`.
@@ -320,6 +338,7 @@ class TrainingStep:
     number: int
     seed: int
     gather: bool = True
+    gather_dtype: torch.dtype | None = None
     memory: CrossBatchMemory | None = None
     memory_mode: MemoryMode = "one_list"
     memory_weight: float = 1.0
@@ -452,7 +471,9 @@ class TrainingStep:
     def _gather(self, embeddings: Tensor, rows: GlobalRows) -> GlobalBatch:
         """The batch of all processes, or one side of it."""
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-        return gather_embeddings(embeddings, rows, gather=self.gather, local_queries=self.splits_by_query)
+        return gather_embeddings(
+            embeddings, rows, gather=self.gather, local_queries=self.splits_by_query, dtype=self.gather_dtype
+        )
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:

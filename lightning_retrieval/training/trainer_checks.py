@@ -38,7 +38,7 @@ from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.sides import SIDES, chunk_size_of
-from lightning_retrieval.training.step import GlobalBatch
+from lightning_retrieval.training.step import GatherDtype, GlobalBatch
 
 # Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds
 # the callbacks `LearningRateFinder` and `BatchSizeFinder`.
@@ -101,6 +101,25 @@ def check_memory(
     if weight is None:
         return 1.0
     return weight
+
+
+def check_gather_dtype(owner: str, gather: bool, gather_dtype: Any) -> GatherDtype | None:
+    """Return the argument `gather_dtype` of a module; raise if it is no type, or nothing is gathered.
+
+    Args:
+        owner: prefix of error messages.
+        gather: whether lists rank the global batch.
+        gather_dtype: the argument.
+    """
+    if gather_dtype is None:
+        return None
+    checked: GatherDtype = check_choice(owner, "gather_dtype", gather_dtype, get_args(GatherDtype))
+    if not gather:
+        raise ValueError(
+            f"{owner}: `gather_dtype` must be None with gather=False, which sends no embeddings, got {checked!r}; keep "
+            "gather=True, or leave it out."
+        )
+    return checked
 
 
 def check_relevance(owner: str, loss: BatchLoss, relevance: Any) -> Relevance | None:

@@ -140,6 +140,7 @@ CALLS = {
                 "directions": "both",
                 "query_lr_factor": 2.0,
                 "frozen_side": "queries",
+                "gather_dtype": "float16",
                 "eval_scales": (1.0, 0.5),
                 "whitening": PCAWhitening(),
             },

@@ -79,6 +79,15 @@ def test_the_share_of_counting_is_measured_for_each_number_of_processes(results_
     assert all(row["lowest"] <= row["share of counting"] <= row["highest"] for row in rows)
 
 
+def test_losses_of_rounded_embeddings_are_compared_with_exact_ones(results_of):
+    rows, _ = results_of("losses", "--rounding")
+    smooth_ap = [row for row in rows if row["loss"] == "SmoothAPLoss"]
+    assert [row["embeddings"] for row in smooth_ap] == ["one direction", "unrelated", "in classes"]
+    for row in smooth_ap:  # bfloat16 has three bits less
+        assert 0 < row["float16 gradient %"] < row["bfloat16 gradient %"] < 10
+        assert row["float16 loss %"] < row["bfloat16 loss %"] < 1
+
+
 def test_an_evaluation_with_a_large_class_is_compared_with_its_product(results_of):
     ((row,), _) = results_of("metrics", "--classes")
     assert row["ratio"] == row["evaluation"]["median"] / row["product alone"]["median"]

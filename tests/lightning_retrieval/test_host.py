@@ -234,29 +234,30 @@ SENT = {
 }
 
 
-def steps_of_a_process(rank, world):
-    """The events of three steps in two chunks, and the bytes of their collectives."""
+def steps_of_a_process(rank, world, settings):
+    """The events of the second and third step, in two chunks, and the bytes of their collectives."""
     generator = torch.Generator().manual_seed(rank)
     labels = torch.arange(ROWS) // 2
     batch = torch.randn(ROWS, DIM, generator=generator), labels, torch.arange(ROWS) + ROWS * rank
     with pytest.MonkeyPatch.context() as monkeypatch:
         events = EventsOfSteps(pretended_accelerator(monkeypatch))
         trainer = quiet_trainer(devices=world, strategy="ddp", max_steps=3, callbacks=[events])
-        module = Embeds(nn.Linear(DIM, 8), losses.SmoothAPLoss(), chunk_size=ROWS // 2)
+        module = Embeds(nn.Linear(DIM, 8), losses.SmoothAPLoss(), chunk_size=ROWS // 2, **settings)
         trainer.fit(module, DataLoader([batch] * 3, batch_size=None))
     return events.steps[1:], events.sent[1:]
 
 
-def test_what_a_step_of_two_processes_sends_and_waits_for(run_processes):
+@pytest.mark.parametrize(("settings", "bytes_of_number"), [({}, 4), ({"gather_dtype": "float16"}, 2)])
+def test_what_a_step_of_two_processes_sends_and_waits_for(run_processes, settings, bytes_of_number):
     """Between the forward pass of the last chunk and the loss, the host waits for the positives only."""
-    for steps, sent in run_processes(steps_of_a_process, 2, backend=None):
+    for steps, sent in run_processes(steps_of_a_process, 2, settings, backend=None):
         before = ["all_gather_into_tensor", "to_host", "all_gather_into_tensor"]
         loss = ["all_gather_into_tensor", "to_host", "all_to_all_single"]
         expected = [*before, "forward", "forward", *loss, "forward", "all_reduce", "to_host"]
         assert steps == [expected] * 2
-        forms, labels_and_ids, embeddings = 5 * 8, ROWS * 16, ROWS * 8 * 4
-        gradients = 8 * DIM + 8  # of the network, and two flags, the loss, and whether an embedding is not finite
-        assert sent == [[forms, labels_and_ids, embeddings, embeddings, (gradients + 4) * 4]] * 2
+        forms, labels_and_ids, embeddings, gradients = 5 * 8, ROWS * 16, ROWS * 8 * bytes_of_number, ROWS * 8 * 4
+        of_network = 8 * DIM + 8 + 4  # its gradient, two flags, the loss, and whether an embedding is not finite
+        assert sent == [[forms, labels_and_ids, embeddings, gradients, of_network * 4]] * 2
 
 
 @pytest.mark.parametrize("mode", get_args(MemoryMode))

@@ -132,6 +132,25 @@ def test_forms_of_a_batch(form):
     assert not torch.allclose(after[True][0].weight, after[False][0].weight)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_loss_ranks_rounded_embeddings_and_the_gradient_is_not_rounded(dtype):
+    plain = net()
+    optimizer = SGD(plain.parameters())
+    for images, labels in batches():
+        embeddings = plain(images)
+        rounded = embeddings.detach().to(getattr(torch, dtype)).double().requires_grad_()
+        SmoothAPLoss(tau=0.1)(rounded, labels).backward()
+        optimizer.zero_grad()
+        embeddings.backward(rounded.grad)
+        optimizer.step()
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD, gather_dtype=dtype)
+    fit(module, batches())
+    assert_same(module.embedder, plain)
+    exact = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
+    fit(exact, batches())
+    assert not torch.allclose(next(exact.parameters()), next(plain.parameters()), rtol=0, atol=1e-6)
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("batch", "came"),
@@ -248,6 +267,7 @@ def test_traffic_by_hand():
     assert step_traffic(32, 5, 100, 4) == {"gather": gathered, "exchange": exchanged, "all-reduce": reduced}
     assert step_traffic(32, 5, 100, 4, local_queries=False)["exchange"] == 0
     assert list(step_traffic(32, 5, 100, 4, gather=False).values()) == [0, 0, reduced]
+    assert step_traffic(32, 5, 100, 4, gathered_bytes=2)["gather"] == gathered - 3 * 8 * 5 * 2
     divided = step_traffic(32, 5, 100, 4, weights=700)  # seven passes of a network that gathers all its parameters
     slices = {"weights": 3 * 700 / 4 * 4, "reduce-scatter": 3 * 100 / 4 * 4}
     assert divided == {"gather": gathered, "exchange": exchanged, **slices}

@@ -154,3 +154,10 @@ def test_weights_that_change_need_a_number_of_steps(data, limits, got):
     assert_same(module.embedder, net())
     fit(module, data, **{**limits, "max_steps": 2})
     assert module.trainer.global_step == 2
+
+
+def test_a_type_of_gathered_embeddings_without_gathering_raises():
+    with pytest.raises(
+        ValueError, match=r"^RetrievalModule: `gather_dtype` must be None .* got 'float16'; keep gather="
+    ):
+        RetrievalModule(net(), SmoothAPLoss(), gather=False, gather_dtype="float16")
