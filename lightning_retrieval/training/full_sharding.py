@@ -14,6 +14,7 @@ Weights are then gathered within a group only, and gradients are summed over the
 """
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -74,8 +75,11 @@ def copies_of(tensor: Any) -> int:
     """Number of groups of processes that each hold one copy of a tensor; 1 if the tensor is not sharded."""
     if not is_sharded(tensor):
         return 1
-    sizes = zip(tensor.device_mesh.shape, tensor.placements)
-    return math.prod(size for size, placement in sizes if placement.is_replicate())
+    copies = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
+        if placement.is_replicate():
+            copies *= size
+    return copies
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:
@@ -171,23 +175,28 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
     Returns:
         The names of tensors that are on the meta device in the first process, too. Their values are NaN or undefined.
     """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    names = [name for name, _ in named]
-    on_meta = torch.tensor([tensor.is_meta for _, tensor in named], device=device)
-    dist.broadcast(on_meta, 0)
-    unfilled = {name for name, is_meta in zip(names, on_meta.tolist()) if is_meta}
-    full = {}
-    if rank() == 0:
-        full = {name: tensor.detach() for name, tensor in named}  # `shard` would otherwise free the whole tensors
-    del named
+    names = list(_named_tensors(module))
+    on_meta, full = [], {}
+    for name, tensor in _named_tensors(module).items():
+        on_meta.append(tensor.is_meta)
+        if rank() == 0:
+            full[name] = tensor.detach()  # `shard` would otherwise free the whole tensors
+    of_first = torch.tensor(on_meta, device=device)
+    dist.broadcast(of_first, 0)
+    unfilled = set(itertools.compress(names, of_first.tolist()))
     shard()
     module._apply(functools.partial(_with_memory, device=device))
-    found: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = _named_tensors(module)
     with torch.no_grad():
         for name in names:
             if name not in unfilled:
-                _fill(found[name], full.pop(name, None), device)
+                _fill(tensors[name], full.pop(name, None), device)
     return unfilled
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
@@ -298,9 +307,8 @@ def check_placements(owner: str, parameters: Sequence[Any]) -> None:
         ValueError: if a parameter has another placement. The message names the placement.
     """
     for parameter in filter(is_sharded, parameters):
-        *outer, inner = parameter.placements
-        is_known = inner.is_shard() and all(placement.is_replicate() for placement in outer)
-        if not is_known or parameter.device_mesh.size() != world_size():
+        processes = copies_of(parameter) * parameter.device_mesh.shape[-1]
+        if not parameter.placements[-1].is_shard() or processes != world_size():
             raise ValueError(
                 f"{owner}: a parameter must be sharded over all {world_size()} processes, or not at all, got the "
                 f"placement {parameter.placements} on {parameter.device_mesh}; call fully_shard with the mesh of "
