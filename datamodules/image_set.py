@@ -339,14 +339,14 @@ def check_image_sizes(owner: str, items: Any, cure: str) -> None:
             image, id_ = item.get("images"), item.get("ids")
         elif isinstance(item, (tuple, list)) and item:
             image, id_ = item[0], next(iter(item[2:]), None)
-        if not isinstance(image, (Tensor, np.ndarray)):
+        if not isinstance(image, (Tensor, np.ndarray)) or tuple(image.shape) in found:
             continue
         if isinstance(id_, Tensor):
             id_ = id_.tolist()
         which = f"position {position}"
         if id_ is not None:
             which = f"id {short_repr(id_)}"
-        found.setdefault(tuple(image.shape), which)
+        found[tuple(image.shape)] = which
     if len(found) > 1:
         sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
         raise ValueError(f"{owner}: images of a batch must have the same size, got {sizes}; {cure}.")
