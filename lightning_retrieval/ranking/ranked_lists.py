@@ -196,7 +196,8 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: PositiveLi
         lists: the lists of all queries.
 
     Yields:
-        The ranks of some queries of a block, on the labels' device, or on the CPU if that device does not support float64.
+        The ranks of some queries of a block, on the labels' device, or on the CPU if that device does not support
+            float64.
 
     Cost:
         Memory holds a few tiles of scores and the positives of a block of queries. If the gallery is sharded, memory
