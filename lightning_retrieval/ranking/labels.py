@@ -120,9 +120,11 @@ class ListedBlock(ABC):
 
     Attributes:
         width: number of columns, at least 1.
+        excludes_several: whether several of these images may be excluded from one list.
     """
 
     width: int
+    excludes_several: bool
 
     @abstractmethod
     def columns(self) -> Int[Tensor, "query pos"]:
@@ -234,6 +236,11 @@ class _LabelledBlock(ListedBlock):
     queries: Int[Tensor, " query"]
     width: int
 
+    @property
+    def excludes_several(self) -> bool:
+        """True if there are cameras; otherwise, only the query itself is excluded."""
+        return self.lists.query_cameras is not None
+
     def columns(self) -> Int[Tensor, "query pos"]:
         """For each query, `width` consecutive indices from the first image on that shares its coarsest label."""
         return self.lists.first[self.queries, None] + torch.arange(self.width, device=self.queries.device)
@@ -253,7 +260,7 @@ class _LabelledBlock(ListedBlock):
         """The number of label levels that each query shares with the images of its columns; meaningless at padding."""
         lists = self.lists
         if lists.levels == 1:
-            return torch.ones_like(column)
+            return torch.ones_like(column, dtype=torch.int8)
         labels = lists.gallery_labels[column.clamp(max=len(lists.gallery_labels) - 1)]  # (query, pos, level)
         return (labels == lists.query_labels[self.queries, None]).sum(2)
 

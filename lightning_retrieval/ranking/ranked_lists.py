@@ -44,6 +44,7 @@ _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
 _COLUMNS_OF_A_POSITIVE = 32
 _KEPT_TILES = 4  # maximum number of tiles with positives to keep instead of computing them twice
 _CPU_PRODUCTS, _DEVICE_PRODUCTS = 4, 1  # minimum number of products into which a gallery block is divided
+_CPU_POSITIVES = 1 << 17  # maximum number of positives for which a CPU computes metrics at a time, for its cache
 # Maximum number of positives of a group on one process. Each takes 9 bytes, or 14 if a rule defines the lists.
 _MAX_GROUP_POSITIVES = 1 << 24
 
@@ -114,7 +115,7 @@ class ScoreTiles:
             if keep:
                 self._kept[start] = scores
             inside = (column >= start) & (column < min(start + self._columns, self.end))
-            column_of_tile = (column - start).clamp(0, scores.shape[1] - 1)
+            column_of_tile = (column - start).clamp_(0, scores.shape[1] - 1)
             found = torch.where(inside, scores.gather(1, column_of_tile), found)
         return found
 
@@ -195,7 +196,8 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: PositiveLi
         lists: the lists of all queries.
 
     Yields:
-        The ranks of a block, on the labels' device, or on the CPU if that device does not support float64.
+        The ranks of some queries of a block, on the labels' device, or on the CPU if that device does not support
+            float64.
 
     Cost:
         Memory holds a few tiles of scores and the positives of a block of queries. If the gallery is sharded, memory
@@ -231,7 +233,7 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: PositiveLi
             for block in blocks:
                 block.count(tiles)
         for block in blocks:
-            yield block.ranks()
+            yield from block.ranks()
 
 
 class RankedBlock:
@@ -277,11 +279,15 @@ class RankedBlock:
         for _, tile in tiles.others(self._counted):
             self._rank += count_at_least(tile, self._positives)
 
-    def ranks(self) -> PositiveRanks:
-        """The ranks, after all gallery blocks have been counted."""
-        first_tied = first_of_equal(self._positives)
-        ranks = PositiveRanks(self._index, self._rank.long(), first_tied, self._level.long(), self._levels)
-        return ranks.to(float64_device(self._index.device))
+    def ranks(self) -> Iterator[PositiveRanks]:
+        """The ranks, after all gallery blocks have been counted, of a few queries at a time on a CPU."""
+        device = self._index.device
+        positives = size_for(device, cpu=_CPU_POSITIVES, accelerator=self._rank.numel())
+        rows = max(1, positives // self._listed.width)
+        columns = (self._index, self._positives, self._rank, self._level)
+        for index, scores, rank, level in zip(*(column.split(rows) for column in columns)):
+            ranks = PositiveRanks(index, rank.long(), first_of_equal(scores), level.long(), self._levels)
+            yield ranks.to(float64_device(device))
 
     def _sort_positives(self) -> None:
         found = self._listed.positives()
@@ -289,7 +295,10 @@ class RankedBlock:
         self._positives, level = _worst_first(scores, found.level, self._levels)
         self._level = level.to(torch.int8)
         excluded = self._scores.masked_fill(~found.is_excluded, -torch.inf)
-        self._rank = -count_at_least(excluded, self._positives).int()
+        if self._listed.excludes_several:
+            self._rank = count_at_least(excluded, self._positives).int().neg_()
+        else:
+            self._rank = (excluded.amax(1, keepdim=True) >= self._positives).int().neg_()
         self._scores = self._positives[:0]  # frees memory
         self._is_sorted = True
 

@@ -134,6 +134,7 @@ class _RuleBlock(ListedBlock):
     width: int
     column: Int[Tensor, "query pos"]
     is_positive: Bool[Tensor, "query pos"]
+    excludes_several: bool = True
 
     def columns(self) -> Int[Tensor, "query pos"]:
         return self.column.long()

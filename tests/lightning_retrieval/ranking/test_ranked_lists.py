@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_retrieval.ranking import labels as labelled_lists
-from lightning_retrieval.ranking import ranks
+from lightning_retrieval.ranking import ranked_lists, ranks
 from lightning_retrieval.ranking.labels import LabelledLists, Role
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
 from lightning_retrieval.ranking.rows import unsharded
@@ -61,6 +61,7 @@ def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
     """Images of the query's label and camera are not in its list."""
     monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
     monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)  # blocks of 64 queries: one and a part of one
+    monkeypatch.setattr(ranked_lists, "_CPU_POSITIVES", 500)  # the ranks of a few queries at a time
     own = torch.where(torch.rand(70) < 0.5, torch.randint(0, 90, (70,)), -1)
     gallery, queries = quarters(90, dtype) / 2, quarters(70, dtype) / 2
     gallery_labels = torch.randint(0, classes, (90,)).sort().values
@@ -79,12 +80,13 @@ def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
     assert any(not positives for positives in expected.values())  # queries without a positive are among them
 
 
-@pytest.mark.parametrize("path", [*PATHS, "accelerator"])
+@pytest.mark.parametrize("path", [*PATHS, "accelerator", "searched by NumPy"])
 @pytest.mark.parametrize(
     ("width", "spread", "dtype"), [(1, 1000, torch.float32), (40, 2, torch.float32), (40, 2, torch.float64)]
 )
 def test_count_at_least(spread, width, path, dtype, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS.get(path, 1.0))
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS.get(path, -1.0))
+    monkeypatch.setattr(ranks, "_LEAST_VALUES_OF_NUMPY", 1 if path == "searched by NumPy" else 1000)
     monkeypatch.setattr(ranks, "is_accelerator", lambda device: path == "accelerator")
     scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
     scores[2] *= 1e-40 if dtype == torch.float32 else 1e-310  # denormal numbers are in order too
