@@ -11,9 +11,10 @@ is what building adds to the rows themselves. Takes some minutes on two cores.
 With --disk, an index is built on disk from a folder of embeddings, those of `index_memory.py`, by one process and by
 two, and beside them by faiss alone, which fills copies of the trained index and merges them as its documentation does;
 fewer rows also with the codes of PQ in the order for Hamming distances, faiss' default, and in Milvus Lite. The CPU
-time is that of all processes, each of one thread, without their start. The memory is what no file backs, of the process
-that adds most; index and block are the files of the index, with ids and paths, and 65,536 rows. Each line has processes
-of its own. Takes ten minutes, and needs `pip install 'lightning-retrieval[milvus]'`.
+time is that of all processes, each of one thread, without their start; each build measures its recall. The memory is
+what no file backs, of the process that adds most; index and block are the files of the index, with ids and paths, and
+65,536 rows. Each line has processes of its own. Takes ten minutes, and needs
+`pip install 'lightning-retrieval[milvus]'`.
 """
 
 import json
@@ -34,9 +35,6 @@ from torch import Tensor
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.cli.index import index_embeddings
 from lightning_retrieval.ranking.rows import normalize
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder
-from lightning_retrieval.search.index import measure_recall
-from lightning_retrieval.search.rows import FolderRows
 
 DIM, QUERIES, K, BLOCK, NOISE, MIB = 128, 256, 10, 4096, 1.3, 1 << 20
 SETTINGS = [
@@ -50,7 +48,7 @@ SETTINGS = [
 ]
 QUICK = [("Flat", "", 2), ("IVF4,PQ8x4", "nprobe=2", 1)]
 DISK_FACTORY, MILVUS_FACTORY = "IVF256,PQ32", "IVF_SQ8,nlist=256"
-ROWS_IN_MEMORY, FILES_OF_PART, TRAINING_ROWS = 1 << 18, 26, 1 << 16  # a part of faiss alone is as large as ours
+ROWS_IN_MEMORY, FILES_OF_PART, TRAINING_ROWS = 1 << 16, 6, 1 << 16  # a part of faiss alone is as large as ours
 
 
 def embeddings(rows: int) -> tuple[Tensor, Tensor]:
@@ -118,8 +116,8 @@ def measure(settings: tuple[str, str, int], rows: Tensor, queries: Tensor, repea
     }
 
 
-def build_by_faiss(folder: Path, output: Path, factory: str) -> Any:
-    """Build an index on disk as faiss' documentation does."""
+def build_by_faiss(folder: Path, output: Path, factory: str) -> float:
+    """Build an index on disk as faiss' documentation does; returns its recall."""
     import faiss
     from faiss.contrib.ondisk import merge_ondisk
 
@@ -141,7 +139,7 @@ def build_by_faiss(folder: Path, output: Path, factory: str) -> Any:
     merge_ondisk(trained, names, str(output / "lists"))
     faiss.write_index(trained, str(output / "index"))
     trained.nprobe = 16
-    return trained
+    return recall_by_faiss(trained, files)
 
 
 def unit_rows(block: np.ndarray) -> np.ndarray:
@@ -151,17 +149,25 @@ def unit_rows(block: np.ndarray) -> np.ndarray:
     return block
 
 
-def recall_of(index: Any, folder: Path) -> float | None:
-    """Recall@10 by the function with which `RetrievalIndex` measures its own."""
-    if isinstance(index, RetrievalIndex):
-        return index.recall
-    rows = FolderRows(EmbeddingFolder.load("benchmark", folder))
+def recall_by_faiss(index: Any, files: list[Path]) -> float:
+    """Recall@10 by an exact search of faiss, with the first rows as queries, which are not their own neighbours."""
+    import faiss
 
-    def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        similarities, ids = index.search(queries.numpy(), k)
-        return torch.as_tensor(similarities), torch.as_tensor(ids)
-
-    return measure_recall(search, rows, rows.ids.numpy())
+    queries = unit_rows(np.load(files[0])[:QUERIES])
+    best, nearest = np.zeros((QUERIES, 0), np.float32), np.zeros((QUERIES, 0), np.int64)
+    rows = 0
+    for file in files:
+        block = unit_rows(np.load(file))
+        scores, ids = faiss.knn(queries, block, K + 1, metric=faiss.METRIC_INNER_PRODUCT)
+        best, nearest = np.concatenate([best, scores], 1), np.concatenate([nearest, ids + rows], 1)
+        order = np.argsort(-best, 1)[:, : K + 1]
+        best, nearest = np.take_along_axis(best, order, 1), np.take_along_axis(nearest, order, 1)
+        rows += len(block)
+    hits = 0
+    for query, (found, expected) in enumerate(zip(index.search(queries, K + 1)[1].tolist(), nearest.tolist())):
+        others = [row for row in found if row != query]
+        hits += len({*others[:K]} & ({*expected} - {query}))
+    return hits / (QUERIES * K)
 
 
 def build_on_disk(rank: int, name: str, folder: Path, output: Path, variables: dict[str, str]) -> None:
@@ -174,18 +180,17 @@ def build_on_disk(rank: int, name: str, folder: Path, output: Path, variables: d
     in_folder: dict[str, Any] = {"rows_in_memory": ROWS_IN_MEMORY, "devices": processes}
     in_folder |= {"factory": DISK_FACTORY, "parameters": "nprobe=16"}
     milvus = {"store": f"milvus:{output}.db", "factory": MILVUS_FACTORY, "parameters": "nprobe=16"}
-    functions: dict[str, Callable[[], Any]] = {
-        "RetrievalIndex": lambda: index_embeddings(folder, output, **in_folder)[0],
+    functions: dict[str, Callable[[], float | None]] = {
+        "RetrievalIndex": lambda: index_embeddings(folder, output, **in_folder)[0].recall,
         "faiss alone": lambda: build_by_faiss(folder, output, f"{DISK_FACTORY}np"),
         "faiss, codes ordered": lambda: build_by_faiss(folder, output, DISK_FACTORY),
-        "Milvus Lite": lambda: index_embeddings(folder, Path("benchmark"), **milvus)[0],
+        "Milvus Lite": lambda: index_embeddings(folder, Path("benchmark"), **milvus)[0].recall,
     }
-    made: list[Any] = []
+    recall: list[float | None] = []
     begin = time.process_time()
-    memory, seconds = run_sampled(lambda: made.append(functions[name]()), interval=0.02)
-    measured = {"cpu": time.process_time() - begin, "memory": memory, "seconds": seconds}
-    if rank == 0:
-        measured["recall"] = recall_of(made[0], folder)
+    memory, seconds = run_sampled(lambda: recall.append(functions[name]()), interval=0.02)
+    cpu = time.process_time() - begin
+    measured = {"cpu": cpu, "memory": memory, "seconds": seconds, "recall": recall[0]}
     folder.with_name(f"{output.name}-{rank}.json").write_text(json.dumps(measured))
 
 

@@ -236,7 +236,7 @@ def index_embeddings(
 
     Cost:
         Memory for the index (with `rows_in_memory`, only for its ids and paths and the codes of these rows), the
-        training rows, a block of 65,536 rows and one file of embeddings. Each file is read up to six times: all files
+        training rows, a block of 65,536 rows and one file of embeddings. Each file is read up to five times: all files
         are first checked, and training uses rows from all files.
     """
     owner = "index_embeddings"

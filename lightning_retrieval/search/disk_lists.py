@@ -368,9 +368,10 @@ def _other_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        reason = first_line(error).partition(". ")[0]  # without the advice of gloo
         raise ConnectionError(
             f"{OWNER}: all processes must run until the index is complete, but another one has ended early "
-            f"({first_line(error)}); run the same command again."
+            f"({reason}); run the same command again."
         ) from None
 
 

@@ -80,7 +80,7 @@ def measure_recall(
     sample = sample_rows(len(embeddings), RECALL_QUERIES)
     queries = torch.from_numpy(normalized_rows(embeddings[sample]))
     query_ids = torch.from_numpy(ids)[sample]
-    expected = _exact_neighbours(queries, query_ids, embeddings, ids, k)
+    expected = _exact_neighbours(queries, sample, embeddings, ids, k)
     _, found = search(queries, k + 1)
     hits = 0
     for found_ids, expected_ids, query_id in zip(found.tolist(), expected.tolist(), query_ids.tolist()):
@@ -91,22 +91,24 @@ def measure_recall(
 
 def _exact_neighbours(
     queries: Float[Tensor, "query dim"],
-    query_ids: Int[Tensor, " query"],
+    positions: Int[Tensor, " query"],
     embeddings: Rows,
     ids: NDArray[np.int64],
     k: int,
 ) -> Int[Tensor, "query k"]:
-    """Ids of the k nearest rows of each query by exact search, without the query itself."""
+    """Ids of the k nearest rows of each query by exact search, without the query itself, which is at its position."""
     best_scores = torch.full((len(queries), k), -torch.inf)
     best_ids = torch.full((len(queries), k), -1)
     for begin in range(0, len(embeddings), SMALL_BLOCK):
         block = torch.from_numpy(normalized_rows(embeddings[begin : begin + SMALL_BLOCK]))
-        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # shape (query, block)
         with ieee_products():
-            scores = queries @ block.T
-        scores = scores.masked_fill(block_ids == query_ids[:, None], -torch.inf)
-        best_scores, order = torch.cat([best_scores, scores], 1).topk(k)
-        best_ids = torch.cat([best_ids, block_ids], 1).gather(1, order)
+            scores = queries @ block.T  # shape (query, block)
+        is_here = (positions >= begin) & (positions < begin + len(block))
+        scores[is_here, positions[is_here] - begin] = -torch.inf
+        better = scores.amax(1) > best_scores[:, -1]  # most blocks have no nearer row for most queries
+        best_scores[better], order = torch.cat([best_scores[better], scores[better]], 1).topk(k)
+        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(order), -1)
+        best_ids[better] = torch.cat([best_ids[better], block_ids], 1).gather(1, order)
     return best_ids
 
 
@@ -370,9 +372,8 @@ class RetrievalIndex:
             paths: as for `add`.
             columns: as for `add`.
             rows_in_memory: maximum number of rows whose codes are held in memory, in each process, >= 65,536.
-            launch: function that makes this process the first one of a process group; it is called after the training.
-                All other processes of the group must call `help_build_on_disk`, and add some of the rows. The files do
-                not depend on the number of processes. If None, this process adds all rows.
+            launch: makes this process the first one of a process group; called after the training. All others must
+                call `disk_lists.help_build_on_disk`, and add some of the rows. If None, this process adds all rows.
 
         Raises:
             ValueError: as in `add` and `save`; also if the index is not IVF with Flat, SQ or PQ, or is not empty.

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings
+from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings, has_finite_sum
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.rows import normalize
@@ -30,7 +30,8 @@ SHOWN = 5  # number of invalid rows that an error message names
 class FolderRows:
     """Behaves like a tensor with all rows of a folder, but holds only one file in memory at a time.
 
-    The constructor reads every file once, so that a missing or damaged file raises before an index is built.
+    The constructor reads every file once, so that a missing or damaged file raises before an index is built. It also
+    finds out whether the sum of each file is finite, so that the numbers need no further look.
 
     Args:
         folder: a folder in which no shard is missing.
@@ -45,12 +46,14 @@ class FolderRows:
     def __init__(self, folder: EmbeddingFolder) -> None:
         self.folder = folder
         ends, ids, paths = [0], [np.zeros(0, np.int64)], [PackedStrings([])]
+        self.has_finite_sums = True
         with Progress("Reading embeddings", total=len(folder), units="files") as progress:
             for shard in range(len(folder)):
                 rows = folder.read(shard)
                 ends.append(ends[-1] + len(rows.ids))
                 ids.append(rows.ids)
                 paths.append(PackedStrings(rows.paths))
+                self.has_finite_sums &= bool(has_finite_sum(torch.from_numpy(rows.embeddings)))
                 progress.update(1)
         self.ids: Int[Tensor, " rows"] = torch.from_numpy(np.concatenate(ids))
         self.paths = PackedStrings.join(paths)
@@ -188,6 +191,8 @@ def check_finite_rows(
     owner: str, name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None
 ) -> None:
     """Raise if a row holds NaN or infinity; the message gives ids and paths of the first such rows."""
+    if isinstance(embeddings, FolderRows) and embeddings.has_finite_sums:
+        return
     invalid: list[int] = []
     for begin in range(0, len(embeddings), SMALL_BLOCK):
         finite = torch.isfinite(embeddings[begin : begin + SMALL_BLOCK]).all(1)

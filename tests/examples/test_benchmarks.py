@@ -94,6 +94,18 @@ def test_an_evaluation_with_a_large_class_is_compared_with_its_product(results_o
 
 
 @OF_LINUX
+def test_an_index_on_disk_is_compared_with_faiss_alone(results_of):
+    pytest.importorskip("milvus_lite")  # whose version is printed
+    (one, two, alone), _ = results_of("search", "--disk")
+    published = json.loads((BENCHMARKS / "results" / "disk.json").read_text())["results"]
+    assert set(one) == set(two) == set(alone) == set(published[0])
+    assert one["recall@10"] == two["recall@10"]
+    assert one["recall@10"] == pytest.approx(alone["recall@10"], abs=0.1)
+    assert all(row["adds in MiB"] > 0 < row["CPU time in s"] for row in (one, two, alone))
+    assert one["over faiss alone"] == one["CPU time in s"] / alone["CPU time in s"]
+
+
+@OF_LINUX
 def test_an_evaluation_by_several_processes_has_the_same_map(results_of):
     results, _ = results_of("metrics", "--processes")
     assert [row["processes"] for row in results] == [1, 2] * 4

@@ -263,6 +263,18 @@ def test_an_index_of_them_is_that_of_the_tensor(tmp_path, factory, monkeypatch):
         RetrievalIndex(4).add(rows, rows.ids)
 
 
+def test_a_row_that_is_not_finite_is_named(tmp_path):
+    folder, _ = new_folder(tmp_path)
+    rows = folder.read(3)
+    rows.embeddings[1, 2] = np.nan
+    folder.write(3, rows)
+    bad = FolderRows(folder)
+    with pytest.raises(
+        ValueError, match=r"`embeddings` must be finite, got NaN or inf in 1 of 17 rows: id 22 '22\.jpg'"
+    ):
+        RetrievalIndex(5).add(bad, bad.ids, bad.paths)
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
 def test_an_exact_index_takes_the_memory_of_its_rows_and_a_block(tmp_path, monkeypatch):
     """The peak of a build of 40 MiB of vectors in blocks of 2 MiB and files of 1 MiB."""
