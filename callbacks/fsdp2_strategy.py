@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from pytorch_lightning.strategies import ModelParallelStrategy
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_integer, short_repr
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -16,12 +16,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard_size: number of processes that hold one copy of the network together, >= 1. It must divide the number of
             processes. The processes of a node have consecutive ranks, so the number of GPUs of a node shards the
             network within each node, and replicates it between nodes. If None, all processes hold one copy together.
-        process_group_backend: backend of `torch.distributed`; if None, the default of the device.
         timeout: timeout of collective operations; if None, the default of the backend.
 
     Raises:
         ValueError: if `shard_size` is < 1 or, at the start of a run, does not divide the number of processes.
-        TypeError: if `shard_size` is not an integer.
+        TypeError: if `shard_size` is not an integer, or `timeout` is not a `datetime.timedelta`.
 
     Example:
         >>> from lightning_retrieval import FSDP2Strategy
@@ -33,22 +32,17 @@ class FSDP2Strategy(ModelParallelStrategy):
         Between two steps, 12 bytes for each parameter divided by `shard_size`, with AdamW in float32.
     """
 
-    def __init__(
-        self,
-        *,
-        shard_size: int | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        super().__init__(
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+    def __init__(self, *, shard_size: int | None = None, timeout: timedelta | None = None) -> None:
+        owner = type(self).__name__
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
         self.shard_size = shard_size
         if shard_size is not None:
-            self.shard_size = check_integer(type(self).__name__, "shard_size", shard_size, least=1)
+            self.shard_size = check_integer(owner, "shard_size", shard_size, least=1)
+        if not isinstance(timeout, timedelta | None):
+            raise TypeError(
+                f"{owner}: `timeout` must be a datetime.timedelta, got {short_repr(timeout)} "
+                f"({type(timeout).__name__}); use timedelta(minutes=30)."
+            )
 
     def setup_environment(self) -> None:
         """Join the processes of the run; raise before if `shard_size` does not divide their number."""

@@ -125,9 +125,7 @@ TABLE = {
         shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
         not_attributes={"memory_weight": "None is kept as 1"},
     ),
-    "FSDP2Strategy": Entry(
-        {"shard_size": 4, "process_group_backend": "gloo"}, not_attributes={"timeout": "Lightning keeps it as _timeout"}
-    ),
+    "FSDP2Strategy": Entry({"shard_size": 4}, not_attributes={"timeout": "Lightning keeps it as _timeout"}),
     # lightning_retrieval.ranking
     "Relevance": Entry(without=NEVER_MADE),
     "OtherCamera": Entry(),

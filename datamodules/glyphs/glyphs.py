@@ -222,11 +222,11 @@ def random_affine(
 
 def _affine_grid(maps: Float[Tensor, "batch 2 3"], height: int, width: int) -> Float[Tensor, "batch height width 2"]:
     """The same as `torch.nn.functional.affine_grid` with `align_corners=False`, whose many small products are slow."""
-    x = maps[:, :, 0, None] * _pixel_centres(width)
-    y = maps[:, :, 1, None] * _pixel_centres(height)
+    x = maps[:, :, 0, None] * _pixel_centres(width, maps)
+    y = maps[:, :, 1, None] * _pixel_centres(height, maps)
     grid = x[:, :, None, :] + y[:, :, :, None] + maps[:, :, 2, None, None]  # (batch, 2, height, width)
     return grid.permute(0, 2, 3, 1)
 
 
-def _pixel_centres(size: int) -> Float[Tensor, " size"]:
-    return torch.linspace(-1, 1, size) * (size - 1) / size
+def _pixel_centres(size: int, like: Tensor) -> Float[Tensor, " size"]:
+    return torch.linspace(-1, 1, size, dtype=like.dtype, device=like.device) * (size - 1) / size

@@ -2,6 +2,7 @@
 
 import functools
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -11,6 +12,7 @@ from torch import nn
 from lightning_retrieval import (
     CrossBatchMemory,
     Embedder,
+    FSDP2Strategy,
     OtherCamera,
     PCAWhitening,
     RetrievalModule,
@@ -117,6 +119,9 @@ CALLS = {
             lambda: {"state": updated(**batch())},
             signature=CrossBatchMemory.set_extra_state,
         ),
+    ],
+    "FSDP2Strategy": [
+        Call("FSDP2Strategy", FSDP2Strategy, lambda: {"shard_size": 2, "timeout": timedelta(minutes=1)}),
     ],
     "RetrievalModule": [
         Call(

@@ -140,6 +140,10 @@ def test_pretrained_weights_are_loaded_and_not_downloaded_while_a_checkpoint_is_
         twin = Embedder(**embedder.init_args()).eval()
     twin.load_state_dict(embedder.state_dict())
     assert twin(images).equal(embedder(images))
+    with torch.device("meta"):  # where no weight has a value
+        empty = Embedder(**embedder.init_args())
+    assert empty.init_args() == embedder.init_args()
+    assert all(value.is_meta for value in empty.state_dict().values())
     with torch.no_grad():
         assert_same_features(embedder.backbone(images), pooling_input(model, images))
 
