@@ -292,11 +292,11 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
     shard()
     if True in on_meta:
         _give_memory(module, device)
-    tensors = _named_tensors(module)
     with torch.no_grad():
-        for name in names:
+        # By order, because `shard` may also compile or wrap layers, which renames their parameters.
+        for name, tensor in zip(names, _named_tensors(module).values(), strict=True):
             if name not in unfilled:
-                _fill(tensors[name], full.pop(name, None), device)
+                _fill(tensor, full.pop(name, None), device)
     return unfilled
 
 

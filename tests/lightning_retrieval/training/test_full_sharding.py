@@ -134,6 +134,14 @@ def after_an_evaluation(this):
     return gathered, has_sharded_parameters(net)
 
 
+class Wrapped(nn.Module):
+    """What a user may put around a layer when it is sharded; it renames the parameters."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+
 def state_of_the_first(this):
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     module.register_buffer("flags", torch.tensor([True, False]))
@@ -141,7 +149,8 @@ def state_of_the_first(this):
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.copy_(tensor + this)
     module[1].running_mean += this
-    start_sharded(module, lambda: None, torch.device("cpu"))
+    start_sharded(module, lambda: module.__setitem__(0, Wrapped(module[0])), torch.device("cpu"))
+    module[0] = module[0].layer
     first = copy.deepcopy(module.state_dict())
     module[1].running_mean += this
     module[1].num_batches_tracked += this
