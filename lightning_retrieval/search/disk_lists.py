@@ -32,8 +32,8 @@ from lightning_retrieval.search.faiss_index import (
     load_faiss,
     read_shard,
     shard_name,
-    shard_writers,
     without_transform,
+    write_shard,
 )
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks, part_of
 from lightning_retrieval.search.storage import NewVersion
@@ -223,14 +223,15 @@ class AssignedRows:
         blocks = -(-rows // BLOCK)
         divided = []
         for process in range(processes):
-            begin, end = (min(rows, blocks * end // processes * BLOCK) for end in (process, process + 1))
+            begin = min(rows, blocks * process // processes * BLOCK)
+            end = min(rows, blocks * (process + 1) // processes * BLOCK)
             embeddings = part_of(self.embeddings, begin, end)
             before = rows_of_shards(begin, shards)
             ids = self.ids[begin:end]
             divided.append(AssignedRows(self.folder, process, embeddings, ids, before, self.rows_in_memory))
         return divided
 
-    def add_to(self, shards: Sequence[Any]) -> list[DiskLists]:
+    def add_to(self, shards: list[Any]) -> list[DiskLists]:
         """Add the rows to trained, empty shards, and show the progress.
 
         Raises:
@@ -246,7 +247,7 @@ class AssignedRows:
                 if in_memory + len(block) > self.rows_in_memory:
                     _move_to_disk(lists)
                     in_memory = 0
-                add_block(list(shards), block, self.ids[begin : begin + len(block)])
+                add_block(shards, block, self.ids[begin : begin + len(block)])
                 in_memory += len(block)
                 progress.update(len(block))
         _move_to_disk(lists)
@@ -300,17 +301,12 @@ def add_on_disk(
     if launch is None:
         return assigned.add_to(shards)
     trained = assigned.folder / TRAINED
-    write_verified(OWNER, trained, *shard_writers(shards[:1]).values())
+    write_verified(OWNER, trained, partial(write_shard, shards[0]))
     launch()
     lists: list[DiskLists] = []
-
-    def add() -> list[Parts]:
-        lists.extend(mine.add_to(shards))
-        return [of_shard.parts for of_shard in lists]
-
     with _other_processes():
         mine = scatter_objects(assigned.divide(world_size()))
-        parts = together(add)
+        parts = together(partial(_add_rows, mine, shards, lists))
     for of_process in parts[1:]:
         for of_shard, more in zip(lists, of_process):
             of_shard.append(more)
@@ -327,15 +323,22 @@ def help_build_on_disk() -> None:
         OSError: if a file cannot be written completely.
         ConnectionError: if another process has ended early.
     """
-
-    def add() -> list[Parts]:
-        shards = [read_shard(assigned.folder / TRAINED, mapped=False) for _ in assigned.rows_before]
-        return [of_shard.parts for of_shard in assigned.add_to(shards)]
-
     with _other_processes():
         assigned = scatter_objects([])
-        together(add)
+        together(partial(_add_rows_to_copies, assigned))
         together(lambda: None)  # while the first process merges the parts
+
+
+def _add_rows(rows: AssignedRows, shards: list[Any], lists: list[DiskLists]) -> list[Parts]:
+    """Add rows to the shards, append the lists of each shard to `lists`, and return their parts."""
+    lists += rows.add_to(shards)
+    return [of_shard.parts for of_shard in lists]
+
+
+def _add_rows_to_copies(rows: AssignedRows) -> list[Parts]:
+    """Add rows to copies of the trained shards, and return the parts of each shard."""
+    shards = [read_shard(rows.folder / TRAINED, mapped=False) for _ in rows.rows_before]
+    return _add_rows(rows, shards, [])
 
 
 @contextmanager

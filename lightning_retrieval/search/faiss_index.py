@@ -394,7 +394,7 @@ def _rebuild_from_lists(shard: Any, ids: NDArray[np.int64]) -> NDArray[np.float3
 
 def shard_writers(shards: list[Any]) -> dict[str, Callable[[DigestStream], None]]:
     """For each shard, by file name, a function that writes it to a stream."""
-    return {shard_name(number): partial(_write_shard, shard) for number, shard in enumerate(shards)}
+    return {shard_name(number): partial(write_shard, shard) for number, shard in enumerate(shards)}
 
 
 def shard_name(number: int) -> str:
@@ -402,7 +402,7 @@ def shard_name(number: int) -> str:
     return f"vectors-{number}.faiss"
 
 
-def _write_shard(shard: Any, stream: DigestStream) -> None:
+def write_shard(shard: Any, stream: DigestStream) -> None:
     """Write a shard to a stream. faiss' own files are not used: they ignore errors of the last flush."""
     faiss = load_faiss()
     faiss.write_index(shard, faiss.PyCallbackIOWriter(stream.write))
