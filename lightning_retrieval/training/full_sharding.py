@@ -185,18 +185,29 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
     dist.broadcast(of_first, 0)
     unfilled = set(itertools.compress(names, of_first.tolist()))
     shard()
-    module._apply(functools.partial(_with_memory, device=device))
-    tensors = _named_tensors(module)
+    if True in on_meta:
+        _give_memory(module, device)
     with torch.no_grad():
-        for name in names:
+        # By order, because `shard` may also compile or wrap layers, which renames their parameters.
+        for name, tensor in zip(names, _named_tensors(module).values(), strict=True):
             if name not in unfilled:
-                _fill(tensors[name], full.pop(name, None), device)
+                _fill(tensor, full.pop(name, None), device)
     return unfilled
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _give_memory(module: nn.Module, device: torch.device) -> None:
+    """Allocate the parameters and buffers of a module that are on the meta device."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # or layers would no longer share a parameter
+    try:
+        module._apply(functools.partial(_with_memory, device=device))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
 """Glyphs: splits, augmentation that does not depend on the number of workers, and the check of the counts."""
 
 import csv
+import math
 import shutil
 from pathlib import Path
 
@@ -8,9 +9,17 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import affine_grid, grid_sample
 
 from lightning_retrieval.datamodules import GlyphDataset, Glyphs
 from lightning_retrieval.datamodules.glyphs import characters
+from lightning_retrieval.datamodules.glyphs.glyphs import (
+    MAX_ROTATION,
+    MAX_SCALING,
+    MAX_SHEAR,
+    MAX_SHIFT,
+    random_affine,
+)
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
 
@@ -48,6 +57,19 @@ def test_augmentation_changes_each_image_a_little_and_independently(drawn_glyphs
     assert ((together - still).abs().amax((1, 2, 3)) > 0.05).all()
     ink = together.sum((1, 2, 3)) / still.sum((1, 2, 3))
     assert 0.7 < ink.min() < ink.max() < 1.4  # the character stays inside the image
+
+
+def test_each_image_is_moved_by_the_affine_map_of_its_random_numbers():
+    images, random = torch.rand(5, 1, 24, 32), torch.rand(5, 6)
+    maps = []
+    for row in (2 * random.double() - 1).tolist():
+        rotation, shear, scaling_x, scaling_y, shift_x, shift_y = row
+        cos, sin = math.cos(MAX_ROTATION * rotation), math.sin(MAX_ROTATION * rotation)
+        row_x = [cos * (1 + MAX_SCALING * scaling_x), MAX_SHEAR * shear - sin, 2 * MAX_SHIFT * shift_x]
+        maps.append([row_x, [sin, cos * (1 + MAX_SCALING * scaling_y), 2 * MAX_SHIFT * shift_y]])
+    grid = affine_grid(torch.tensor(maps), list(images.shape), align_corners=False)
+    expected = grid_sample(images, grid, align_corners=False)
+    torch.testing.assert_close(random_affine(images, random), expected, rtol=0, atol=1e-4)
 
 
 def test_evaluation_sets_have_the_images_as_drawn_in_order(drawn_glyphs):
