@@ -8,6 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import yaml
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_retrieval import CalibrationLoss, Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
@@ -121,6 +122,20 @@ def test_values_are_those_of_a_call_of_log_in_each_step(tmp_path, glyphs):
         found.append(metrics.found)
     assert found[0] == found[1]
     assert len({values.get("train/loss") for values in found[0]}) == 9  # None, and the loss of each step
+
+
+class LogsLossItself(RetrievalModule):
+    """Logs a value of its own under the name of the loss, with the mean of the epoch."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("train/loss", 1.0, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_name_that_a_subclass_logs_in_another_way_raises(glyphs):
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0)
+    with pytest.raises(MisconfigurationException, match=r"`self.log\(train/loss, ...\)` twice in `training_step`"):
+        trainer.fit(LogsLossItself(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs)
 
 
 def test_throughput_is_logged_where_it_is_read(tmp_path, glyphs):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_retrieval.distributed import rank, sum_over_ranks, world_size
+from lightning_retrieval.distributed import gather_objects, rank, sum_over_ranks, world_size
 from lightning_retrieval.plain_data import unsharded_class
 
 LISTS = (nn.Sequential, nn.ModuleList)
@@ -174,7 +174,11 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
 
     Returns:
         The names of tensors that are on the meta device in the first process, too. Their values are NaN or undefined.
+
+    Raises:
+        ValueError: on all processes, if their tensors differ in names or shapes.
     """
+    _check_same_tensors(module)
     names = list(_named_tensors(module))
     on_meta, full = [], {}
     for name, tensor in _named_tensors(module).items():
@@ -193,6 +197,21 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
             if name not in unfilled:
                 _fill(tensor, full.pop(name, None), device)
     return unfilled
+
+
+def _check_same_tensors(module: nn.Module) -> None:
+    """Raise unless the tensors of a module have the same names and shapes in all processes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in _named_tensors(module).items()}
+    first, *others = gather_objects(shapes)
+    for process, other in enumerate(others, 1):
+        differing = [name for name, _ in first.items() ^ other.items()]
+        if differing:
+            name = min(differing)
+            raise ValueError(
+                f"{type(module).__name__}: all processes must build the same network, got `{name}` of shape "
+                f"{first.get(name)} in process 0 and {other.get(name)} in process {process}; on the meta device, build "
+                "it in the context `torch.device('meta')`, since layers that are moved there share no parameter."
+            )
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -276,11 +276,11 @@ class ManualTraining(OptimizedModule):
             images: images of all processes in this step.
         """
         results: Any = self.trainer._results
-        for name in self._logged_terms - terms.keys():
+        logged, self._logged_terms = self._logged_terms, set(terms)
+        for name in logged - terms.keys():
             results.pop(f"training_step.{name}", None)  # Lightning would log the last value until the epoch ends
-        self._logged_terms = set(terms)
         for name, value in terms.items():
-            if not self._log_again(name, value):
+            if name not in logged or not self._log_again(name, value):
                 self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
         if images_per_second is not None and self._throughput_is_due():

@@ -123,7 +123,9 @@ def side_of_module(module: Any, side: Side) -> Any:
     recorded = getattr(module, "query_preparation", None)
     if side == "candidates" or (query_embedder is None and recorded is None):
         return module
-    return ModuleSide(query_embedder or module.embedder, recorded)
+    if query_embedder is None:
+        query_embedder = module.embedder
+    return ModuleSide(query_embedder, recorded)
 
 
 def text_network(module: Any) -> Any:
@@ -214,8 +216,9 @@ class RetrievalNetwork(nn.Module):
 
     def forward_queries(self, inputs: Tensor) -> Tensor:
         """Embed each query independently, by `query_embedder` if there is one."""
-        network = self.query_embedder or self.embedder
-        embeddings: Tensor = network(inputs)
+        if self.query_embedder is None:
+            return self(inputs)  # type: ignore[no-any-return]
+        embeddings: Tensor = self.query_embedder(inputs)
         return embeddings
 
     def embed(self, images: Tensor) -> Tensor:

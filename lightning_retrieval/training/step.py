@@ -101,8 +101,8 @@ def gather_labels(owner: str, sides: Sequence[LocalRows], *, gather: bool) -> li
         gather: False returns the rows of this process only.
 
     Raises:
-        ValueError: on all processes, if their batches differ in label levels or presence of ids, or if one of two
-            sides has no rows in one of them; with `gather=False`, also if they differ in their number of rows.
+        ValueError: on all processes, if their batches differ in label levels or presence of ids, or if a side has no
+            rows in one of them; with `gather=False`, also if they differ in their number of rows.
         TypeError: on all processes, if labels or ids are not integers on one of them.
     """
     if world_size() == 1:
@@ -193,12 +193,16 @@ def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> Gl
 
 
 def _check_not_empty(owner: str, counts: Int[Tensor, "world side"]) -> None:
-    """Raise if one of two sides has no rows in some process, because the others would wait for its embeddings."""
-    if counts.shape[1] > 1 and counts.min() == 0:
-        raise ValueError(
-            f"{owner}: each process needs at least one query and one candidate, got {counts.tolist()} queries and "
-            "candidates in rank order; use larger batches, or fewer processes."
-        )
+    """Raise if a side has no rows in some process, because the others would wait for its embeddings."""
+    if counts.min() > 0:
+        return
+    of_processes, least, rows = counts[:, 0], "row", "rows"
+    if counts.shape[1] > 1:
+        of_processes, least, rows = counts, "query and one candidate", "queries and candidates"
+    raise ValueError(
+        f"{owner}: each process needs at least one {least}, got {of_processes.tolist()} {rows} in rank order; use "
+        "larger batches, or fewer processes."
+    )
 
 
 class Dimensions:

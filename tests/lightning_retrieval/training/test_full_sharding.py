@@ -185,6 +185,15 @@ def shared_parameter(this, world):
     return net[2].factor is net[0].factor, net[2].factor.item()
 
 
+def message_of_networks_that_differ(this, world):
+    """Two layers share a parameter, but no longer where they were moved to the meta device."""
+    net = nn.Sequential(Scaled(), nn.Linear(3, 3), Scaled())
+    net[2].factor = net[0].factor
+    if this > 0:
+        net.to("meta")
+    return message_of(start_with, net, dist.device_mesh.init_device_mesh("cpu", (world,)))
+
+
 def start_with(network, mesh):
     start_sharded(network, lambda: shard_blocks(network, mesh), torch.device("cpu"))
 
@@ -357,6 +366,7 @@ def in_each_process(this, world, folder):
         "state": state_of_the_first(this),
         "peaks": peaks(this, world),
         "shared parameter": shared_parameter(this, world),
+        "networks that differ": message_of_networks_that_differ(this, world),
         "part": message_of_a_part(),
         "shared": {name: message_of_shared(name) for name in SHARED},
         "checkpoints": checkpoints_of(this, world, folder),
@@ -478,6 +488,12 @@ def test_only_the_first_process_needs_memory_for_the_whole_network(ranks):
 
 @needs_sums
 @pytest.mark.refusal
+def test_networks_that_differ_raise_on_every_process(ranks):
+    for result in ranks:
+        message = result["networks that differ"]
+        assert message.startswith("Sequential: all processes must build the same network, got `2.factor` of shape None")
+
+
 def test_a_network_that_is_not_divided_over_all_processes_raises(ranks):
     for result in ranks:
         assert re.match("RetrievalModule: a parameter must be sharded .* 2 processes, .*Shard", result["part"])

@@ -63,6 +63,7 @@ def messages_of_batches_that_do_not_match(this):
     return {
         "dimension": message_of(narrower_or_wider, labels, labels),
         "ids": message_of(embeddings, labels, ids_but_on_the_first),
+        "no rows": message_of(embeddings[: 2 * is_first], labels[: 2 * is_first], None),
         "rows": message_of(*more_rows, None, gather=False),
         "labels that are not integers": message_of(embeddings, floats_but_on_the_first, labels),
         "ids of another shape": message_of(embeddings, labels, column_but_on_the_first),
@@ -112,6 +113,7 @@ def test_rows_and_gradients_travel_between_gpus(run_processes):
         ("dimension", r"embeddings of all processes .* same dimension, got \[\[3\], \[4\], \[3\]\] in rank order"),
         ("a later step", r"embeddings of all processes .* same dimension, got \[\[3\], \[4\], \[3\]\] in rank order"),
         ("ids", r"batches may differ only .* \[\(0, 0\), \(0, 1\), \(0, 1\)\] in rank order"),
+        ("no rows", r"each process needs at least one row, got \[2, 0, 0\] rows in rank order; use larger batches"),
         ("rows", r"gather=False .* batches of equal size, got \[2, 3, 4\] rows in rank order"),
     ],
 )

@@ -125,6 +125,13 @@ def test_the_network_of_a_checkpoint_embeds_as_the_module(tmp_path, settings):
     assert network_digest(network) == network_digest(module)
 
 
+def test_a_query_network_without_layers_is_used():
+    x = torch.randn(3, 4)
+    for kind, arguments in ((RetrievalNetwork, ()), (RetrievalModule, (SmoothAPLoss(),))):
+        module = kind(nn.Linear(4, 2), *arguments, query_embedder=nn.Sequential())
+        assert torch.equal(module.embed_queries(x), x)
+
+
 def objects_of(cls):
     """The annotations of the arguments of a class for which a file may describe objects."""
     parameters = inspect.signature(cls).parameters.values()
