@@ -120,11 +120,14 @@ class ListedBlock(ABC):
 
     Attributes:
         width: number of columns, at least 1.
-        excludes_several: whether several of these images may be excluded from one list.
     """
 
     width: int
-    excludes_several: bool
+
+    @property
+    @abstractmethod
+    def excludes_several(self) -> bool:
+        """Whether several of these images may be excluded from one list."""
 
     @abstractmethod
     def columns(self) -> Int[Tensor, "query pos"]:
