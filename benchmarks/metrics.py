@@ -90,6 +90,8 @@ class ProcessCase:
 PROCESS_CASES = {
     "all images are queries": ProcessCase(20_000, 128, 20_000),
     "2 % are queries": ProcessCase(200_000, 256, 4_000),
+    "0.5 % are queries": ProcessCase(100_000, 256, 500),
+    "0.5 % of more": ProcessCase(400_000, 256, 2_000),
     "half in one class": ProcessCase(12_000, 128, 12_000, half_in_one_class=True),
     "expanded": ProcessCase(20_000, 128, 20_000, expanded=True),
 }
