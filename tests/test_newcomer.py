@@ -119,9 +119,10 @@ def add_data_set(package):
     """One file and one line."""
     datamodules = package / "datamodules"
     (datamodules / "readers" / "named_images.py").write_text(NEW_SET, encoding="utf-8")
-    before = "from lightning_retrieval.datamodules.readers.online_products import "
-    new_line = "from lightning_retrieval.datamodules.readers.named_images import NamedImages as NamedImages\n"
-    replace_once(datamodules / "__init__.py", before, new_line + before)
+    before = '    "PKSampler": '
+    replace_once(
+        datamodules / "__init__.py", before, '    "NamedImages": "datamodules.readers.named_images",\n' + before
+    )
 
 
 CONFIG = """

@@ -72,7 +72,7 @@ def gather_batch(
     gather: bool,
     local_queries: bool,
 ) -> GlobalBatch:
-    """Gather the batch of all processes, if nothing of it was gathered before the forward pass.
+    """Gather the batch of all processes, if nothing of it was gathered before the forward pass. It may have no rows.
 
     Args:
         owner: as for `gather_labels`.
@@ -87,30 +87,35 @@ def gather_batch(
         TypeError: as `gather_labels`.
     """
     # The inputs of the embeddings are unknown, but this call compares the dimension in any case.
-    (rows,) = gather_labels(owner, [LocalRows(labels, ids, embeddings)], gather=gather)
+    (rows,) = gather_labels(owner, [LocalRows(labels, ids, embeddings)], gather=gather, may_be_empty=True)
     Dimensions().compare(owner, [embeddings], [rows])
     return gather_embeddings(embeddings, rows, gather=gather, local_queries=local_queries)
 
 
-def gather_labels(owner: str, sides: Sequence[LocalRows], *, gather: bool) -> list[GlobalRows]:
+def gather_labels(
+    owner: str, sides: Sequence[LocalRows], *, gather: bool, may_be_empty: bool = False
+) -> list[GlobalRows]:
     """Gather the labels and ids of all processes, for each side of a batch. No embeddings are needed.
 
     Args:
         owner: prefix of error messages.
         sides: rows of this process. The numbers of rows of the processes may differ.
         gather: False returns the rows of this process only.
+        may_be_empty: whether a process may have no rows.
 
     Raises:
-        ValueError: on all processes, if their batches differ in label levels or presence of ids, or if a side has no
-            rows in one of them; with `gather=False`, also if they differ in their number of rows.
+        ValueError: on all processes, if their batches differ in label levels or presence of ids; with `gather=False`,
+            also if they differ in their number of rows; unless `may_be_empty`, also if one of them has no rows.
         TypeError: on all processes, if labels or ids are not integers on one of them.
     """
     if world_size() == 1:
-        _check_not_empty(owner, torch.tensor([[len(rows.labels) for rows in sides]]))
+        if not may_be_empty:
+            _check_not_empty(owner, torch.tensor([[len(rows.labels) for rows in sides]]))
         return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
     local_forms = to_device([list(map(_form_of, sides))], sides[0].labels.device)
     forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
-    _check_not_empty(owner, forms_of_processes[:, :, 0])
+    if not may_be_empty:
+        _check_not_empty(owner, forms_of_processes[:, :, 0])
     gathered = []
     for rows, forms in zip(sides, forms_of_processes.unbind(1)):
         gathered.append(_gather_side(owner, rows, _Forms(*forms.unbind(1)), gather))

@@ -51,6 +51,13 @@ def message_of(embeddings, labels, ids, gather=True):
     return type(error.value), str(error.value)
 
 
+def message_of_no_rows(labels):
+    """The error message where a process has no rows before its forward pass."""
+    with pytest.raises(ValueError, match="at least one row") as error:
+        gather_labels("Owner", [LocalRows(labels, None, labels)], gather=True)
+    return type(error.value), str(error.value)
+
+
 def messages_of_batches_that_do_not_match(this):
     """Batches that differ between the processes, or that are invalid on all but the first."""
     is_first = this == 0
@@ -63,7 +70,7 @@ def messages_of_batches_that_do_not_match(this):
     return {
         "dimension": message_of(narrower_or_wider, labels, labels),
         "ids": message_of(embeddings, labels, ids_but_on_the_first),
-        "no rows": message_of(embeddings[: 2 * is_first], labels[: 2 * is_first], None),
+        "no rows": message_of_no_rows(labels[: 2 * is_first]),
         "rows": message_of(*more_rows, None, gather=False),
         "labels that are not integers": message_of(embeddings, floats_but_on_the_first, labels),
         "ids of another shape": message_of(embeddings, labels, column_but_on_the_first),
