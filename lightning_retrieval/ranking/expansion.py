@@ -71,8 +71,7 @@ def nearest_rows(
     blocks = []
     for local, positions in queries.split_blocks(_BLOCK_ROWS):
         blocks.append(_NearestOfBlock(queries.local[local], self_index[positions], k=k, self_score=self_score))
-    for begin in range(0, len(gallery), columns):
-        tiles.take_gallery_block(gallery, begin, columns)
+    for _ in tiles.gallery_blocks(gallery, range(0, len(gallery), columns), columns):
         for block in blocks:
             block.add(tiles)
     nothing = self_index[:0, None].expand(0, k)

@@ -83,15 +83,19 @@ class ScoreTiles:
         last = len(rows) // self._columns_of_a_product * self._columns_of_a_product
         self._last_product = pad(rows[last:], (0, 0, 0, -len(rows) % _COLUMN_MULTIPLE))
 
-    def take_gallery_block(self, gallery: ShardedRows, begin: int, columns: int) -> None:
-        """Begin the gallery block of `columns` rows from `begin` on, unless it is the current block.
+    def gallery_blocks(self, gallery: ShardedRows, begins: Sequence[int], columns: int) -> Iterator[int]:
+        """Begin the gallery blocks of `columns` rows at these positions, one after another; yields the position.
 
-        If the gallery is sharded, this is a collective operation.
+        If the gallery is sharded, this is a collective operation, and each block is fetched while the one before it is
+        in use.
         """
-        end = min(begin + columns, len(gallery))
-        if (self.begin, self.end) != (begin, end):
+        fetches = (gallery.start_range(begin, min(begin + columns, len(gallery))) for begin in begins)
+        waiting = list(islice(fetches, 1))
+        for begin in begins:
             self._gallery = self._last_product = self._queries[:0]  # frees memory
-            self.start_gallery_block(gallery.range(begin, end), begin)
+            self.start_gallery_block(waiting.pop()(), begin)
+            waiting += islice(fetches, 1)
+            yield begin
 
     def start_queries(self, queries: Float[Tensor, "query dim"]) -> None:
         """Begin a block of queries: at most `rows` unit rows."""
@@ -224,12 +228,13 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: PositiveLi
         in_group = extents[first * queries.shard.count : last * queries.shard.count]
         begin = min(extent.begin for extent in in_group)
         end = max(extent.end for extent in in_group)
-        for start in range(begin // columns * columns, end, columns):
-            tiles.take_gallery_block(gallery, start, columns)
+        with_positives = range(begin // columns * columns, end, columns)
+        begins = [*with_positives, *range(0, len(gallery), columns)]
+        gallery_blocks = tiles.gallery_blocks(gallery, begins, columns)
+        for _ in islice(gallery_blocks, len(with_positives)):
             for block in blocks:
                 block.find_positives(tiles)
-        for start in range(0, len(gallery), columns):
-            tiles.take_gallery_block(gallery, start, columns)
+        for _ in gallery_blocks:
             for block in blocks:
                 block.count(tiles)
         for block in blocks:

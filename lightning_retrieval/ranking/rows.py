@@ -12,19 +12,18 @@ little time, because there are few ranks compared with scores.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, finfo, float32, promote_types
 from torch.linalg import vector_norm
 
-from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts, size_for
+from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
 
 _GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are gathered
-# Numbers that are gathered at a time: few need little memory beside the result, and many make few operations.
-_CPU_NUMBERS, _DEVICE_NUMBERS = 1 << 18, 1 << 22
 
 
 def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
@@ -167,19 +166,39 @@ class ShardedRows:
 
         Sharded rows are returned on the device of the collective operation, other rows on their device.
         """
+        return self.start_range(begin, end)()
+
+    def start_range(self, begin: int, end: int) -> Callable[[], Float[Tensor, "range dim"]]:
+        """Begin to fetch the rows from `begin` to `end`, and return the function that waits for them.
+
+        If the rows are sharded, this is a collective operation. Whole turns of the processes are gathered into their
+        place while this process goes on.
+        """
         if not self.is_sharded:
-            return self.local[begin:end]
+            return lambda: self.local[begin:end]
+        turn, count = self.layout.unit * self.shard.count, self.shard.count
         rows = self.local.new_empty(end - begin, self.local.shape[1], device=self.shard.device)
-        turn = self.layout.unit * self.shard.count
-        numbers = size_for(rows.device, cpu=_CPU_NUMBERS, accelerator=_DEVICE_NUMBERS)
-        step = turn * max(1, numbers // (turn * max(1, rows.shape[1])))
-        for first in range(begin, end, step):
-            last = min(first + step, end)
-            self._gather_into(rows[first - begin : last - begin], first, last)
-        return rows
+        first, last = min(math.ceil(begin / turn) * turn, end), end // turn * turn
+        works = []
+        for start in range(first, last, turn):
+            block = self.local[start // count : (start + turn) // count].to(rows.device)
+            gathered = rows[start - begin : start - begin + turn]
+            works.append(dist.all_gather_into_tensor(gathered, block, group=self.shard.group, async_op=True))
+        self._gather_into(rows[: first - begin], begin, first)
+        last = max(first, last)
+        self._gather_into(rows[last - begin :], last, end)
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return rows
+
+        return wait
 
     def _gather_into(self, rows: Float[Tensor, "range dim"], begin: int, end: int) -> None:
         """Gather the rows from `begin` to `end` into a tensor. A collective operation."""
+        if len(rows) == 0:
+            return
         first = self.layout.rows_before(begin, self.shard.index)
         last = self.layout.rows_before(end, self.shard.index)
         sizes = self.layout.sizes(begin, end)
