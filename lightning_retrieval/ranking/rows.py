@@ -14,6 +14,7 @@ little time, because there are few ranks compared with scores.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,7 +180,7 @@ class ShardedRows:
         turn, count = self.layout.unit * self.shard.count, self.shard.count
         rows = self.local.new_empty(end - begin, self.local.shape[1], device=self.shard.device)
         first, last = min(math.ceil(begin / turn) * turn, end), end // turn * turn
-        works = []
+        works: list[Any] = []
         for start in range(first, last, turn):
             block = self.local[start // count : (start + turn) // count].to(rows.device)
             gathered = rows[start - begin : start - begin + turn]
