@@ -4,6 +4,7 @@ import copy
 import json
 import zlib
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -141,6 +142,16 @@ def test_a_damaged_tokenizer_is_one_sentence(state, tmp_path):
     assert torch.equal(embedder.tokenizer(TEXTS), before)
 
 
+@pytest.fixture
+def offline(monkeypatch):
+    """The hub cannot be reached. Its sessions keep this setting, so they are closed after the test."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    yield
+    utils = huggingface_hub.utils
+    close = getattr(utils, "close_session", None) or utils.reset_sessions  # by version
+    close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -152,8 +163,7 @@ def test_a_damaged_tokenizer_is_one_sentence(state, tmp_path):
         ({"backbone": "hf/no/such-folder-here"}, "`backbone` asks for"),
     ],
 )
-def test_invalid_arguments_are_one_sentence(arguments, message, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_invalid_arguments_are_one_sentence(arguments, message, offline):
     with pytest.raises(ValueError, match=f"^TextEmbedder: {message}"):
         TextEmbedder(**arguments)
 
