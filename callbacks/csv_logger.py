@@ -4,7 +4,6 @@ import csv
 import io
 import os
 import warnings
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from pytorch_lightning.loggers.csv_logs import CSVLogger, ExperimentWriter
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
+from lightning_retrieval.checkpoints import checksums_of, find_damage
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import gather_objects
-from lightning_retrieval.files import find_damage, new_file
+from lightning_retrieval.files import new_file
 
 
 def run_folder(trainer: Any) -> Path:
@@ -253,11 +253,14 @@ class SameCheckpoint(pl.Callback):
         self.checkpoint = checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Compare the checksums of the records in the checkpoint files."""
+        """Compare the checksums in the checkpoints."""
         if stage != "fit":
             return
-        found = gather_objects((str(self.checkpoint), _fingerprint(self.checkpoint)))
-        if len({fingerprint for _, fingerprint in found}) > 1:
+        checksums = None
+        if self.checkpoint is not None:
+            checksums = checksums_of(self.checkpoint)
+        found = gather_objects((str(self.checkpoint), checksums))
+        if any(checksums != other for _, other in found):
             paths = [path for path, _ in found]
             raise ValueError(
                 f"{self.owner}: all processes must continue from the same checkpoint, got {paths} in rank order, which "
@@ -285,11 +288,3 @@ class RowsBeforeCheckpoints(pl.Callback):
         if connector.should_update_logs and metrics:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             self.logger.log_before_checkpoint({**metrics, "epoch": trainer.current_epoch}, step)
-
-
-def _fingerprint(checkpoint: Path | None) -> tuple[tuple[str, int], ...]:
-    """Return the names and the checksums of the records in a checkpoint."""
-    if checkpoint is None:
-        return ()
-    with zipfile.ZipFile(checkpoint) as archive:
-        return tuple((record.filename, record.CRC) for record in archive.infolist())

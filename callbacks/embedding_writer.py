@@ -17,9 +17,9 @@ from pytorch_lightning.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
 from lightning_retrieval.checks import check_choice, check_integer, check_path, first_line
 from lightning_retrieval.distributed import gather_objects
-from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
     FILE_FORMATS,
@@ -142,9 +142,9 @@ def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) ->
     """Return plain values that an index of the embeddings stores: model, preparation and folder of the images."""
     checkpoint = trainer.ckpt_path
     about: dict[str, Any] = {"preparation": _preparation(trainer), "preparation_from": "checkpoint"}
-    if checkpoint is not None and Path(checkpoint).is_file():
+    if checkpoint is not None and is_checkpoint(Path(checkpoint)):
         about["checkpoint"] = str(Path(checkpoint).absolute())
-        about["checkpoint_sha256"] = file_digest(Path(checkpoint))
+        about["checkpoint_sha256"] = checkpoint_digest(Path(checkpoint))
     else:
         about["checkpoint_sha256"] = _digest_of_weights(module)
     root = getattr(dataset, "root", None)

@@ -4,23 +4,30 @@ from datetime import timedelta
 
 from pytorch_lightning.strategies import ModelParallelStrategy
 
-from lightning_retrieval.checks import check_integer, short_repr
+from lightning_retrieval.checkpoints import check_can_be_sharded
+from lightning_retrieval.checks import check_bool, check_integer, short_repr
 
 
 class FSDP2Strategy(ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy` for a `RetrievalModule`: the network is sharded over processes by FSDP2.
 
-    All processes share the batch. A checkpoint is one file, as with one process.
+    All processes share the batch. By default, a checkpoint is one file, as with one process.
 
     Args:
         shard_size: number of processes that hold one copy of the network together, >= 1. It must divide the number of
             processes. The processes of a node have consecutive ranks, so the number of GPUs of a node shards the
             network within each node, and replicates it between nodes. If None, all processes hold one copy together.
+        sharded_checkpoints: whether a checkpoint is a folder in which each process writes its shards, so that no
+            process holds all weights. Each node must see the folder. All functions and commands of this library read
+            such a checkpoint like a file, and any number of processes can continue from it.
         timeout: timeout of collective operations; if None, the default of the backend.
 
     Raises:
         ValueError: if `shard_size` is < 1 or, at the start of a run, does not divide the number of processes.
-        TypeError: if `shard_size` is not an integer, or `timeout` is not a `datetime.timedelta`.
+        ModuleNotFoundError: if `sharded_checkpoints` is True, and torch is older than 2.9 or safetensors is not
+            installed.
+        TypeError: if `shard_size` is not an integer, `sharded_checkpoints` is not True or False, or `timeout` is not a
+            `datetime.timedelta`.
 
     Example:
         >>> from lightning_retrieval import FSDP2Strategy
@@ -32,12 +39,17 @@ class FSDP2Strategy(ModelParallelStrategy):
         Between two steps, 12 bytes for each parameter divided by `shard_size`, with AdamW in float32.
     """
 
-    def __init__(self, *, shard_size: int | None = None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, *, shard_size: int | None = None, sharded_checkpoints: bool = False, timeout: timedelta | None = None
+    ) -> None:
         owner = type(self).__name__
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
         self.shard_size = shard_size
         if shard_size is not None:
             self.shard_size = check_integer(owner, "shard_size", shard_size, least=1)
+        self.sharded_checkpoints = check_bool(owner, "sharded_checkpoints", sharded_checkpoints)
+        if sharded_checkpoints:
+            check_can_be_sharded(owner)
         if not isinstance(timeout, timedelta | None):
             raise TypeError(
                 f"{owner}: `timeout` must be a datetime.timedelta, got {short_repr(timeout)} "

@@ -16,6 +16,7 @@ from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_retrieval.callbacks.evaluation import is_count
+from lightning_retrieval.checkpoints import is_checkpoint
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
 
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -158,7 +159,7 @@ class RetrievalWandbLogger(WandbLogger):
             return
         for checkpoint in self._checkpoints.values():
             path = Path(checkpoint.best_model_path)
-            if not path.is_file():
+            if not is_checkpoint(path):
                 continue
             version = (str(path), path.stat().st_mtime)
             if version in self._uploaded:
@@ -198,5 +199,8 @@ class RetrievalWandbLogger(WandbLogger):
             if checkpoint is monitoring[0]:
                 aliases.append("best")
         artifact = wandb.Artifact(f"model-{self.experiment.id}", type="model", metadata=metadata)
-        artifact.add_file(str(path), name="model.ckpt")
+        add = artifact.add_file
+        if path.is_dir():
+            add = artifact.add_dir
+        add(str(path), name="model.ckpt")
         self.experiment.log_artifact(artifact, aliases=aliases)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from typing import IO, Any, BinaryIO
 
 LOCK = "lock"
 TEMPORARY = ".tmp"  # suffix of a file that is being written
-ZIP_START = b"PK\x03\x04"
-LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 READ_BYTES = 1 << 20  # bytes read at a time
 UNCHANGED = "what was saved there before is unchanged, so free space on the disk and save again"
 
@@ -91,43 +88,6 @@ def file_digest(path: Path) -> str:
         while data := stream.read(READ_BYTES):
             digest.update(data)
     return digest.hexdigest()
-
-
-def find_damage(checkpoint: Any) -> str | None:
-    """A description of the damage of a file that `torch.save` wrote; None if it is intact, or has no checksums.
-
-    Args:
-        checkpoint: a path, or a stream.
-    """
-    if isinstance(checkpoint, (str, Path)):
-        if not Path(checkpoint).is_file():
-            return None
-        with open(checkpoint, "rb") as stream:
-            return _find_damage(stream)
-    if not (hasattr(checkpoint, "seekable") and checkpoint.seekable()):
-        return None
-    position = checkpoint.tell()
-    damage = _find_damage(checkpoint)
-    checkpoint.seek(position)
-    return damage
-
-
-def _find_damage(stream: Any) -> str | None:
-    """A description of the damage of a file that `torch.save` wrote; None if it is intact."""
-    start = stream.read(len(ZIP_START))
-    if start.startswith(LEGACY_START):
-        return None
-    if start != ZIP_START:
-        return "its first bytes are not those of a checkpoint"
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            record = archive.testzip()
-    except Exception as error:  # a damaged archive can raise errors of many types
-        text = " ".join(str(error).split())
-        return f"it is no complete zip archive ({text or type(error).__name__})"
-    if record is not None:
-        return f"the checksum of its record {record} is wrong"
-    return None
 
 
 class DigestStream:

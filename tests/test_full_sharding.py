@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_retrieval import CrossBatchMemory, FSDP2Strategy, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import MemoryMonitor, RetrievalEvaluation
+from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint, torch_writes_shards
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.full_sharding import copies_of, full_tensor, is_sharded
 from tests.processes import start_processes
@@ -26,9 +27,7 @@ from tests.test_same_run import CLASSES, FewGlyphs, Watch, all_glyphs, flat, ret
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"), reason="needs a newer torch, which refuses this"
-    ),
+    pytest.mark.skipif(not torch_writes_shards(), reason="needs torch 2.9"),
 ]
 
 STEPS, CUT = 14, 7
@@ -112,7 +111,7 @@ def strategy_of(world):
         return "auto"
     if world == 2:
         return ModelParallelStrategy(world, tensor_parallel_size=1, save_distributed_checkpoint=False)
-    return FSDP2Strategy(shard_size=2)
+    return FSDP2Strategy(shard_size=2, sharded_checkpoints=True)
 
 
 def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), has_weights=True):
@@ -235,8 +234,10 @@ def test_gradients_are_summed_once_a_step_and_weights_gathered_in_each_pass(seen
             assert gathers == MODULES * (3 * CHUNKS - kept) + compared
 
 
-def test_a_checkpoint_has_the_form_of_one_process(seen, folder):
-    one, two = (torch.load(folder / world / "ranked" / "end.ckpt", weights_only=True) for world in "12")
+@pytest.mark.parametrize("world", ["2", "4"])
+def test_a_checkpoint_has_the_form_of_one_process(seen, folder, world):
+    one, two = (read_checkpoint(folder / processes / "ranked" / "end.ckpt") for processes in ("1", world))
+    assert is_sharded_checkpoint(folder / world / "ranked" / "end.ckpt") == (world == "4")
     assert set(two) == set(one)
     assert two["hyper_parameters"] == one["hyper_parameters"]
     assert list(two["state_dict"]) == list(one["state_dict"])
@@ -246,19 +247,19 @@ def test_a_checkpoint_has_the_form_of_one_process(seen, folder):
     for key in ("param_groups", "state"):
         assert list(two["optimizer_states"][0][key]) == list(one["optimizer_states"][0][key])
     embedder = retrieval_module(**ranked()).embedder
-    module = RetrievalModule.load_from_checkpoint(folder / "2" / "ranked" / "end.ckpt", embedder=embedder)
+    module = RetrievalModule.load_from_checkpoint(folder / world / "ranked" / "end.ckpt", embedder=embedder)
     assert len(module.memory) == 150
     for name, value in module.state_dict().items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(value.double(), one["state_dict"][name].double(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("source", "world"), [("1", 2), ("2", 1), ("2", 4), ("4", 1)])
+@pytest.mark.parametrize(("source", "world"), [("1", 2), ("2", 1), ("2", 4), ("4", 1), ("4", 2)])
 def test_any_number_of_processes_continues_from_a_checkpoint(seen, folder, run_processes, tmp_path, source, world):
     checkpoint = folder / source / "ranked" / f"step={CUT}.ckpt"
     run_processes(continued, world, tmp_path / "continued", checkpoint, backend=None, timeout=300)
-    found = torch.load(tmp_path / "continued" / "end.ckpt", weights_only=True)
-    whole = torch.load(folder / "1" / "ranked" / f"step={2 * CUT}.ckpt", weights_only=True)
+    found = read_checkpoint(tmp_path / "continued" / "end.ckpt")
+    whole = read_checkpoint(folder / "1" / "ranked" / f"step={2 * CUT}.ckpt")
     assert found["global_step"] == whole["global_step"] == 2 * CUT
     assert_close(found["state_dict"], whole["state_dict"])
     assert_close(found["optimizer_states"], whole["optimizer_states"])

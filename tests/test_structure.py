@@ -13,7 +13,7 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
     {"checks", "files", "optional_packages", "packed_strings", "progress"},
-    {"distributed", "plain_data"},
+    {"checkpoints", "distributed", "plain_data"},
     {"ranking", "preparation"},
     {"metrics", "losses", "models"},
     {"training", "search"},

@@ -19,13 +19,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_retrieval.checkpoints import checkpoint_digest, find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.files import file_digest, find_damage
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.preparation.decoding import image_paths
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
@@ -142,16 +142,16 @@ def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> P
     Raises:
         FileNotFoundError: if the path does not exist, or the folder has no such file.
     """
-    if checkpoint.is_file():
+    if is_checkpoint(checkpoint):
         return checkpoint
-    rule = f"{owner}: `{name}` must be a file that training wrote, or the folder of its runs, got {checkpoint}"
+    rule = f"{owner}: `{name}` must be a checkpoint that training wrote, or the folder of its runs, got {checkpoint}"
     if not checkpoint.is_dir():
         raise FileNotFoundError(f"{rule}, which does not exist.")
     runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
     runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
     for run in [checkpoint, *runs]:
         best = run / BEST_CHECKPOINT
-        if best.is_file():
+        if is_checkpoint(best):
             if rank() == 0:
                 print(f"The checkpoint is {best}.", file=sys.stderr)
             return best
@@ -182,7 +182,7 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
                 f"at {given}."
             )
     checkpoint = find_checkpoint(owner, given)
-    sha256 = file_digest(checkpoint)
+    sha256 = checkpoint_digest(checkpoint)
     if sha256 == about.get("checkpoint_sha256"):
         return checkpoint
     module = load_checkpoint(owner, checkpoint)
@@ -211,7 +211,7 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
         return True
     recorded = earlier.get(NETWORK)
     file = Path(str(earlier.get("checkpoint")))
-    if recorded is None and file.is_file() and file_digest(file) == earlier.get("checkpoint_sha256"):
+    if recorded is None and file.is_file() and checkpoint_digest(file) == earlier.get("checkpoint_sha256"):
         with suppress(ValueError):
             recorded = network_digest(load_checkpoint("is_same_network", file))
     return recorded is not None and recorded == about.get(NETWORK)
@@ -241,7 +241,7 @@ def load_checkpoint(owner: str, checkpoint: Path, restored: Callable[[Any], Any]
     if damage is not None:
         raise ValueError(f"{rule}, which is damaged: {damage}.")
     try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        saved = read_checkpoint(checkpoint)
         network = restored(saved)
         if network is None:
             network = restored_retrieval_module(saved)
@@ -396,7 +396,7 @@ class ImageEmbedder:
         prepare, serialised, source = choose_transform(owner, checkpoint, of_side, transform, recorded, channels)
         about = {
             "checkpoint": str(checkpoint.absolute()),
-            "checkpoint_sha256": sha256 or file_digest(checkpoint),
+            "checkpoint_sha256": sha256 or checkpoint_digest(checkpoint),
             "preparation": serialised,
             "preparation_from": source,
             "channels": channels,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytorch_lightning as pl
-import torch
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import DefaultHelpFormatter
 from pytorch_lightning.callbacks import ProgressBar
@@ -28,6 +27,7 @@ from lightning_retrieval.callbacks.csv_logger import (
 )
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
+from lightning_retrieval.checkpoints import is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.embedding import find_checkpoint
 from lightning_retrieval.cli.options import did_you_mean, unknown_option
@@ -164,18 +164,18 @@ class RetrievalCLI(LightningCLI):
         try:
             if path:
                 check_path(self._owner, "--ckpt_path", path)
-            if path and Path(path).is_dir() and self.config.subcommand != "fit":
+            if path and Path(path).is_dir() and not is_checkpoint(Path(path)) and self.config.subcommand != "fit":
                 path = options.ckpt_path = str(find_checkpoint(self._owner, Path(path), "--ckpt_path"))
             check_checkpoint(self._owner, path)
         except (FileNotFoundError, ValueError) as error:
             self.parser.error(str(error))
-        if path and Path(path).is_file():
+        if path and is_checkpoint(Path(path)):
             self._checkpoint = self._read_checkpoint(path)
 
     def _read_checkpoint(self, path: str) -> dict[str, Any]:
         """The content of a checkpoint without the values of its tensors; exits if it is not a checkpoint."""
         try:
-            content = torch.load(path, map_location="meta", weights_only=True)
+            content = read_checkpoint(path, map_location="meta")
         except Exception as error:  # the file holds an object that may not be unpickled
             self.parser.error(f"`--ckpt_path` must be a checkpoint of plain values, got {path} ({first_line(error)}).")
         if not isinstance(content, dict):
@@ -519,7 +519,8 @@ class _SaveConfig(SaveConfigCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         folder = run_folder(trainer)
-        if trainer.is_global_zero and not self.already_saved:
+        is_of_run = stage != "fit" and (folder / self.config_filename).exists()  # what training must find again
+        if trainer.is_global_zero and not self.already_saved and not is_of_run:
             config = self.parser.dump(self.config, skip_none=False)
             if self.model is not None:
                 config = yaml.safe_dump({**yaml.safe_load(config), "model": self.model}, sort_keys=False)

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_bool, check_instance, check_integer, check_path, first_line, short_repr
-from lightning_retrieval.files import find_damage
 from lightning_retrieval.models.embedder import MOST_DIM
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
 from lightning_retrieval.plain_data import describe, rebuild
@@ -215,14 +214,14 @@ def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dic
         ValueError: if the file is damaged or cannot be rebuilt, or the embeddings of the module depend on more than its
             embedder.
     """
-    if not checkpoint.is_file():
-        raise FileNotFoundError(f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}.")
+    if not is_checkpoint(checkpoint):
+        raise FileNotFoundError(f"{owner}: `checkpoint` must be one that training wrote, got {checkpoint}.")
     rule = f"{owner}: `checkpoint` must be one of a RetrievalModule whose `embedder` can be rebuilt, got {checkpoint}"
     damage = find_damage(checkpoint)
     if damage is not None:
         raise ValueError(f"{rule}, which is damaged: {damage}.")
     try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        saved = read_checkpoint(checkpoint)
         settings = saved["hyper_parameters"]
         state = {name: value for name, value in saved["state_dict"].items() if name.startswith("embedder.")}
         with without_pretrained_weights():

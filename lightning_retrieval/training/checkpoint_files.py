@@ -1,19 +1,19 @@
-"""The content of checkpoint files, and how they are verified, read and written.
+"""The content of checkpoints, and how a run with a sharded network reads and writes them.
 
-- Files are verified before they are loaded. `torch.save` writes a zip archive with a checksum of each record, but
-  `torch.load` does not compare the checksums: a flipped bit would silently change a weight.
 - A checkpoint of adapters (LoRA) does not hold the pretrained weights, because they are loaded again from their source.
   The weights are left out only if an `Embedder` has `lora` and names its `weights`: random weights have no source.
 - A checkpoint of a network that is sharded over the processes looks like a checkpoint of a single process: one file
   with full tensors, which the first process writes. Any number of processes, with or without `ModelParallelStrategy`,
-  can continue from it. Lightning's own code would lose state that is neither a parameter nor a buffer, such as the rows
-  of a memory; and if some parameters are frozen, it would assign the optimizer's state to the wrong parameters.
+  can continue from it. With `FSDP2Strategy(sharded_checkpoints=True)`, each process writes its shards, see
+  `lightning_retrieval.checkpoints`. Lightning's own code would lose state that is neither a parameter nor a buffer,
+  such as the rows of a memory; and if some parameters are frozen, it would assign the optimizer's state to the wrong
+  parameters.
 """
 
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_retrieval.checkpoints import (
+    find_damage,
+    is_sharded_checkpoint,
+    map_tensors,
+    read_rest,
+    read_shards,
+    write_sharded_checkpoint,
+)
 from lightning_retrieval.checks import check_path, short_repr
-from lightning_retrieval.distributed import rank
-from lightning_retrieval.files import find_damage
+from lightning_retrieval.distributed import gather_objects, rank, world_size
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.pretrained import without_pretrained_weights
@@ -44,7 +51,7 @@ STATES = ("state_dict", "current_model_state")  # `current_model_state` is writt
 
 
 def check_checkpoint(owner: str, checkpoint: Any) -> None:
-    """Raise if a checkpoint file is damaged.
+    """Raise if a checkpoint is damaged.
 
     This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, and files
     from before torch 1.6, which have no checksums.
@@ -66,7 +73,7 @@ def check_checkpoint(owner: str, checkpoint: Any) -> None:
 
 
 def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
-    """Raise unless an argument is a stream, a remote address, or the path of an existing file.
+    """Raise unless an argument is a stream, a remote address, or the path of an existing checkpoint.
 
     Args:
         owner: prefix of error messages.
@@ -75,7 +82,7 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
 
     Raises:
         FileNotFoundError: if the path does not exist.
-        ValueError: if the path is empty or is a folder.
+        ValueError: if the path is empty, or is a folder that is not a sharded checkpoint.
         TypeError: if the value is neither a path nor a stream.
     """
     is_stream = hasattr(checkpoint, "read") and hasattr(checkpoint, "seek")
@@ -83,8 +90,8 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
     if is_stream or is_address:
         return
     path = check_path(owner, name, checkpoint)
-    if path.is_dir():
-        raise ValueError(f"{owner}: `{name}` must be the path of a checkpoint file, got the folder {path}.")
+    if path.is_dir() and not is_sharded_checkpoint(path):
+        raise ValueError(f"{owner}: `{name}` must be the path of a checkpoint, got the folder {path}.")
     if not path.exists():
         raise FileNotFoundError(
             f"{owner}: `{name}` must be the path of a checkpoint, got {path}, which does not exist."
@@ -292,7 +299,7 @@ def load_preparations(owner: str, module: Any, checkpoint: Mapping[str, Any]) ->
         setattr(module, name, preparation)
 
 
-class FullCheckpoints:
+class ShardedRunCheckpoints:
     """Replaces the checkpoint methods of a `ModelParallelStrategy`.
 
     Args:
@@ -303,39 +310,58 @@ class FullCheckpoints:
     def __init__(self, owner: str, strategy: Any) -> None:
         self.owner = owner
         self.strategy = strategy
+        self.writes_shards = getattr(strategy, "sharded_checkpoints", False)
 
     def install(self) -> None:
         """Replace the strategy's methods by those of this object."""
         self.strategy.lightning_module_state_dict = self.module_state
         self.strategy.optimizer_state = self.optimizer_state
         self.strategy.load_checkpoint = self.load_checkpoint
+        if self.writes_shards:
+            self.strategy.save_checkpoint = self.save_shards
 
     def module_state(self) -> Any:
-        """The state of the module for a checkpoint; its tensors are full on the first process."""
-        return _full_state(self.strategy.lightning_module.state_dict())
+        """The state of the module for a checkpoint, see `_state`."""
+        return self._state(self.strategy.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        """The state of an optimizer for a checkpoint; its tensors are full on the first process."""
-        return _full_state(optimizer.state_dict())
+        """The state of an optimizer for a checkpoint, see `_state`."""
+        return self._state(optimizer)
+
+    def _state(self, part: Any) -> Any:
+        """The state of a part of the run; its tensors are full on the first process, unless shards are written."""
+        state = part.state_dict()
+        if not self.writes_shards:
+            state = map_tensors(state, _full_on_first)
+        return state
+
+    def save_shards(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a sharded checkpoint.
+
+        Args:
+            checkpoint: the checkpoint, with this process's shards.
+            filepath: path of the folder.
+            storage_options: is ignored, because the checkpoint is not written by a `CheckpointIO`.
+        """
+        write_sharded_checkpoint(self.owner, Path(filepath), checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, and give each process its shards of the weights and of the optimizers' states.
 
         Args:
-            checkpoint_path: path of the file, which every process must be able to read.
+            checkpoint_path: path of the checkpoint, which every process must be able to read.
             weights_only: as for `torch.load`.
 
         Raises:
-            ValueError: if the file is damaged, or the path is a folder.
+            ValueError: if the checkpoint is damaged, or the path is a folder of another kind.
         """
         path = Path(checkpoint_path)
-        if path.is_dir():
-            raise ValueError(
-                f"{self.owner}: a checkpoint must be one file, got the folder {path}; save it with "
-                "ModelParallelStrategy(save_distributed_checkpoint=False)."
-            )
-        check_checkpoint(self.owner, path)
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        if is_sharded_checkpoint(path):
+            checkpoint = self._read_shards(path, weights_only)
+        else:
+            check_checkpoint_exists(self.owner, "ckpt_path", path)
+            check_checkpoint(self.owner, path)
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         module = self.strategy.lightning_module
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)
@@ -346,12 +372,31 @@ class FullCheckpoints:
             self._load_optimizer(optimizer, saved)
         return checkpoint
 
+    def _read_shards(self, path: Path, weights_only: bool | None) -> Any:
+        """The content of a sharded checkpoint; each process verifies some of the files, and reads only its shards."""
+        for damage in gather_objects(find_damage(path, slice(rank(), None, world_size()))):
+            if damage is not None:
+                raise ValueError(f"{self.owner}: the checkpoint {path} is damaged, {damage}; take another checkpoint.")
+        rest = read_rest(path, weights_only=weights_only)
+        alike = {f"state_dict/{name}": value for name, value in self.strategy.lightning_module.state_dict().items()}
+        for number, (optimizer, saved) in enumerate(zip(self.strategy.optimizers, rest.get("optimizer_states", ()))):
+            for position, parameter in _parameters_by_number(optimizer, saved):
+                for name in saved["state"].get(position, ()):
+                    alike[f"optimizer_states/{number}/state/{position}/{name}"] = parameter
+
+        def allocate(name: str, tensor: Tensor) -> Any:
+            """A tensor that is sharded like the parameter of this run."""
+            like = alike.get(name)
+            if is_sharded(like) and like.shape == tensor.shape:
+                return torch.empty_like(like, dtype=tensor.dtype)
+            return torch.empty_like(tensor, device="cpu")
+
+        return read_shards(path, rest, allocate)
+
     def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Load the state of an optimizer. Parameters are numbered in the order of the groups, as with one process."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        """Load the state of an optimizer."""
         state = dict(saved["state"])
-        for number, parameter in zip(numbers, parameters):
+        for number, parameter in _parameters_by_number(optimizer, saved):
             if number in state:
                 state[number] = self._sharded_state(state[number], parameter)
         optimizer.load_state_dict({**saved, "state": state})
@@ -373,18 +418,18 @@ class FullCheckpoints:
         return sharded
 
 
-def _full_state(state: Any) -> Any:
-    """Replace each sharded tensor of a nested state: by the full tensor on the first process, else by an empty one."""
-    if isinstance(state, dict):
-        full = copy.copy(state)  # copies also `_metadata`, the attribute with the versions of modules
-        for key, value in state.items():
-            full[key] = _full_state(value)
-        return full
-    if type(state) in (list, tuple):
-        return type(state)(map(_full_state, state))
-    if not is_sharded(state):
-        return state
-    tensor = full_tensor(state)
+def _parameters_by_number(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+    """The parameters of an optimizer with their numbers in its saved state: in the order of the groups."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return zip(numbers, parameters)
+
+
+def _full_on_first(_: str, tensor: Any) -> Any:
+    """In place of a sharded tensor, the full tensor on the first process, and an empty one on all others."""
+    if not is_sharded(tensor):
+        return tensor
+    full = full_tensor(tensor)
     if rank() > 0:
-        return tensor.new_empty(0)
-    return tensor.cpu()
+        return full.new_empty(0)
+    return full.cpu()

@@ -19,6 +19,7 @@ from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, describe, unsharded_class, without_sources
@@ -53,6 +54,8 @@ class VerifiedCheckpoints(CheckpointIO):
         checkpoint_files.check_checkpoint(self.owner, path)
         if weights_only is None:  # for a remote address, Lightning would treat None as False
             weights_only = True
+        if is_sharded_checkpoint(path):
+            return read_checkpoint(path, weights_only=weights_only)
         return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -216,7 +219,10 @@ def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, 
     if hparams_file is not None:
         replacing = _read_hparams_file(owner, hparams_file)
     checkpoint_files.check_checkpoint(owner, path)
-    checkpoint = _load(path, map_location or _default_map_location, weights_only is not False)
+    read = _load
+    if is_sharded_checkpoint(path):
+        read = read_checkpoint
+    checkpoint = read(path, map_location or _default_map_location, weights_only is not False)
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{owner}: `checkpoint_path` must be a checkpoint of Lightning, got {short_repr(checkpoint)}.")
     if replacing is not None:

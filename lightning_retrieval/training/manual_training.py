@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.plain_data import rebuild_factory
-from lightning_retrieval.training.checkpoint_files import FullCheckpoints
+from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
@@ -319,7 +319,7 @@ class ManualTraining(OptimizedModule):
         if isinstance(strategy, DDPStrategy):
             release_ddp(strategy, self)
         if isinstance(strategy, ModelParallelStrategy):
-            FullCheckpoints(owner, strategy).install()
+            ShardedRunCheckpoints(owner, strategy).install()
         # All state of a step is complete when it ends, so a run can be resumed from a checkpoint after any step.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
         # `configure_model` is overridden, but does nothing under the strategies that `WeightAveraging` supports.

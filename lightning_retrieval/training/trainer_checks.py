@@ -463,7 +463,8 @@ def _check_model_parallel(owner: str, trainer: Any) -> None:
             f"{owner}: all processes must share the data, and a checkpoint must be one file, got "
             f"ModelParallelStrategy(tensor_parallel_size={strategy._tensor_parallel_size!r}, "
             f"save_distributed_checkpoint={strategy._save_distributed_checkpoint}); use ModelParallelStrategy("
-            f"data_parallel_size={processes}, tensor_parallel_size=1, save_distributed_checkpoint=False)."
+            f"data_parallel_size={processes}, tensor_parallel_size=1, save_distributed_checkpoint=False), or "
+            "FSDP2Strategy(sharded_checkpoints=True)."
         )
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         raise ValueError(

@@ -178,6 +178,15 @@ def test_the_same_command_continues_the_run_in_its_folder(uninterrupted, tmp_pat
     )
 
 
+def test_an_evaluation_in_the_folder_of_a_run_leaves_its_config(uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted, run)
+    config = (run / "config.yaml").read_text()
+    checkpoint = run / "checkpoints/last.ckpt"
+    main(["validate", "--config", str(run / "config.yaml"), f"--run_folder={run}", f"--ckpt_path={checkpoint}"])
+    assert (run / "config.yaml").read_text() == config
+
+
 class Stay(pl.Callback):
     """Stays in the first step, when the workers of the data loader are running."""
 

@@ -1,19 +1,25 @@
 """The gradients and checkpoints of a network that processes share; tests/test_full_sharding.py has whole runs."""
 
 import copy
+import json
+import pickle
 import re
 import resource
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.tensor
 from torch import nn
 
-from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss, checkpoints
+from lightning_retrieval.checkpoints import find_damage, read_checkpoint, torch_writes_shards
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import full_sharding
-from lightning_retrieval.training.checkpoint_files import FullCheckpoints
+from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints, check_checkpoint
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
@@ -31,11 +37,13 @@ from lightning_retrieval.training.full_sharding import (
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.trainer_checks import check_filled
+from tests.test_resume import assert_same
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 needs_sums = pytest.mark.skipif(
     not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"), reason="needs a newer torch"
 )
+needs_shards = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch 2.9")
 ROWS, CHUNK = [7, 3, 2, 5], 2  # of each process: four, two, one and three chunks
 KEPT = [1, 3]  # graphs
 COPIES = [1, 2]  # of the network, each held by two processes
@@ -203,10 +211,10 @@ def peak_of_process():
 
 
 def message_of(function, *arguments):
-    """The message of the ValueError that a call raises, or None."""
+    """The message of the error that a call raises for its arguments or for files, or None."""
     try:
         function(*arguments)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return None
 
@@ -280,9 +288,9 @@ def train(module, optimizer, steps=2):
     module.memory.update(rows, torch.arange(4), torch.arange(4))
 
 
-def strategy_with(module, optimizer):
-    strategy = SimpleNamespace(lightning_module=module, optimizers=[optimizer])
-    FullCheckpoints("RetrievalModule", strategy).install()
+def strategy_with(module, optimizer, sharded_checkpoints=False):
+    strategy = SimpleNamespace(lightning_module=module, optimizers=[optimizer], sharded_checkpoints=sharded_checkpoints)
+    ShardedRunCheckpoints("RetrievalModule", strategy).install()
     return strategy
 
 
@@ -335,6 +343,41 @@ def checkpoints_of(this, world, folder):
     }
 
 
+def sharded_checkpoints_of(this, world, folder):
+    """What two processes save in shards, also twice and in vain, and what they read of it."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    module, optimizer = start(mesh)
+    train(module, optimizer)
+    strategy = strategy_with(module, optimizer, sharded_checkpoints=True)
+    row = dist.tensor.distribute_tensor(torch.arange(4.0).view(1, 4), mesh, [dist.tensor.Shard(0)])  # of one process
+    path = folder / "shards.ckpt"
+    path.write_text("an earlier checkpoint that is one file")
+    dist.barrier()
+    strategy.save_checkpoint({**checkpoint_of(strategy), "epoch": 2}, path)
+    strategy.save_checkpoint({**checkpoint_of(strategy), "row": [row]}, path)
+
+    other, other_optimizer = start(mesh, seed=1)
+    loaded = strategy_with(other, other_optimizer).load_checkpoint(path)
+    assert torch.equal(loaded["row"][0], torch.arange(4.0).view(1, 4))
+    divided = [is_sharded(value) for state in other_optimizer.state.values() for value in state.values()]
+
+    def fails(*_):
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if this == 1:
+            patch.setattr(dist.checkpoint.HuggingFaceStorageWriter, "write_data", fails)
+        full = message_of(strategy.save_checkpoint, checkpoint_of(strategy), path)
+    return {
+        "saved": slices(module, optimizer),
+        "loaded": slices(other, other_optimizer),
+        "divided": divided,
+        "epoch": loaded["epoch"],
+        "full": full,
+        "no folder": message_of(strategy.save_checkpoint, {}, folder / "one.ckpt" / "below a file"),
+    }
+
+
 def steps_of(this, world, shard_size):
     """A step in groups of processes that share a copy of the network each."""
     full_sharding.SMALLEST_BLOCK = 40
@@ -370,6 +413,7 @@ def in_each_process(this, world, folder):
         "part": message_of_a_part(),
         "shared": {name: message_of_shared(name) for name in SHARED},
         "checkpoints": checkpoints_of(this, world, folder),
+        "shards": sharded_checkpoints_of(this, world, folder) if torch_writes_shards() else None,
         "filled": filled_from_a_checkpoint(world, folder),
     }
 
@@ -580,7 +624,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("folder", "a checkpoint must be one file, got the folder "),
+        ("folder", "`ckpt_path` must be the path of a checkpoint, got the folder "),
         ("damaged", "the checkpoint .* is damaged"),
         ("factored", r"the optimizer's state of a sharded parameter .*, \(3, 7\), got \(2,\) for 'rows'"),
     ],
@@ -588,3 +632,113 @@ def assert_equal(found, expected):
 def test_checkpoints_that_cannot_be_loaded_raise(ranks, name, sentence):
     for result in ranks:
         assert re.match(f"RetrievalModule: {sentence}", result["checkpoints"][name])
+
+
+@needs_shards
+def test_each_process_writes_and_reads_its_shards(ranks, folder):
+    whole = read_checkpoint(folder / "two.ckpt")
+    found = read_checkpoint(folder / "shards.ckpt")
+    assert torch.equal(found.pop("row")[0], torch.arange(4.0).view(1, 4))
+    assert_same(found, whole, "checkpoint")
+    for result in (rank["shards"] for rank in ranks):
+        assert_equal(result["saved"], result["loaded"])
+        assert result["epoch"] == 3
+        assert any(result["divided"])
+    (saved,) = (path for path in (folder / "shards.ckpt").iterdir() if path.is_dir())
+    safetensors = pytest.importorskip("safetensors.torch")
+    for this, path in enumerate(sorted(saved.glob("*.safetensors"))):
+        shards = safetensors.load_file(path)
+        assert shards["state_dict/embedder.0.weight"].shape == ((4, 5), (3, 5))[this]
+        assert shards["optimizer_states/0/state/0/exp_avg"].shape == ((2, 7), (1, 7))[this]
+    rest = torch.load(saved / "rest.pt", weights_only=True)
+    assert rest["state_dict"]["embedder.0.weight"].is_meta
+    assert torch.equal(rest["state_dict"]["embedder.1.running_mean"], whole["state_dict"]["embedder.1.running_mean"])
+
+
+@needs_shards
+@pytest.mark.refusal
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(ranks, folder):
+    for result in (rank["shards"] for rank in ranks):
+        assert re.match(
+            r"RetrievalModule: the checkpoint .*shards.ckpt cannot be written \(no space left\); what was saved there "
+            "before is unchanged",
+            result["full"],
+        )
+        assert re.match("RetrievalModule: the checkpoint .*below a file cannot be written", result["no folder"])
+    assert find_damage(folder / "shards.ckpt") is None
+    assert len(list((folder / "shards.ckpt").iterdir())) == 2  # the manifest, and the folder that it names
+
+
+class RunsCode:
+    def __reduce__(self):
+        return (print, ("this ran",))
+
+
+def manifest_with(path, **changes):
+    """Write changed values into a manifest, with a valid checksum."""
+    values = checkpoints.MANIFEST.read("test", path)
+    (path / "checkpoint.json").write_bytes(checkpoints.MANIFEST.encode({**values, **changes}))
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def with_files(change):
+    """A damage of the names or checksums in the manifest."""
+
+    def damage(path, saved):
+        files = json.loads((path / "checkpoint.json").read_text())["files"]
+        manifest_with(path, files=change(files))
+
+    return damage
+
+
+DAMAGES = {
+    "no manifest": (lambda path, _: (path / "checkpoint.json").unlink(), "it is a folder without checkpoint.json"),
+    "changed manifest": (lambda path, _: flip(path / "checkpoint.json"), "its checkpoint.json is not as it was"),
+    "flipped bit": (lambda _, saved: flip(min(saved.glob("*.safetensors"))), "the checksum of its file .*shard-00001"),
+    "missing shards": (lambda _, saved: max(saved.glob("*.safetensors")).unlink(), "it has no file .*shard-00002"),
+    "flipped bit of the rest": (lambda _, saved: flip(saved / "rest.pt"), "the checksum of its file .*rest.pt"),
+    "another folder": (with_files(lambda files: {**files, "../x": ""}), "its checkpoint.json is not as it was"),
+    "no names": (with_files(lambda files: 3), "its checkpoint.json is not as it was"),
+    "no rest": (
+        with_files(lambda files: {name: value for name, value in files.items() if "rest" not in name}),
+        "its checkpoint.json is not as it was",
+    ),
+}
+
+
+@needs_shards
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_shards_are_refused(ranks, folder, tmp_path, name):
+    path = tmp_path / "damaged.ckpt"
+    shutil.copytree(folder / "shards.ckpt", path)
+    (saved,) = (inner for inner in path.iterdir() if inner.is_dir())
+    damage, sentence = DAMAGES[name]
+    damage(path, saved)
+    with pytest.raises(ValueError, match=f"^test: the checkpoint .*damaged.ckpt is damaged, {sentence}"):
+        check_checkpoint("test", path)
+
+
+@needs_shards
+@pytest.mark.refusal
+def test_files_that_are_not_those_of_the_tensors_are_refused(ranks, folder, tmp_path, capfd):
+    """Whoever writes a checkpoint can also write matching checksums."""
+    path = tmp_path / "made.ckpt"
+    shutil.copytree(folder / "shards.ckpt", path)
+    (saved,) = (inner for inner in path.iterdir() if inner.is_dir())
+    files = json.loads((path / "checkpoint.json").read_text())["files"]
+    of_second = f"{saved.name}/shard-00002-model-00001-of-00001.safetensors"
+    manifest_with(path, files={name: value for name, value in files.items() if name != of_second})
+    (path / of_second).unlink()
+    assert find_damage(path) is None
+    with pytest.raises(ValueError, match=r"are not those of its tensors \(state_dict/.* does not have the shape"):
+        read_checkpoint(path)
+    torch.save(RunsCode(), saved / "rest.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        read_checkpoint(path)
+    assert "this ran" not in capfd.readouterr().out

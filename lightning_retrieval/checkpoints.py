@@ -1,0 +1,337 @@
+"""Checkpoints on disk: a file that `torch.save` wrote, or a folder with the shards of several processes.
+
+- `torch.save` writes a zip archive with a checksum of each record. `torch.load` does not compare the checksums, and a
+  flipped bit would silently change a weight. So files are verified before they are loaded.
+- A sharded checkpoint is a folder. PyTorch's distributed checkpoint lets each process write its shards of the sharded
+  tensors to a file of its own. These files have the safetensors format, because the reader of PyTorch's other format
+  unpickles objects that can run code. Everything else is in the file `rest.pt`, in which tensors on the meta device
+  stand for the sharded tensors. The manifest `checkpoint.json` names these files, with their checksums. It is written
+  last, so a folder whose manifest exists is complete.
+"""
+
+import copy
+import inspect
+import os
+import re
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_retrieval.distributed import rank, together
+from lightning_retrieval.files import UNCHANGED, Manifest, file_digest, flush, new_file, reason
+from lightning_retrieval.optional_packages import optional_import
+
+ZIP_START = b"PK\x03\x04"
+LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
+MANIFEST = Manifest(content="sharded checkpoint", name="checkpoint.json", command="fit", cure="take another checkpoint")
+REST = "rest.pt"
+SAVED = re.compile(r"[0-9a-f]{16}")  # name of the folder with the files that were saved together
+FILE = re.compile(rf"{SAVED.pattern}/({re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors)")
+
+
+def is_sharded_checkpoint(path: Any) -> bool:
+    """Whether a path is that of a complete sharded checkpoint."""
+    return isinstance(path, (str, Path)) and Path(path, MANIFEST.name).is_file()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is that of a file or of a sharded checkpoint."""
+    return path.is_file() or is_sharded_checkpoint(path)
+
+
+def checkpoint_digest(path: Path) -> str:
+    """SHA-256 of a checkpoint; that of the manifest, which has the checksums of all files, if it is sharded."""
+    if is_sharded_checkpoint(path):
+        path = path / MANIFEST.name
+    return file_digest(path)
+
+
+def checksums_of(checkpoint: Path) -> dict[str, str | int]:
+    """The checksums that a checkpoint has of its parts, by their names."""
+    if is_sharded_checkpoint(checkpoint):
+        return {**_digests(checkpoint)}
+    with zipfile.ZipFile(checkpoint) as archive:
+        return {record.filename: record.CRC for record in archive.infolist()}
+
+
+def find_damage(checkpoint: Any, part: slice = slice(None)) -> str | None:
+    """A description of the damage of a checkpoint; None if it is intact, or has no checksums.
+
+    Args:
+        checkpoint: a path, or a stream.
+        part: of a sharded checkpoint, the files that are verified.
+    """
+    if isinstance(checkpoint, (str, Path)):
+        path = Path(checkpoint)
+        if path.is_dir():
+            return _damage_of_folder(path, part)
+        if not path.is_file():
+            return None
+        with path.open("rb") as stream:
+            return _damage_of_file(stream)
+    if not (hasattr(checkpoint, "seekable") and checkpoint.seekable()):
+        return None
+    position = checkpoint.tell()
+    damage = _damage_of_file(checkpoint)
+    checkpoint.seek(position)
+    return damage
+
+
+def _damage_of_file(stream: Any) -> str | None:
+    """A description of the damage of a file that `torch.save` wrote; None if it is intact."""
+    start = stream.read(len(ZIP_START))
+    if start.startswith(LEGACY_START):
+        return None
+    if start != ZIP_START:
+        return "its first bytes are not those of a checkpoint"
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            record = archive.testzip()
+    except Exception as error:  # a damaged archive can raise errors of many types
+        text = " ".join(str(error).split())
+        return f"it is no complete zip archive ({text or type(error).__name__})"
+    if record is not None:
+        return f"the checksum of its record {record} is wrong"
+    return None
+
+
+def _damage_of_folder(folder: Path, part: slice) -> str | None:
+    """A description of the damage of a sharded checkpoint; None if it is intact."""
+    if not is_sharded_checkpoint(folder):
+        return f"it is a folder without {MANIFEST.name}, because it was not saved completely, or is no checkpoint"
+    try:
+        digests = _digests(folder)
+    except ValueError:
+        return f"its {MANIFEST.name} is not as it was written"
+    for name, digest in sorted(digests.items())[part]:
+        if not (folder / name).is_file():
+            return f"it has no file {name}"
+        if file_digest(folder / name) != digest:
+            return f"the checksum of its file {name} is wrong"
+    return None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The checksums in the manifest of a sharded checkpoint by file name.
+
+    Raises:
+        ValueError: if the manifest is damaged, or does not name the files of one saved checkpoint.
+    """
+    digests = MANIFEST.read("checkpoint", folder).get("files")
+    if not isinstance(digests, dict) or not all(map(FILE.fullmatch, digests)):
+        raise ValueError(f"{folder / MANIFEST.name} must have checksums by file names.")
+    saved = {name.partition("/")[0] for name in digests}
+    if len(saved) != 1 or f"{min(saved)}/{REST}" not in digests:
+        raise ValueError(f"{folder / MANIFEST.name} must name the files of one saved checkpoint.")
+    return digests
+
+
+def _saved_folder(folder: Path) -> Path:
+    """The folder within a sharded checkpoint that has its files."""
+    return folder / min(_digests(folder)).partition("/")[0]
+
+
+def map_tensors(content: Any, change: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
+    """A copy of nested dicts, lists and tuples whose tensors are replaced.
+
+    Args:
+        content: any object.
+        change: function of the name of a tensor and the tensor. A name is composed of the keys and positions that lead
+            to the tensor, such as `state_dict/embedder.head.weight`.
+        name: name of `content`.
+    """
+    if isinstance(content, Tensor):
+        return change(name, content)
+    if isinstance(content, dict):
+        changed = copy.copy(content)  # copies also `_metadata`, the attribute with the versions of modules
+        for key, value in content.items():
+            changed[key] = map_tensors(value, change, f"{name}/{key}".lstrip("/"))
+        return changed
+    if type(content) in (list, tuple):
+        items = (map_tensors(value, change, f"{name}/{position}") for position, value in enumerate(content))
+        return type(content)(items)
+    return content
+
+
+def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
+    """Write a checkpoint; each process writes its shards. All processes must call this function.
+
+    The path is a folder of a file system that all processes share. If the folder has a checkpoint, that checkpoint is
+    removed only after the new one is complete.
+
+    Args:
+        owner: prefix of error messages.
+        path: path of the folder; that of the first process counts.
+        content: the checkpoint, with `DTensor`s of several processes, for example.
+
+    Raises:
+        OSError: on all processes, if a file cannot be written.
+    """
+    path, name = together(lambda: (path, os.urandom(8).hex()))[0]
+    saved, shards = path / name, dict[str, Tensor]()
+
+    def without_shard(name: str, tensor: Tensor) -> Tensor:
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        shards[name] = tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    rest = map_tensors(content, without_shard)
+    try:
+        together(lambda: _make_folder(saved))
+        _save_shards(saved, shards)
+        digests = together(lambda: _save_rest(saved, rest))
+        together(lambda: _replace(path, saved, {file: digest for of_rank in digests for file, digest in of_rank}))
+    except (OSError, RuntimeError) as error:
+        if rank() == 0:
+            shutil.rmtree(saved, ignore_errors=True)
+        raise OSError(f"{owner}: the checkpoint {path} cannot be written ({reason(error)}); {UNCHANGED}.") from None
+
+
+def _make_folder(saved: Path) -> None:
+    """On the first process, make the folder of the files, in place of a checkpoint that is one file."""
+    if rank() > 0:
+        return
+    if saved.parent.is_file():
+        saved.parent.unlink()
+    saved.mkdir(parents=True)
+
+
+def _save_shards(saved: Path, shards: dict[str, Tensor]) -> None:
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
+
+    try:
+        save(shards, storage_writer=HuggingFaceStorageWriter(str(saved), save_distributed=True))
+    except CheckpointException as error:  # is no Exception
+        cause, *_ = error.failures.values()
+        raise RuntimeError(reason(cause[0])) from None
+
+
+def _save_rest(saved: Path, rest: Any) -> list[tuple[str, str]]:
+    """Save everything but the shards on the first process; names and checksums of all files of this process."""
+    files = list(saved.glob(f"shard-{rank() + 1:05}-*"))
+    if rank() == 0:
+        torch.save(rest, saved / REST)
+        flush(saved / REST)
+        files.append(saved / REST)
+    return [(f"{saved.name}/{file.name}", file_digest(file)) for file in files]
+
+
+def _replace(path: Path, saved: Path, digests: dict[str, str]) -> None:
+    """On the first process, write the manifest, then remove the files of earlier checkpoints in the same folder."""
+    if rank() > 0:
+        return
+    flush(saved)
+    with new_file(path / MANIFEST.name) as file:
+        file.write(MANIFEST.encode({"files": digests}))
+    for other in path.iterdir():
+        if SAVED.fullmatch(other.name) and other != saved:
+            shutil.rmtree(other)
+
+
+def torch_writes_shards() -> bool:
+    """Whether the installed torch can write and read shards in the safetensors format: 2.9 or later."""
+    import torch.distributed.checkpoint as torch_checkpoint
+
+    writer = getattr(torch_checkpoint, "HuggingFaceStorageWriter", None)
+    return writer is not None and "save_distributed" in inspect.signature(writer).parameters
+
+
+def check_can_be_sharded(owner: str) -> None:
+    """Raise unless the installed packages can write and read sharded checkpoints.
+
+    Args:
+        owner: prefix of error messages.
+
+    Raises:
+        ModuleNotFoundError: if safetensors is not installed, or torch is older than 2.9.
+    """
+    with optional_import(f"{owner}: sharded checkpoints need safetensors: pip install safetensors."):
+        import safetensors  # noqa: F401
+    if not torch_writes_shards():
+        raise ModuleNotFoundError(
+            f"{owner}: sharded checkpoints need torch >= 2.9, got {torch.__version__}; update torch, or read and write "
+            "checkpoints that are one file."
+        )
+
+
+def read_checkpoint(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
+    """The content of a checkpoint, which `find_damage` has found to be intact.
+
+    Args:
+        checkpoint: a path, or a stream.
+        map_location: as for `torch.load`. Sharded tensors are on the CPU, unless `map_location` is a device.
+        weights_only: as for `torch.load`.
+    """
+    if not is_sharded_checkpoint(checkpoint):
+        return torch.load(checkpoint, map_location=map_location, weights_only=weights_only)
+    rest = read_rest(checkpoint, map_location, weights_only)
+    if str(map_location) == "meta":
+        return rest
+    device = "cpu"
+    if isinstance(map_location, (str, torch.device)):
+        device = str(map_location)
+
+    def allocate(name: str, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device)
+
+    return read_shards(checkpoint, rest, allocate, alone=True)
+
+
+def read_rest(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
+    """The content of a sharded checkpoint, with tensors on the meta device in place of sharded tensors."""
+    file = _saved_folder(Path(checkpoint)) / REST
+    return torch.load(file, map_location=map_location, mmap=True, weights_only=weights_only)
+
+
+def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Tensor], *, alone: bool = False) -> Any:
+    """Read the sharded tensors of a sharded checkpoint.
+
+    Args:
+        checkpoint: path of the checkpoint.
+        rest: content of the checkpoint, as returned by `read_rest`.
+        allocate: function that makes a tensor to be filled, of the name and shape of a sharded tensor: a full tensor,
+            or a `DTensor` with any placement.
+        alone: whether only this process reads. Otherwise, all processes must call this function.
+
+    Returns:
+        The content with the sharded tensors.
+
+    Raises:
+        ModuleNotFoundError: as for `check_can_be_sharded`.
+        ValueError: if the files lack a tensor or a part of it.
+    """
+    check_can_be_sharded("read_checkpoint")
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
+
+    sharded: dict[str, Tensor] = {}
+
+    def find(name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            sharded[name] = tensor
+        return tensor
+
+    map_tensors(rest, find)
+    reader = HuggingFaceStorageReader(str(_saved_folder(Path(checkpoint))))
+    try:
+        found = reader.read_metadata().state_dict_metadata
+        for name, tensor in sharded.items():
+            elements = sum(chunk.sizes.numel() for chunk in found[name].chunks)
+            if found[name].size != tensor.shape or elements != tensor.numel():
+                raise ValueError(f"{name} does not have the shape {tuple(tensor.shape)}")
+        tensors = {name: allocate(name, tensor) for name, tensor in sharded.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load(tensors, storage_reader=reader, no_dist=alone)
+    except (CheckpointException, Exception) as error:  # a file with a wrong header can raise errors of many types
+        raise ValueError(
+            f"the shards of the checkpoint {checkpoint} are not those of its tensors ({reason(error)}); take another "
+            "checkpoint."
+        ) from None
+    return map_tensors(rest, lambda name, tensor: tensors.get(name, tensor))
