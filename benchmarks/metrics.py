@@ -29,10 +29,8 @@ images each, the first of which is its label. The times are CPU times of one thr
 With `--classes` a set is evaluated of which half of the images are one class. The times are CPU times of one thread.
 """
 
+import gc
 import os
-
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # processes that measure memory return what is freed at once
-
 import statistics
 import sys
 import tempfile
@@ -246,6 +244,7 @@ def one_process(rank: int, world: int, cases: dict[str, ProcessCase], runs: int,
     measured = {}
     for name, case in cases.items():
         evaluate(ProcessCase(1_000, 8, 1_000, expanded=case.expanded), rank, world)  # loads what the first use loads
+        gc.collect()  # metrics refer to themselves, so those of the previous set may still be in memory
         Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
         before = memory_status("VmRSS")
         seconds, results = evaluate(case, rank, world)
@@ -257,27 +256,34 @@ def one_process(rank: int, world: int, cases: dict[str, ProcessCase], runs: int,
         dist.destroy_process_group()
 
 
-def process_row(name: str, case: ProcessCase, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row of the table, from what each process has measured."""
-    row = {"set": name, "images": case.images, "D": case.dim, "queries": case.queries, "processes": len(found)}
-    for clock in ("time", "CPU time"):
-        runs = zip(*(of_process["spent"] for of_process in found))
-        seconds = [max(of_process[clock] for of_process in run) for run in runs]
-        row[clock] = Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
-    return {**row, "added MiB": max(of_process["added"] for of_process in found) / MIB, "mAP": str(found[0]["mAP"])}
+def measured_by_processes(world: int, cases: dict[str, ProcessCase], runs: int) -> list[dict[str, Any]]:
+    """What each process has measured, by set."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_processes(one_process, (world, cases, runs, folder), world)
+        return [torch.load(f"{folder}/{world}-{rank}.pt") for rank in range(world)]
 
 
 def process_rows(cases: dict[str, ProcessCase], runs: int) -> list[dict[str, Any]]:
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for world in (1, 2):
-            run_processes(one_process, (world, cases, runs, folder), world)
-            found[world] = [torch.load(f"{folder}/{world}-{rank}.pt") for rank in range(world)]
-    rows = []
-    for name, case in cases.items():
-        for measured in found.values():
-            rows.append(process_row(name, case, [of_process[name] for of_process in measured]))
-    return rows
+    """The rows of the table. Memory and time are measured by different processes.
+
+    Those that measure the memory return freed tensors at once, so that the result does not depend on what the
+    allocator keeps. This takes time.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    for world in (1, 2):
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+        of_memory = measured_by_processes(world, cases, 1)
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+        of_time = measured_by_processes(world, cases, runs)
+        for name, case in cases.items():
+            row = {"set": name, "images": case.images, "D": case.dim, "queries": case.queries, "processes": world}
+            for clock in ("time", "CPU time"):
+                in_turn = zip(*(measured[name]["spent"] for measured in of_time))
+                seconds = [max(spent[clock] for spent in of_processes) for of_processes in in_turn]
+                row[clock] = Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+            row["added MiB"] = max(measured[name]["added"] for measured in of_memory) / MIB
+            rows[name].append({**row, "mAP": str(of_time[0][name]["mAP"])})
+    return [row for of_case in rows.values() for row in of_case]
 
 
 def tagged(images: int) -> tuple[Tensor, Tensor]:
