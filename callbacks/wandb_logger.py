@@ -199,8 +199,8 @@ class RetrievalWandbLogger(WandbLogger):
             if checkpoint is monitoring[0]:
                 aliases.append("best")
         artifact = wandb.Artifact(f"model-{self.experiment.id}", type="model", metadata=metadata)
-        add = artifact.add_file
         if path.is_dir():
-            add = artifact.add_dir
-        add(str(path), name="model.ckpt")
+            artifact.add_dir(str(path), name="model.ckpt")
+        else:
+            artifact.add_file(str(path), name="model.ckpt")
         self.experiment.log_artifact(artifact, aliases=aliases)

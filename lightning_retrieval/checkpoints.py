@@ -204,7 +204,9 @@ def _make_folder(saved: Path) -> None:
 
 
 def _save_shards(saved: Path, shards: dict[str, Tensor]) -> None:
-    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
         save(shards, storage_writer=HuggingFaceStorageWriter(str(saved), save_distributed=True))
@@ -308,7 +310,9 @@ def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Te
         ValueError: if the files lack a tensor or a part of it.
     """
     check_can_be_sharded("read_checkpoint")
-    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     sharded: dict[str, Tensor] = {}
 
@@ -320,7 +324,7 @@ def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Te
     map_tensors(rest, find)
     reader = HuggingFaceStorageReader(str(_saved_folder(Path(checkpoint))))
     try:
-        found = reader.read_metadata().state_dict_metadata
+        found: dict[str, Any] = {**reader.read_metadata().state_dict_metadata}
         for name, tensor in sharded.items():
             elements = sum(chunk.sizes.numel() for chunk in found[name].chunks)
             if found[name].size != tensor.shape or elements != tensor.numel():

@@ -357,7 +357,7 @@ class ShardedRunCheckpoints:
         """
         path = Path(checkpoint_path)
         if is_sharded_checkpoint(path):
-            checkpoint = self._read_shards(path, weights_only)
+            checkpoint: dict[str, Any] = self._read_shards(path, weights_only)
         else:
             check_checkpoint_exists(self.owner, "ckpt_path", path)
             check_checkpoint(self.owner, path)
@@ -378,7 +378,9 @@ class ShardedRunCheckpoints:
             if damage is not None:
                 raise ValueError(f"{self.owner}: the checkpoint {path} is damaged, {damage}; take another checkpoint.")
         rest = read_rest(path, weights_only=weights_only)
-        alike = {f"state_dict/{name}": value for name, value in self.strategy.lightning_module.state_dict().items()}
+        alike: dict[str, Any] = {
+            f"state_dict/{name}": value for name, value in self.strategy.lightning_module.state_dict().items()
+        }
         for number, (optimizer, saved) in enumerate(zip(self.strategy.optimizers, rest.get("optimizer_states", ()))):
             for position, parameter in _parameters_by_number(optimizer, saved):
                 for name in saved["state"].get(position, ()):
@@ -386,7 +388,7 @@ class ShardedRunCheckpoints:
 
         def allocate(name: str, tensor: Tensor) -> Any:
             """A tensor that is sharded like the parameter of this run."""
-            like = alike.get(name)
+            like: Any = alike.get(name)
             if is_sharded(like) and like.shape == tensor.shape:
                 return torch.empty_like(like, dtype=tensor.dtype)
             return torch.empty_like(tensor, device="cpu")

@@ -55,7 +55,8 @@ class VerifiedCheckpoints(CheckpointIO):
         if weights_only is None:  # for a remote address, Lightning would treat None as False
             weights_only = True
         if is_sharded_checkpoint(path):
-            return read_checkpoint(path, weights_only=weights_only)
+            content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
+            return content
         return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -219,7 +220,7 @@ def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, 
     if hparams_file is not None:
         replacing = _read_hparams_file(owner, hparams_file)
     checkpoint_files.check_checkpoint(owner, path)
-    read = _load
+    read: Any = _load
     if is_sharded_checkpoint(path):
         read = read_checkpoint
     checkpoint = read(path, map_location or _default_map_location, weights_only is not False)
