@@ -20,6 +20,7 @@ from lightning_retrieval import (
     chunked_backward,
     largest_chunk_size,
 )
+from lightning_retrieval.checkpoints import torch_writes_shards
 from tests.awkward_values.calls import Call
 
 # Inputs that a network may take, but not this one.
@@ -121,7 +122,15 @@ CALLS = {
         ),
     ],
     "FSDP2Strategy": [
-        Call("FSDP2Strategy", FSDP2Strategy, lambda: {"shard_size": 2, "timeout": timedelta(minutes=1)}),
+        Call(
+            "FSDP2Strategy",
+            FSDP2Strategy,
+            lambda: {
+                "shard_size": 2,
+                "sharded_checkpoints": torch_writes_shards(),
+                "timeout": timedelta(minutes=1),
+            },
+        ),
     ],
     "RetrievalModule": [
         Call(
