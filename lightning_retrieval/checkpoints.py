@@ -234,7 +234,7 @@ def _replace(path: Path, saved: Path, digests: dict[str, str]) -> None:
         file.write(MANIFEST.encode({"files": digests}))
     for other in path.iterdir():
         if SAVED.fullmatch(other.name) and other != saved:
-            shutil.rmtree(other)
+            shutil.rmtree(other, ignore_errors=True)  # what remains does no harm
 
 
 def torch_writes_shards() -> bool:

@@ -37,7 +37,7 @@ def trainer(devices=2, callbacks=(), **settings):
     ],
 )
 def test_other_arguments_raise_with_those_to_use(settings, got):
-    use = r"data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False\)\.$"
+    use = r"data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False\), or FSDP2Strategy\("
     sentence = rf"^RetrievalModule: .* got ModelParallelStrategy\({got}\); use ModelParallelStrategy\({use}"
     with pytest.raises(ValueError, match=sentence):
         check_trainer("RetrievalModule", trainer(**settings))
