@@ -157,7 +157,7 @@ def test_a_command_without_a_config_that_exists(tmp_path, capsys):
     printed = printed_error(capsys, write_example(tmp_path), f"--ckpt_path={'n' * 500}", command="test")
     assert "lightning-retrieval test: `--ckpt_path` must have names of at most 255 bytes" in printed
     printed = printed_error(capsys, write_example(tmp_path), f"--ckpt_path={tmp_path}", command="test")
-    assert "lightning-retrieval test: `--ckpt_path` must be a checkpoint that training wrote, or the folder of" in printed
+    assert "lightning-retrieval test: `--ckpt_path` must be a checkpoint that training wrote, or the folder" in printed
 
 
 @pytest.mark.refusal
