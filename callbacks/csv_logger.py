@@ -14,7 +14,7 @@ from pytorch_lightning.loggers.csv_logs import CSVLogger, ExperimentWriter
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lightning_retrieval.checkpoints import checksums_of, find_damage
+from lightning_retrieval.checkpoints import checksums_of, find_damage, saved_at
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.files import new_file
@@ -57,7 +57,7 @@ def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
     checkpoints: list[Path] = []
     for folder in folders:
         checkpoints += Path(folder).glob("*.ckpt")
-    checkpoints.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    checkpoints.sort(key=saved_at, reverse=True)
     for path in checkpoints:
         damage = find_damage(path)
         if damage is None:

@@ -45,6 +45,13 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_file() or is_sharded_checkpoint(path)
 
 
+def saved_at(path: Path) -> int:
+    """When a checkpoint was saved, in nanoseconds."""
+    if is_sharded_checkpoint(path):
+        path = path / MANIFEST.name
+    return path.stat().st_mtime_ns
+
+
 def checkpoint_digest(path: Path) -> str:
     """SHA-256 of a checkpoint; that of the manifest, which has the checksums of all files, if it is sharded."""
     if is_sharded_checkpoint(path):
@@ -109,6 +116,9 @@ def _damage_of_folder(folder: Path, part: slice) -> str | None:
         digests = _digests(folder)
     except ValueError:
         return f"its {MANIFEST.name} is not as it was written"
+    for file in _saved_folder(folder).glob("*.safetensors"):
+        if f"{file.parent.name}/{file.name}" not in digests:
+            return f"its {MANIFEST.name} does not name its file {file.name}"
     for name, digest in sorted(digests.items())[part]:
         if not (folder / name).is_file():
             return f"it has no file {name}"
@@ -162,8 +172,8 @@ def map_tensors(content: Any, change: Callable[[str, Tensor], Tensor], name: str
 def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
     """Write a checkpoint; each process writes its shards. All processes must call this function.
 
-    The path is a folder of a file system that all processes share. If the folder has a checkpoint, that checkpoint is
-    removed only after the new one is complete.
+    The path is a folder of a file system that all processes share. An earlier checkpoint is removed only after the new
+    one is complete, whether it is a folder or a file.
 
     Args:
         owner: prefix of error messages.
@@ -173,8 +183,8 @@ def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
     Raises:
         OSError: on all processes, if a file cannot be written.
     """
-    path, name = together(lambda: (path, os.urandom(8).hex()))[0]
-    saved, shards = path / name, dict[str, Tensor]()
+    path, folder, name = together(lambda: _places(path))[0]
+    saved, shards = folder / name, dict[str, Tensor]()
 
     def without_shard(name: str, tensor: Tensor) -> Tensor:
         if not hasattr(tensor, "full_tensor"):
@@ -184,23 +194,25 @@ def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
 
     rest = map_tensors(content, without_shard)
     try:
-        together(lambda: _make_folder(saved))
+        together(lambda: rank() > 0 or saved.mkdir(parents=True))
         _save_shards(saved, shards)
         digests = together(lambda: _save_rest(saved, rest))
         together(lambda: _replace(path, saved, {file: digest for of_rank in digests for file, digest in of_rank}))
     except (OSError, RuntimeError) as error:
         if rank() == 0:
             shutil.rmtree(saved, ignore_errors=True)
+            if folder != path:
+                shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{owner}: the checkpoint {path} cannot be written ({reason(error)}); {UNCHANGED}.") from None
 
 
-def _make_folder(saved: Path) -> None:
-    """On the first process, make the folder of the files, in place of a checkpoint that is one file."""
-    if rank() > 0:
-        return
-    if saved.parent.is_file():
-        saved.parent.unlink()
-    saved.mkdir(parents=True)
+def _places(path: Path) -> tuple[Path, Path, str]:
+    """The path of a checkpoint, the folder to write to, another one unless `path` is a folder, and a new name in it."""
+    name = os.urandom(8).hex()
+    folder = path
+    if not path.is_dir():
+        folder = path.with_name(f".{name}.tmp")
+    return path, folder, name
 
 
 def _save_shards(saved: Path, shards: dict[str, Tensor]) -> None:
@@ -230,8 +242,12 @@ def _replace(path: Path, saved: Path, digests: dict[str, str]) -> None:
     if rank() > 0:
         return
     flush(saved)
-    with new_file(path / MANIFEST.name) as file:
+    with new_file(saved.parent / MANIFEST.name) as file:
         file.write(MANIFEST.encode({"files": digests}))
+    if saved.parent != path:
+        path.unlink(missing_ok=True)
+        saved.parent.rename(path)
+        return
     for other in path.iterdir():
         if SAVED.fullmatch(other.name) and other != saved:
             shutil.rmtree(other, ignore_errors=True)  # what remains does no harm

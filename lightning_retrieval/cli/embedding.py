@@ -176,7 +176,7 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
     """
     if given is None:
         given = Path(str(about.get("checkpoint")))
-        if not given.is_file():
+        if not is_checkpoint(given):
             raise FileNotFoundError(
                 f"{owner}: `checkpoint` must be given, because the checkpoint that the {made} made with is no longer "
                 f"at {given}."
@@ -211,7 +211,7 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
         return True
     recorded = earlier.get(NETWORK)
     file = Path(str(earlier.get("checkpoint")))
-    if recorded is None and file.is_file() and checkpoint_digest(file) == earlier.get("checkpoint_sha256"):
+    if recorded is None and is_checkpoint(file) and checkpoint_digest(file) == earlier.get("checkpoint_sha256"):
         with suppress(ValueError):
             recorded = network_digest(load_checkpoint("is_same_network", file))
     return recorded is not None and recorded == about.get(NETWORK)

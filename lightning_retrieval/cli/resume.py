@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
+from lightning_retrieval.checkpoints import saved_at
 
 CONFIG = "config.yaml"
 COMPARED = ("model", "data")  # sections of a config that must be equal
@@ -41,7 +42,7 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
     for path in [*map(Path, folders_of_callbacks), *(run / "checkpoints" for run in same)]:
         checkpoints += path.glob("*.ckpt")
     if checkpoints:
-        return max(checkpoints, key=lambda path: path.stat().st_mtime_ns)
+        return max(checkpoints, key=saved_at)
     is_first_run = bool(folders_of_callbacks) and not same
     if is_first_run:
         return None

@@ -317,8 +317,7 @@ class ShardedRunCheckpoints:
         self.strategy.lightning_module_state_dict = self.module_state
         self.strategy.optimizer_state = self.optimizer_state
         self.strategy.load_checkpoint = self.load_checkpoint
-        if self.writes_shards:
-            self.strategy.save_checkpoint = self.save_shards
+        self.strategy.save_checkpoint = self.save_checkpoint
 
     def module_state(self) -> Any:
         """The state of the module for a checkpoint, see `_state`."""
@@ -335,15 +334,18 @@ class ShardedRunCheckpoints:
             state = map_tensors(state, _full_on_first)
         return state
 
-    def save_shards(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a sharded checkpoint.
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint: the shards of each process, or one file of the first process.
 
         Args:
-            checkpoint: the checkpoint, with this process's shards.
-            filepath: path of the folder.
-            storage_options: is ignored, because the checkpoint is not written by a `CheckpointIO`.
+            checkpoint: the checkpoint, with this process's shards or with full tensors.
+            filepath: path of the checkpoint.
+            storage_options: options of the strategy's `CheckpointIO`, which does not write shards.
         """
-        write_sharded_checkpoint(self.owner, Path(filepath), checkpoint)
+        if self.writes_shards:
+            write_sharded_checkpoint(self.owner, Path(filepath), checkpoint)
+        elif rank() == 0:
+            self.strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, and give each process its shards of the weights and of the optimizers' states.

@@ -4,7 +4,10 @@
 is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
 """
 
+import os
+import shutil
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -42,8 +45,14 @@ class VerifiedCheckpoints(CheckpointIO):
         self.checkpoint_io = checkpoint_io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint."""
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        """Write a checkpoint. A sharded checkpoint of the same name is removed when the new file is complete."""
+        if not is_sharded_checkpoint(path):
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        new = Path(path).with_name(f".{os.urandom(8).hex()}.tmp")
+        self.checkpoint_io.save_checkpoint(checkpoint, new, storage_options=storage_options)
+        shutil.rmtree(path)
+        new.replace(path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify a checkpoint and load it. With `weights_only` None or True, nothing in it can run code.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss, checkpoints
@@ -20,6 +21,7 @@ from lightning_retrieval.checkpoints import find_damage, read_checkpoint, torch_
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints, check_checkpoint
+from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
@@ -343,6 +345,10 @@ def checkpoints_of(this, world, folder):
     }
 
 
+def fails(*_):
+    raise OSError("no space left")
+
+
 def sharded_checkpoints_of(this, world, folder):
     """What two processes save in shards, also twice and in vain, and what they read of it."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
@@ -353,6 +359,11 @@ def sharded_checkpoints_of(this, world, folder):
     path = folder / "shards.ckpt"
     path.write_text("an earlier checkpoint that is one file")
     dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if this == 0:
+            patch.setattr(checkpoints, "_replace", fails)
+        over_file = message_of(strategy.save_checkpoint, checkpoint_of(strategy), path)
+    assert path.read_text() == "an earlier checkpoint that is one file"
     strategy.save_checkpoint({**checkpoint_of(strategy), "epoch": 2}, path)
     strategy.save_checkpoint({**checkpoint_of(strategy), "row": [row]}, path)
 
@@ -360,9 +371,6 @@ def sharded_checkpoints_of(this, world, folder):
     loaded = strategy_with(other, other_optimizer).load_checkpoint(path)
     assert torch.equal(loaded["row"][0], torch.arange(4.0).view(1, 4))
     divided = [is_sharded(value) for state in other_optimizer.state.values() for value in state.values()]
-
-    def fails(*_):
-        raise OSError("no space left")
 
     with pytest.MonkeyPatch.context() as patch:
         if this == 1:
@@ -374,6 +382,7 @@ def sharded_checkpoints_of(this, world, folder):
         "divided": divided,
         "epoch": loaded["epoch"],
         "full": full,
+        "over file": over_file,
         "no folder": message_of(strategy.save_checkpoint, {}, folder / "one.ckpt" / "below a file"),
     }
 
@@ -659,6 +668,7 @@ def test_each_process_writes_and_reads_its_shards(ranks, folder):
 @pytest.mark.refusal
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(ranks, folder):
     for result in (rank["shards"] for rank in ranks):
+        assert "(no space left)" in result["over file"]
         assert re.match(
             r"RetrievalModule: the checkpoint .*shards.ckpt cannot be written \(no space left\); what was saved there "
             "before is unchanged",
@@ -667,6 +677,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(ranks, folder
         assert re.match("RetrievalModule: the checkpoint .*below a file cannot be written", result["no folder"])
     assert find_damage(folder / "shards.ckpt") is None
     assert len(list((folder / "shards.ckpt").iterdir())) == 2  # the manifest, and the folder that it names
+
+
+@needs_shards
+def test_a_file_takes_the_place_of_shards(ranks, folder, tmp_path):
+    path = tmp_path / "last.ckpt"
+    shutil.copytree(folder / "shards.ckpt", path)
+    VerifiedCheckpoints("test", TorchCheckpointIO()).save_checkpoint({"epoch": 4}, path)
+    assert read_checkpoint(path) == {"epoch": 4}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 class RunsCode:
