@@ -130,6 +130,7 @@ CALLS = {
                 "sharded_checkpoints": torch_writes_shards(),
                 "timeout": timedelta(minutes=1),
             },
+            without={} if torch_writes_shards() else {"sharded_checkpoints": "needs torch 2.9"},
         ),
     ],
     "RetrievalModule": [
