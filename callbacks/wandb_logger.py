@@ -16,7 +16,7 @@ from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_retrieval.callbacks.evaluation import is_count
-from lightning_retrieval.checkpoints import is_checkpoint
+from lightning_retrieval.checkpoints import is_checkpoint, saved_at
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
 
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -126,7 +126,7 @@ class RetrievalWandbLogger(WandbLogger):
         self.artifact = artifact
         self.prefix = prefix
         self._checkpoints: dict[int, ModelCheckpoint] = {}
-        self._uploaded: set[tuple[str, float]] = set()  # path and modification time of each uploaded checkpoint
+        self._uploaded: set[tuple[str, int]] = set()  # path and time of each uploaded checkpoint
         self._defined: set[str] = set()  # metrics whose summary is defined
 
     @property
@@ -161,7 +161,7 @@ class RetrievalWandbLogger(WandbLogger):
             path = Path(checkpoint.best_model_path)
             if not is_checkpoint(path):
                 continue
-            version = (str(path), path.stat().st_mtime)
+            version = (str(path), saved_at(path))
             if version in self._uploaded:
                 continue
             self._uploaded.add(version)

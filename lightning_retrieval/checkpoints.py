@@ -16,7 +16,8 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.distributed import rank, together
-from lightning_retrieval.files import UNCHANGED, Manifest, file_digest, flush, new_file, reason
+from lightning_retrieval.files import UNCHANGED, Manifest, file_digest, flush, new_file, reason, temporary_path
 from lightning_retrieval.optional_packages import optional_import
 
 ZIP_START = b"PK\x03\x04"
@@ -116,7 +117,7 @@ def _damage_of_folder(folder: Path, part: slice) -> str | None:
         digests = _digests(folder)
     except ValueError:
         return f"its {MANIFEST.name} is not as it was written"
-    for file in _saved_folder(folder).glob("*.safetensors"):
+    for file in _saved_folder(folder, digests).glob("*.safetensors"):
         if f"{file.parent.name}/{file.name}" not in digests:
             return f"its {MANIFEST.name} does not name its file {file.name}"
     for name, digest in sorted(digests.items())[part]:
@@ -142,9 +143,9 @@ def _digests(folder: Path) -> dict[str, str]:
     return digests
 
 
-def _saved_folder(folder: Path) -> Path:
-    """The folder within a sharded checkpoint that has its files."""
-    return folder / min(_digests(folder)).partition("/")[0]
+def _saved_folder(folder: Path, digests: dict[str, str]) -> Path:
+    """The folder within a sharded checkpoint that has the files whose checksums are given."""
+    return folder / min(digests).partition("/")[0]
 
 
 def map_tensors(content: Any, change: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
@@ -183,8 +184,8 @@ def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
     Raises:
         OSError: on all processes, if a file cannot be written.
     """
-    path, folder, name = together(lambda: _places(path))[0]
-    saved, shards = folder / name, dict[str, Tensor]()
+    path, saved = together(lambda: _places(path))[0]
+    shards: dict[str, Tensor] = {}
 
     def without_shard(name: str, tensor: Tensor) -> Tensor:
         if not hasattr(tensor, "full_tensor"):
@@ -194,25 +195,32 @@ def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
 
     rest = map_tensors(content, without_shard)
     try:
-        together(lambda: rank() > 0 or saved.mkdir(parents=True))
+        together(lambda: _create(saved))
         _save_shards(saved, shards)
         digests = together(lambda: _save_rest(saved, rest))
         together(lambda: _replace(path, saved, {file: digest for of_rank in digests for file, digest in of_rank}))
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # of any type: an object in the checkpoint may fail to be pickled
         if rank() == 0:
             shutil.rmtree(saved, ignore_errors=True)
-            if folder != path:
-                shutil.rmtree(folder, ignore_errors=True)
+            if saved.parent != path:
+                shutil.rmtree(saved.parent, ignore_errors=True)
+        if not isinstance(error, (OSError, RuntimeError)):
+            raise
         raise OSError(f"{owner}: the checkpoint {path} cannot be written ({reason(error)}); {UNCHANGED}.") from None
 
 
-def _places(path: Path) -> tuple[Path, Path, str]:
-    """The path of a checkpoint, the folder to write to, another one unless `path` is a folder, and a new name in it."""
-    name = os.urandom(8).hex()
+def _places(path: Path) -> tuple[Path, Path]:
+    """The path of a checkpoint, and that of the new folder for its files: in `path` if this is already a folder."""
     folder = path
     if not path.is_dir():
-        folder = path.with_name(f".{name}.tmp")
-    return path, folder, name
+        folder = temporary_path(path)
+    return path, folder / os.urandom(8).hex()
+
+
+def _create(folder: Path) -> None:
+    """Create a folder on the first process."""
+    if rank() == 0:
+        folder.mkdir(parents=True)
 
 
 def _save_shards(saved: Path, shards: dict[str, Tensor]) -> None:
@@ -304,7 +312,8 @@ def read_checkpoint(checkpoint: Any, map_location: Any = "cpu", weights_only: bo
 
 def read_rest(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
     """The content of a sharded checkpoint, with tensors on the meta device in place of sharded tensors."""
-    file = _saved_folder(Path(checkpoint)) / REST
+    folder = Path(checkpoint)
+    file = _saved_folder(folder, _digests(folder)) / REST
     return torch.load(file, map_location=map_location, mmap=True, weights_only=weights_only)
 
 
@@ -326,7 +335,6 @@ def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Te
         ValueError: if the files lack a tensor or a part of it.
     """
     check_can_be_sharded("read_checkpoint")
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -338,20 +346,30 @@ def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Te
         return tensor
 
     map_tensors(rest, find)
-    reader = HuggingFaceStorageReader(str(_saved_folder(Path(checkpoint))))
-    try:
+    folder = Path(checkpoint)
+    reader = HuggingFaceStorageReader(str(_saved_folder(folder, _digests(folder))))
+    with _as_value_errors(folder):
         found: dict[str, Any] = {**reader.read_metadata().state_dict_metadata}
         for name, tensor in sharded.items():
             elements = sum(chunk.sizes.numel() for chunk in found[name].chunks)
             if found[name].size != tensor.shape or elements != tensor.numel():
                 raise ValueError(f"{name} does not have the shape {tuple(tensor.shape)}")
-        tensors = {name: allocate(name, tensor) for name, tensor in sharded.items()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(tensors, storage_reader=reader, no_dist=alone)
+    tensors = {name: allocate(name, tensor) for name, tensor in sharded.items()}
+    with _as_value_errors(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=alone)
+    return map_tensors(rest, lambda name, tensor: tensors.get(name, tensor))
+
+
+@contextmanager
+def _as_value_errors(folder: Path) -> Iterator[None]:
+    """Context in which errors of reading the shards of a checkpoint become a ValueError."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
     except (CheckpointException, Exception) as error:  # a file with a wrong header can raise errors of many types
         raise ValueError(
-            f"the shards of the checkpoint {checkpoint} are not those of its tensors ({reason(error)}); take another "
+            f"the shards of the checkpoint {folder} are not those of its tensors ({reason(error)}); take another "
             "checkpoint."
         ) from None
-    return map_tensors(rest, lambda name, tensor: tensors.get(name, tensor))

@@ -33,7 +33,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: if the file cannot be written.
     """
-    temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY}")
+    temporary = temporary_path(path)
     try:
         with temporary.open("xb") as file:
             yield file
@@ -42,6 +42,11 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def temporary_path(path: Path) -> Path:
+    """A new path in the same folder, `.<random>.tmp`, for what will replace `path` when it is complete."""
+    return path.with_name(f".{os.urandom(8).hex()}{TEMPORARY}")
 
 
 def move_file(source: Path, path: Path) -> None:
@@ -53,7 +58,7 @@ def move_file(source: Path, path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file has a name that `new_file` gives to temporary files."""
+    """Whether a path was made by `temporary_path`."""
     return bool(re.fullmatch(rf"\.[0-9a-f]{{16}}{TEMPORARY}", path.name))
 
 

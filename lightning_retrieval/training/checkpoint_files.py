@@ -30,7 +30,7 @@ from lightning_retrieval.checkpoints import (
     write_sharded_checkpoint,
 )
 from lightning_retrieval.checks import check_path, short_repr
-from lightning_retrieval.distributed import gather_objects, rank, world_size
+from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.pretrained import without_pretrained_weights
@@ -50,7 +50,7 @@ PREPARATIONS = ("preparation", "query_preparation")
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
 
 
-def check_checkpoint(owner: str, checkpoint: Any) -> None:
+def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> None:
     """Raise if a checkpoint is damaged.
 
     This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, and files
@@ -59,6 +59,7 @@ def check_checkpoint(owner: str, checkpoint: Any) -> None:
     Args:
         owner: prefix of error messages.
         checkpoint: a path, or a stream.
+        part: as for `find_damage`.
 
     Raises:
         ValueError: if the file is truncated, was not written by `torch.save`, or has a wrong checksum.
@@ -67,7 +68,7 @@ def check_checkpoint(owner: str, checkpoint: Any) -> None:
         The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has wrong checksums
         and counts as damaged.
     """
-    damage = find_damage(checkpoint)
+    damage = find_damage(checkpoint, part)
     if damage is not None:
         raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
 
@@ -376,9 +377,7 @@ class ShardedRunCheckpoints:
 
     def _read_shards(self, path: Path, weights_only: bool | None) -> Any:
         """The content of a sharded checkpoint; each process verifies some of the files, and reads only its shards."""
-        for damage in gather_objects(find_damage(path, slice(rank(), None, world_size()))):
-            if damage is not None:
-                raise ValueError(f"{self.owner}: the checkpoint {path} is damaged, {damage}; take another checkpoint.")
+        together(lambda: check_checkpoint(self.owner, path, slice(rank(), None, world_size())))
         rest = read_rest(path, weights_only=weights_only)
         alike: dict[str, Any] = {
             f"state_dict/{name}": value for name, value in self.strategy.lightning_module.state_dict().items()

@@ -4,7 +4,6 @@
 is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
 """
 
-import os
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
+from lightning_retrieval.files import temporary_path
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, describe, unsharded_class, without_sources
 from lightning_retrieval.training import checkpoint_files
@@ -49,7 +49,7 @@ class VerifiedCheckpoints(CheckpointIO):
         if not is_sharded_checkpoint(path):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        new = Path(path).with_name(f".{os.urandom(8).hex()}.tmp")
+        new = temporary_path(Path(path))
         self.checkpoint_io.save_checkpoint(checkpoint, new, storage_options=storage_options)
         shutil.rmtree(path)
         new.replace(path)

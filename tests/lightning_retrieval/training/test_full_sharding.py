@@ -213,10 +213,10 @@ def peak_of_process():
 
 
 def message_of(function, *arguments):
-    """The message of the error that a call raises for its arguments or for files, or None."""
+    """The message of the error that a call raises for its arguments, for files or in pickle, or None."""
     try:
         function(*arguments)
-    except (OSError, ValueError) as error:
+    except (AttributeError, OSError, ValueError, pickle.PicklingError) as error:
         return str(error)
     return None
 
@@ -376,6 +376,7 @@ def sharded_checkpoints_of(this, world, folder):
         if this == 1:
             patch.setattr(dist.checkpoint.HuggingFaceStorageWriter, "write_data", fails)
         full = message_of(strategy.save_checkpoint, checkpoint_of(strategy), path)
+    local = {**checkpoint_of(strategy), "local": lambda: None}
     return {
         "saved": slices(module, optimizer),
         "loaded": slices(other, other_optimizer),
@@ -383,6 +384,7 @@ def sharded_checkpoints_of(this, world, folder):
         "epoch": loaded["epoch"],
         "full": full,
         "over file": over_file,
+        "local": message_of(strategy.save_checkpoint, local, path),
         "no folder": message_of(strategy.save_checkpoint, {}, folder / "one.ckpt" / "below a file"),
     }
 
@@ -675,6 +677,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(ranks, folder
             result["full"],
         )
         assert re.match("RetrievalModule: the checkpoint .*below a file cannot be written", result["no folder"])
+        assert "pickle" in result["local"]
     assert find_damage(folder / "shards.ckpt") is None
     assert len(list((folder / "shards.ckpt").iterdir())) == 2  # the manifest, and the folder that it names
 
