@@ -11,9 +11,8 @@ Memory Limited Setup", RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
 
 The last `keep_graphs` chunks are embedded only once, because they keep a graph from stage 1. Stage 3 processes the last
 chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time (one graph if
-`keep_graphs` is 0), and the order in which gradients are added does not depend on `keep_graphs`.
-
-Two networks are trained by nesting: the loss of one call may be another call, as in `two_sided_backward`.
+`keep_graphs` is 0), and the order in which gradients are added does not depend on `keep_graphs`. A batch that is a
+single chunk with a graph needs no stages: one backward pass goes through the loss and the network.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -174,56 +173,139 @@ def chunked_backward(
         All chunks but the last `keep_graphs` are embedded twice. Memory holds the graphs of `keep_graphs` chunks, the
         embeddings and the loss.
     """
-    check_callable(_OWNER, "embed", embed)
     check_callable(_OWNER, "loss", loss)
     check_callable(_OWNER, "backward", backward)
     check_callable(_OWNER, "last_backward", last_backward)
-    check_inputs(_OWNER, inputs)
-    check_integer(_OWNER, "keep_graphs", keep_graphs, least=0)
-    chunks = _chunks_of(inputs, chunk_size, least_chunks)
-    first_kept = max(len(chunks) - keep_graphs, 0)
-    embedded_once = len(chunks) == 1 and first_kept == 0
-    statistics = RunningStatistics(embed, len(inputs), watched=not embedded_once)
-
-    parts, states = _embed_without_graph(embed, chunks[:first_kept], statistics)
-    kept = _embed_with_graph(embed, chunks[first_kept:], statistics)
-    statistics.update()
-    embeddings = _joined([*parts, *kept], chunks, len(inputs)).requires_grad_()
-
-    value = loss(embeddings)
-    _check_scalar(value)
-    if not value.requires_grad:  # for example a constant 0 for a batch without pairs; the gradient is 0
-        value = value + 0 * embeddings.sum()
-    backward(value)
-
-    if embeddings.grad is not None:
-        with statistics.unchanged():  # includes the backward passes, because they run checkpointed layers again
-            _back_propagate(embed, chunks, states, kept, embeddings.grad, last_backward)
-    return value.detach()
+    chunks = EmbeddedChunks(embed, inputs, chunk_size, keep_graphs=keep_graphs, least_chunks=least_chunks)
+    if chunks.graph is None:
+        value = back_propagate(loss(chunks.embeddings), [chunks.embeddings], backward)
+        chunks.back_propagate(last_backward)
+        return value
+    with last_backward():
+        return back_propagate(loss(chunks.graph), [chunks.graph], backward)
 
 
-def embed_in_chunks(
-    embed: Callable[[Tensor], Tensor], inputs: Tensor, chunk_size: int | None = None, *, least_chunks: int = 1
-) -> Tensor:
-    """Embed a batch without a graph, one chunk at a time.
+def back_propagate(value: Any, embeddings: Sequence[Tensor], backward: Callable[[Tensor], Any]) -> Tensor:
+    """Back-propagate a loss to embeddings, and return its value without a graph.
 
     Args:
-        embed: as for `chunked_backward`.
-        inputs: as for `chunked_backward`.
-        chunk_size: as for `chunked_backward`.
-        least_chunks: as for `chunked_backward`.
+        value: the value of the loss.
+        embeddings: the embeddings of each side.
+        backward: as for `chunked_backward`.
 
     Raises:
-        ValueError: if an argument is invalid for `chunked_backward`.
-        TypeError: if an argument is invalid for `chunked_backward`.
+        ValueError: if the value is not a scalar.
+        TypeError: if the value is not a tensor.
     """
-    check_callable(_OWNER, "embed", embed)
-    check_inputs(_OWNER, inputs)
-    chunks = _chunks_of(inputs, chunk_size, least_chunks)
-    statistics = RunningStatistics(embed, len(inputs))
-    parts, _ = _embed_without_graph(embed, chunks, statistics)
-    statistics.update()
-    return _joined(parts, chunks, len(inputs))
+    check_tensor(_OWNER, "loss's value", value)
+    if value.ndim:
+        raise ValueError(f"{_OWNER}: `loss` must return a scalar, got shape {tuple(value.shape)}.")
+    if not value.requires_grad:  # for example a constant 0 for a batch without pairs; the gradient is 0
+        for of_side in embeddings:
+            value = value + 0 * of_side.sum()
+    if value.requires_grad:
+        backward(value)
+    result: Tensor = value.detach()
+    return result
+
+
+class EmbeddedChunks:
+    """A batch that is embedded one chunk at a time; the first and the last stage of `chunked_backward`.
+
+    Args:
+        embed: as for `chunked_backward`, like the other arguments.
+        inputs: the whole batch, rows first.
+        chunk_size: number of rows embedded at a time.
+        keep_graphs: number of chunks whose graphs are kept.
+        least_chunks: minimum number of chunks to embed.
+        trained: False embeds all chunks without a graph, for embeddings that get no gradient.
+
+    Attributes:
+        embeddings: the embeddings of the batch, without a graph. A loss leaves its gradient in their `.grad`.
+        graph: the embeddings with their graph, if the batch is a single chunk that keeps its graph; otherwise None.
+    """
+
+    def __init__(
+        self,
+        embed: Callable[[Tensor], Tensor],
+        inputs: Tensor,
+        chunk_size: int | None = None,
+        *,
+        keep_graphs: int = 1,
+        least_chunks: int = 1,
+        trained: bool = True,
+    ) -> None:
+        check_callable(_OWNER, "embed", embed)
+        check_inputs(_OWNER, inputs)
+        check_integer(_OWNER, "keep_graphs", keep_graphs, least=0)
+        self._embed, self._chunks = embed, _chunks_of(inputs, chunk_size, least_chunks)
+        first_kept = max(len(self._chunks) - keep_graphs, 0)
+        if not trained:
+            first_kept = len(self._chunks)
+        is_plain_step = trained and len(self._chunks) == 1 and first_kept == 0
+        self._statistics = RunningStatistics(embed, len(inputs), watched=not is_plain_step)
+
+        parts = self._embed_without_graph(self._chunks[:first_kept])
+        self._kept = self._embed_with_graph(self._chunks[first_kept:])
+        self._statistics.update()
+        self.embeddings = _joined([*parts, *self._kept], self._chunks, len(inputs)).requires_grad_(trained)
+        self.graph: Tensor | None = None
+        if is_plain_step and self._kept[0].requires_grad:
+            self.graph = self._kept[0]
+
+    def _embed_without_graph(self, chunks: Sequence["_Chunk"]) -> list[Tensor]:
+        """The embeddings of each chunk; remembers the random state at its start."""
+        parts = []
+        self._states: list[RandomState] = []
+        for chunk in chunks:
+            self._states.append(RandomState())
+            with torch.no_grad(), self._statistics.collected(chunk.rows):
+                parts.append(self._embed(chunk.inputs))
+        if chunks:
+            # Without this call, autocast would reuse weights that were cast without a graph, and they would get no
+            # gradient.
+            torch.clear_autocast_cache()
+        return parts
+
+    def _embed_with_graph(self, chunks: Sequence["_Chunk"]) -> list[Tensor]:
+        kept = []
+        for chunk in chunks:
+            with self._statistics.collected(chunk.rows):
+                kept.append(self._embed(chunk.inputs))
+        return kept
+
+    def back_propagate(self, last_backward: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Back-propagate the gradient of the embeddings, if there is one, through the chunks.
+
+        The last chunk comes first, and the others follow in order. Graphs are removed when their turn comes.
+
+        Args:
+            last_backward: as for `chunked_backward`.
+        """
+        gradient = self.embeddings.grad
+        if gradient is None:
+            return
+        gradients = _rows_of_chunks(self._chunks, gradient)
+        last = len(self._chunks) - 1
+        contexts = iter([nullcontext] * last + [last_backward])
+        with self._statistics.unchanged():  # includes the backward passes, which run checkpointed layers again
+            if self._kept:
+                is_part_of_graph = _backward(self._kept.pop(), gradients[last], next(contexts))
+            else:
+                is_part_of_graph = self._embed_and_back_propagate(last, gradients[last], next(contexts))
+            if not is_part_of_graph:  # the network is frozen
+                return
+            for number in range(min(len(self._states), last)):
+                self._embed_and_back_propagate(number, gradients[number], next(contexts))
+            for rows in gradients[len(self._states) : last]:
+                _backward(self._kept.pop(0), rows, next(contexts))
+
+    def _embed_and_back_propagate(
+        self, number: int, gradient: Tensor, context: Callable[[], AbstractContextManager[None]]
+    ) -> bool:
+        """Embed a chunk again, with a graph and the same random numbers, and back-propagate it; see `_backward`."""
+        with self._states[number].replayed():
+            return _backward(self._embed(self._chunks[number].inputs), gradient, context)
 
 
 class _Chunk(NamedTuple):
@@ -264,67 +346,6 @@ def check_inputs(owner: str, inputs: Tensor) -> None:
         raise ValueError(f"{owner}: `inputs` must hold at least one row, got shape {tuple(inputs.shape)}.")
 
 
-def _embed_without_graph(
-    embed: Callable[[Tensor], Tensor], chunks: Sequence[_Chunk], statistics: RunningStatistics
-) -> tuple[list[Tensor], list[RandomState]]:
-    """The embeddings of each chunk, and the random state at its start."""
-    parts, states = [], []
-    for chunk in chunks:
-        states.append(RandomState())
-        with torch.no_grad(), statistics.collected(chunk.rows):
-            parts.append(embed(chunk.inputs))
-    if chunks:
-        # Without this call, autocast would reuse weights that were cast without a graph, and they would get no
-        # gradient.
-        torch.clear_autocast_cache()
-    return parts, states
-
-
-def _embed_with_graph(
-    embed: Callable[[Tensor], Tensor], chunks: Sequence[_Chunk], statistics: RunningStatistics
-) -> list[Tensor]:
-    kept = []
-    for chunk in chunks:
-        with statistics.collected(chunk.rows):
-            kept.append(embed(chunk.inputs))
-    return kept
-
-
-def _back_propagate(
-    embed: Callable[[Tensor], Tensor],
-    chunks: Sequence[_Chunk],
-    states: Sequence[RandomState],
-    kept: list[Tensor],
-    gradient: Tensor,
-    last_backward: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Back-propagate the rows of each chunk: first those of the last chunk, then those of the others in order.
-
-    Args:
-        embed: as for `chunked_backward`.
-        chunks: all chunks of the batch.
-        states: random states of the first chunks, which are embedded again.
-        kept: embeddings of the other chunks, with their graphs; each is removed when its turn comes.
-        gradient: gradient of the loss with respect to the embeddings of the whole batch.
-        last_backward: as for `chunked_backward`.
-    """
-    gradients = _rows_of_chunks(chunks, gradient)
-    last = len(chunks) - 1
-    contexts = iter([nullcontext] * last + [last_backward])
-    if kept:
-        is_part_of_graph = _backward(kept.pop(), gradients[last], next(contexts))
-    else:
-        with states[last].replayed():
-            is_part_of_graph = _backward(embed(chunks[last].inputs), gradients[last], next(contexts))
-    if not is_part_of_graph:  # the network is frozen
-        return
-    for chunk, state, rows in zip(chunks[:last], states, gradients):
-        with state.replayed():
-            _backward(embed(chunk.inputs), rows, next(contexts))
-    for rows in gradients[len(states) : last]:
-        _backward(kept.pop(0), rows, next(contexts))
-
-
 def _backward(embeddings: Tensor, gradient: Tensor, context: Callable[[], AbstractContextManager[None]]) -> bool:
     """Back-propagate a chunk; returns False if nothing of the chunk requires a gradient."""
     if not embeddings.requires_grad:
@@ -338,16 +359,11 @@ def _joined(parts: list[Tensor], chunks: Sequence[_Chunk], rows: int) -> Tensor:
     """The embeddings of the whole batch, without a graph and without the chunks that do not count."""
     for part in parts:
         check_tensor(_OWNER, "embed's result", part)
-    counted = [part.detach() for part, chunk in zip(parts, chunks) if chunk.rows > 0]
-    embeddings = torch.cat(counted)
+    embeddings, *others = [part.detach() for part, chunk in zip(parts, chunks) if chunk.rows > 0]
+    if others:
+        embeddings = torch.cat([embeddings, *others])
     if embeddings.ndim != 2 or len(embeddings) != rows:
         raise ValueError(
             f"{_OWNER}: `embed` must return one row for each of the {rows} inputs, got shape {tuple(embeddings.shape)}."
         )
     return embeddings
-
-
-def _check_scalar(value: Any) -> None:
-    check_tensor(_OWNER, "loss's value", value)
-    if value.ndim:
-        raise ValueError(f"{_OWNER}: `loss` must return a scalar, got shape {tuple(value.shape)}.")

@@ -418,7 +418,8 @@ class RetrievalModule(ManualTraining):
         """
         batches, unpacked = unpack_sides(self, batch)
         sharded = ShardedParts(self)
-        self.zero_grad()
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
         if self._is_first_step:
             check_processes(self)
             self._dimensions = Dimensions()
@@ -428,7 +429,10 @@ class RetrievalModule(ManualTraining):
             inputs = [of_side for of_side, _, _ in unpacked]
             sides = embedded_sides(self, inputs, sharded, self._chunk_size_search, gradients.overlapped)
             if len(sides) == 1:
-                part = chunked_backward(**sides[0].arguments, loss=step.loss, backward=self.manual_backward)
+                (side,) = sides
+                part = chunked_backward(
+                    **side.arguments, loss=step.loss, backward=self.manual_backward, last_backward=side.last_backward
+                )
             else:
                 queries, candidates = sides
                 part = two_sided_backward(queries, candidates, step.loss, self.manual_backward)

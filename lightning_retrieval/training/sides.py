@@ -1,6 +1,5 @@
 """The two sides of a batch: queries and candidates, such as texts and images, which two networks may embed."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +19,7 @@ from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.training.chunked import chunked_backward, embed_in_chunks
+from lightning_retrieval.training.chunked import EmbeddedChunks, back_propagate
 from lightning_retrieval.training.full_sharding import ShardedParts
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
@@ -391,28 +390,21 @@ class EmbeddedSide(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `chunked_backward` that do not depend on the loss."""
+        """The arguments of `EmbeddedChunks`."""
         return {
             "embed": self.embed,
             "inputs": self.inputs,
             "chunk_size": self.chunk_size,
             "keep_graphs": self.keep_graphs,
             "least_chunks": self.least_chunks,
-            "last_backward": self.last_backward,
         }
 
-    def back_propagate(
-        self, loss: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Any] = torch.Tensor.backward
-    ) -> Tensor:
-        """Do the same as `chunked_backward`, except for a frozen network."""
+    def embedded(self) -> EmbeddedChunks:
+        """Embed the inputs."""
         if self.frozen is None:
-            return chunked_backward(**self.arguments, loss=loss, backward=backward)
+            return EmbeddedChunks(**self.arguments)
         with evaluation_mode(self.frozen):
-            embeddings = embed_in_chunks(self.embed, self.inputs, self.chunk_size, least_chunks=self.least_chunks)
-        value = loss(embeddings)
-        if value.requires_grad:
-            backward(value)
-        return value.detach()
+            return EmbeddedChunks(**self.arguments, trained=False)
 
 
 def embedded_sides(
@@ -518,11 +510,12 @@ def two_sided_backward(
         >>> text.weight.grad.shape, image.weight.grad.shape
         (torch.Size([2, 3]), torch.Size([2, 5]))
     """
-
-    def loss_of_queries(query_embeddings: Tensor) -> Tensor:
-        return candidates.back_propagate(functools.partial(loss, query_embeddings), backward)
-
-    return queries.back_propagate(loss_of_queries)
+    of_queries, of_candidates = queries.embedded(), candidates.embedded()
+    embeddings = [of_queries.embeddings, of_candidates.embeddings]
+    value = back_propagate(loss(*embeddings), embeddings, backward)
+    of_candidates.back_propagate(candidates.last_backward)
+    of_queries.back_propagate(queries.last_backward)
+    return value
 
 
 @contextmanager

@@ -110,12 +110,12 @@ def gather_labels(
     """
     if world_size() == 1:
         if not may_be_empty:
-            _check_not_empty(owner, torch.tensor([[len(rows.labels) for rows in sides]]))
+            _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
         return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
     local_forms = to_device([list(map(_form_of, sides))], sides[0].labels.device)
     forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
     if not may_be_empty:
-        _check_not_empty(owner, forms_of_processes[:, :, 0])
+        _check_not_empty(owner, forms_of_processes[:, :, 0].tolist())
     gathered = []
     for rows, forms in zip(sides, forms_of_processes.unbind(1)):
         gathered.append(_gather_side(owner, rows, _Forms(*forms.unbind(1)), gather))
@@ -197,16 +197,22 @@ def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> Gl
     return GlobalRows(labels, ids, counts, tuple(forms.input_shape.tolist()))
 
 
-def _check_not_empty(owner: str, counts: Int[Tensor, "world side"]) -> None:
-    """Raise if a side has no rows in some process, because the others would wait for its embeddings."""
-    if counts.min() > 0:
+def _check_not_empty(owner: str, counts: Sequence[list[int]]) -> None:
+    """Raise if a side has no rows in some process, because the others would wait for its embeddings.
+
+    Args:
+        owner: prefix of error messages.
+        counts: for each process, the number of rows of each side.
+    """
+    if min(map(min, counts)) > 0:
         return
-    of_processes, least, rows = counts[:, 0], "row", "rows"
-    if counts.shape[1] > 1:
-        of_processes, least, rows = counts, "query and one candidate", "queries and candidates"
+    of_processes: list[Any] = [count for count, *_ in counts]
+    least, rows = "row", "rows"
+    if len(counts[0]) > 1:
+        of_processes, least, rows = [*counts], "query and one candidate", "queries and candidates"
     raise ValueError(
-        f"{owner}: each process needs at least one {least}, got {of_processes.tolist()} {rows} in rank order; use "
-        "larger batches, or fewer processes."
+        f"{owner}: each process needs at least one {least}, got {of_processes} {rows} in rank order; use larger "
+        "batches, or fewer processes."
     )
 
 
@@ -417,19 +423,18 @@ class TrainingStep:
             ValueError: if an embedding or the loss is not finite.
         """
         terms = {"train/loss": part, **self.terms}
-        is_invalid = ~torch.isfinite(self.batch.embeddings).all()
-        if self.candidates is not None:
-            is_invalid = is_invalid | ~torch.isfinite(self.candidate_batch.embeddings).all()
-        parts = torch.stack([term.to(part) for term in (*terms.values(), is_invalid)])
-        totals = gradients.finish(parts)
-        if totals[-1] > 0:
+        # 0 * x is NaN if x is not finite.
+        zeros = torch.stack([(0 * batch.embeddings.detach()).sum() for batch in self.batches])
+        parts = torch.stack([term.to(part) for term in (*terms.values(), zeros.sum())])
+        *totals, zero = gradients.finish(parts).unbind()
+        if zero.isnan():
             self._check_finite()
             raise ValueError(
                 f"{self.owner}: embeddings must be finite, got NaN or inf on another rank at step {self.number}."
             )
         if not math.isfinite(totals[0]):
             raise ValueError(f"{self.owner}: the loss is {totals[0].item()} at step {self.number}.")
-        return dict(zip(terms, totals[:-1]))
+        return dict(zip(terms, totals))
 
     def remember(self) -> None:
         """Store the batch in the memory."""
