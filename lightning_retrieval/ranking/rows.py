@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, finfo, float32, promote_types
+from torch.autograd.function import once_differentiable
 from torch.linalg import vector_norm
 
 from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
@@ -45,11 +46,37 @@ def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch di
                 [1.0000, 0.0000]])
     """
     x = embeddings.to(promote_types(embeddings.dtype, float32))
-    largest = x.detach().abs().amax(dim=1, keepdim=True)
-    x = x / largest.masked_fill(largest < finfo(x.dtype).tiny, 1.0)
-    norm = vector_norm(x, dim=1, keepdim=True)
-    unit: Tensor = x / norm.masked_fill(norm == 0, 1.0)
-    return unit
+    if torch.is_grad_enabled() and x.requires_grad:
+        unit: Tensor = _UnitRows.apply(x)
+        return unit
+    return _unit_rows(x)[0]
+
+
+def _unit_rows(x: Float[Tensor, "batch dim"]) -> tuple[Float[Tensor, "batch dim"], Float[Tensor, "batch 1"]]:
+    """The rows of unit length, and what each row was divided by."""
+    largest = x.abs().amax(dim=1, keepdim=True)
+    largest = largest.masked_fill_(largest < finfo(x.dtype).tiny, 1.0)
+    scaled = x / largest
+    norm = vector_norm(scaled, dim=1, keepdim=True)
+    norm = norm.masked_fill_(norm == 0, 1.0)
+    return scaled.div_(norm), norm.mul_(largest)
+
+
+class _UnitRows(torch.autograd.Function):
+    """`_unit_rows` with a gradient that takes fewer passes over the rows than that of each operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        unit, norm = _unit_rows(x)
+        ctx.save_for_backward(unit, norm)
+        return unit
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        unit, norm = ctx.saved_tensors
+        along = (grad * unit).sum(1, keepdim=True)
+        return torch.addcmul(grad, unit, along, value=-1).div_(norm)
 
 
 def float64_device(device: torch.device) -> torch.device:
