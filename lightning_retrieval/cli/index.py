@@ -237,7 +237,7 @@ def index_embeddings(
     Cost:
         Memory for the index (with `rows_in_memory`, only for its ids and paths and the codes of these rows), the
         training rows, a block of 65,536 rows and one file of embeddings. Each file is read up to five times: all files
-        are first checked, and training uses rows from all files.
+        are first verified, and training uses rows from all files.
     """
     owner = "index_embeddings"
     start = None
@@ -259,7 +259,7 @@ def index_embeddings(
     rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
     new_rows = NewRows(rows.ids, rows.paths, read_metadata(owner, metadata, rows.paths))
-    unreadable = _unreadable(folder)
+    unreadable = _unreadable_images(rows.unreadable)
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
         if len(positions) == len(rows):
@@ -289,12 +289,11 @@ def _help(
     start()
     help_build_on_disk()
     index = RetrievalIndex.load(output, mapped=True, verify=False)
-    return index, _unreadable(EmbeddingFolder.load(owner, embeddings))
+    return index, _unreadable_images(EmbeddingFolder.load(owner, embeddings).unreadable())
 
 
-def _unreadable(folder: EmbeddingFolder) -> list[UnreadableImage]:
-    """The images of a folder of embeddings that could not be read."""
-    return [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
+def _unreadable_images(unreadable: Sequence[tuple[str, str]]) -> list[UnreadableImage]:
+    return [UnreadableImage(path, reason) for path, reason in unreadable]
 
 
 def choose_threshold(

@@ -463,12 +463,19 @@ class IndexWriter:
         """
         if self._earlier is not None:
             return self._updated(self._earlier, rows, embed)
+        rows, embeddings, unreadable = self._readable(rows, embed)
+        self.check_kept(rows)
+        return self._new.write(dim, self._about, embeddings, rows), unreadable
+
+    def _readable(
+        self, rows: NewRows, embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages]
+    ) -> tuple[NewRows, Rows, list[UnreadableImage]]:
+        """The rows of the images that can be read, their embeddings, and the other images."""
         embedded = embed(torch.arange(len(rows.ids)))
         self._check_some(len(embedded.positions), embedded.unreadable)
-        if len(embedded.positions) < len(rows.ids):  # some images cannot be read
+        if len(embedded.positions) < len(rows.ids):
             rows = rows.select(embedded.positions)
-        self.check_kept(rows)
-        return self._new.write(dim, self._about, embedded.embeddings, rows), embedded.unreadable
+        return rows, embedded.embeddings, embedded.unreadable
 
     def _updated(
         self,

@@ -104,17 +104,25 @@ def write_parquet(pyarrow: Any, rows: ShardRows, stream: DigestStream) -> None:
 def read_parquet(pyarrow: Any, path: Path) -> ShardRows:
     """Read the Parquet file of a shard and verify its checksums."""
     table = pyarrow.parquet.read_table(path, page_checksum_verification=True, memory_map=False)
-    column = table.column("embedding").combine_chunks()
-    dim = column.type.list_size
     return ShardRows(
         table.column("id").to_numpy(),
-        np.array(column.flatten()).reshape(-1, dim),  # a writable copy
+        _embeddings(table),
         table.column("path").to_pylist(),
         table.column("label").to_pylist(),
         _pairs(json.loads(table.schema.metadata[UNREADABLE])),
         table.schema.metadata[ORIGIN].decode(),
         table.schema.metadata.get(IMAGE_FILES, b"").decode(),
     )
+
+
+def read_parquet_embeddings(pyarrow: Any, path: Path) -> Float[np.ndarray, "rows dim"]:
+    """Read only the embeddings of the Parquet file of a shard, without verifying checksums."""
+    return _embeddings(pyarrow.parquet.read_table(path, columns=["embedding"], memory_map=False))
+
+
+def _embeddings(table: Any) -> Float[np.ndarray, "rows dim"]:
+    column = table.column("embedding").combine_chunks()
+    return np.array(column.flatten()).reshape(-1, column.type.list_size)  # a writable copy
 
 
 def write_json(rows: ShardRows, stream: DigestStream) -> None:
@@ -149,6 +157,12 @@ def read_npy(path: Path) -> ShardRows:
 
 def _pairs(listed: list[list[str]]) -> list[tuple[str, str]]:
     return [(path, reason) for path, reason in listed]
+
+
+def _state(file: Path) -> tuple[int, int]:
+    """The size and the modification time of a file."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _digest(embeddings: Float[np.ndarray, "rows dim"]) -> str:
@@ -202,8 +216,7 @@ def digest_of_files(files: Iterable[Path]) -> str:
     for file in files:
         found = None
         with suppress(OSError):
-            status = file.stat()
-            found = (status.st_size, status.st_mtime_ns)
+            found = _state(file)
         digest.update(f"{found}\n".encode())
     return digest.hexdigest()
 
@@ -221,6 +234,7 @@ class EmbeddingFolder:
         self.owner = owner
         self.path = path
         self.manifest = manifest
+        self._verified: dict[int, tuple[int, int]] = {}  # size and time of the file of each shard that was read
 
     @classmethod
     def create(cls, owner: str, path: Path, manifest: EmbeddingManifest) -> "EmbeddingFolder":
@@ -324,6 +338,7 @@ class EmbeddingFolder:
         if not file.exists():
             raise ValueError(f"{self.owner}: {file} is missing; run the command that wrote it again, which continues.")
         with self._named(file):
+            state = _state(file)  # from before the file is read, so that a later change is noticed
             if self.manifest.file_format == "npy":
                 rows = read_npy(file)
             else:
@@ -334,7 +349,23 @@ class EmbeddingFolder:
                 "but holds embeddings of another model, of other images, or another shard; delete it, and run the "
                 "command that wrote it again."
             )
+        self._verified[shard] = state
         return rows
+
+    def read_again(self, shard: int) -> Float[np.ndarray, "rows dim"]:
+        """The embeddings of a shard, without verifying a file that has not changed since `read` verified it.
+
+        Raises:
+            ValueError: as for `read`, if the file has changed.
+        """
+        file = self._file(shard)
+        if not file.exists() or _state(file) != self._verified.get(shard):
+            return self.read(shard).embeddings
+        with self._named(file):
+            if self.manifest.file_format == "npy":
+                embeddings: Float[np.ndarray, "rows dim"] = np.load(file)
+                return embeddings
+            return read_parquet_embeddings(load_pyarrow(self.owner), file)
 
     @contextmanager
     def _named(self, file: Path) -> Iterator[None]:

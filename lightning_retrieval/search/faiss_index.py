@@ -196,7 +196,6 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
             for begin, block in normalized_blocks(embeddings):
                 add_block(shards, block, ids[begin : begin + len(block)])
                 progress.update(len(block))
-                del block  # freed before the next block is made
     except RuntimeError as error:
         raise ValueError(
             f"{OWNER}: {len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "

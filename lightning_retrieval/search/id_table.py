@@ -34,14 +34,14 @@ def integer_ids(owner: str, ids: Any) -> NDArray[np.int64]:
 
 
 def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
-    """Validate the ids of new rows and convert them to an array.
+    """Validate the ids of new rows and convert them to an array, which may share the memory of the tensor.
 
     Raises:
         ValueError: if the number of ids differs from the number of rows, or an id is negative or occurs twice.
         TypeError: if the ids are not integers.
     """
     check_integers(owner, "ids", ids, rows, "embeddings")
-    new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
+    new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64, copy=False)
     if rows > 0 and new.min() < 0:
         raise ValueError(f"{owner}: `ids` must be >= 0, got {new.min()}.")
     if _ascend(new):
@@ -145,7 +145,7 @@ class IdTable:
     ) -> None:
         """Add ids that `new_ids` returned, their paths (None for rows without paths), and their columns.
 
-        Ids and paths are copied only if necessary, because they may need as much memory as the codes.
+        Paths are copied only if necessary, because they may need as much memory as the codes.
         """
         if len(ids) == 0:
             return
@@ -159,7 +159,8 @@ class IdTable:
             order = np.argsort(ids, kind="stable")
             ids, packed = ids[order], packed[order]
             joined = {name: column.select(order) for name, column in joined.items()}
-        self.ids, self.paths, self.columns = ids, packed, joined
+        self.ids = ids.copy()  # `ids` may be the memory of a tensor of the caller
+        self.paths, self.columns = packed, joined
 
     def remove(self, positions: NDArray[np.intp]) -> None:
         """Remove the ids at these positions, and their paths and columns."""

@@ -30,8 +30,9 @@ SHOWN = 5  # number of invalid rows that an error message names
 class FolderRows:
     """Behaves like a tensor with all rows of a folder, but holds only one file in memory at a time.
 
-    The constructor reads every file once, so that a missing or damaged file raises before an index is built. It also
-    finds out whether the sum of each file is finite, so that the numbers need no further look.
+    The constructor reads and verifies every file, so that a missing or damaged file raises before an index is built.
+    It also finds out whether the sum of each file is finite, so that the numbers need no further look. A file that has
+    not changed since then is not verified when its rows are read again.
 
     Args:
         folder: a folder in which no shard is missing.
@@ -46,6 +47,7 @@ class FolderRows:
     def __init__(self, folder: EmbeddingFolder) -> None:
         self.folder = folder
         ends, ids, paths = [0], [np.zeros(0, np.int64)], [PackedStrings([])]
+        self.unreadable: list[tuple[str, str]] = []
         self.has_finite_sums = True
         with Progress("Reading embeddings", total=len(folder), units="files") as progress:
             for shard in range(len(folder)):
@@ -53,6 +55,7 @@ class FolderRows:
                 ends.append(ends[-1] + len(rows.ids))
                 ids.append(rows.ids)
                 paths.append(PackedStrings(rows.paths))
+                self.unreadable += rows.unreadable
                 self.has_finite_sums &= bool(has_finite_sum(torch.from_numpy(rows.embeddings)))
                 progress.update(1)
         self.ids: Int[Tensor, " rows"] = torch.from_numpy(np.concatenate(ids))
@@ -60,6 +63,10 @@ class FolderRows:
         self.shape = (ends[-1], folder.manifest.dim)
         self._ends: NDArray[np.int64] = np.array(ends[1:])
         self._begin = 0  # position of the first row in the folder
+        self.free_file()
+
+    def free_file(self) -> None:
+        """Free the memory of the file that was read last."""
         self._read = -1  # number of the shard in memory
         self._rows: Float32[Tensor, "shard dim"] = torch.empty(0, self.shape[1])
 
@@ -72,26 +79,28 @@ class FolderRows:
         part.ids, part.paths = torch.empty(0, dtype=torch.int64), PackedStrings([])
         part.shape = (end - begin, self.shape[1])
         part._begin = self._begin + begin
-        part._read, part._rows = -1, torch.empty(0, self.shape[1])
+        part.free_file()
         return part
 
     def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
         """The rows of a slice, or the rows at these positions, which must be in ascending order."""
         if isinstance(positions, slice):
             positions = torch.arange(*positions.indices(len(self)))
-        positions = positions + self._begin
-        selected = torch.empty(len(positions), self.shape[1])
-        shards = np.searchsorted(self._ends, positions.numpy(), side="right")
-        for shard in np.unique(shards).tolist():
+        in_folder = positions.numpy() + self._begin
+        selected = [torch.empty(0, self.shape[1])]
+        first = 0
+        while first < len(in_folder):
+            shard = int(np.searchsorted(self._ends, in_folder[first], side="right"))
+            end = int(self._ends[shard])
             rows = self._shard(shard)
-            begin = int(self._ends[shard]) - len(rows)
-            is_here = torch.from_numpy(shards == shard)
-            selected[is_here] = rows[positions[is_here] - begin]
-        return selected
+            last = int(np.searchsorted(in_folder, end))
+            selected.append(rows[in_folder[first:last] - (end - len(rows))])
+            first = last
+        return torch.cat(selected)
 
     def _shard(self, shard: int) -> Float[Tensor, "shard dim"]:
         if shard != self._read:
-            self._rows = torch.from_numpy(self.folder.read(shard).embeddings).float()
+            self._rows = torch.from_numpy(self.folder.read_again(shard)).float()
             self._read = shard
         return self._rows
 
@@ -110,15 +119,17 @@ def part_of(embeddings: Rows, begin: int, end: int) -> Rows:
 
 
 def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """The L2-normalised rows in blocks, each with the position of its first row."""
+    """The L2-normalised rows in blocks, each with the position of its first row.
+
+    All blocks use the same memory, so a block is valid until the next one is asked for.
+    """
+    memory = np.empty((min(BLOCK, len(embeddings)), embeddings.shape[1]), np.float32)
     for begin in range(0, len(embeddings), BLOCK):
-        size = min(BLOCK, len(embeddings) - begin)
-        block = np.empty((size, embeddings.shape[1]), np.float32)
-        for first in range(0, size, SMALL_BLOCK):
-            last = min(first + SMALL_BLOCK, size)
+        block = memory[: len(embeddings) - begin]
+        for first in range(0, len(block), SMALL_BLOCK):
+            last = min(first + SMALL_BLOCK, len(block))
             block[first:last] = normalized_rows(embeddings[begin + first : begin + last])
         yield begin, block
-        del block  # freed before the next block is made
 
 
 def normalized_sample(embeddings: Rows, most: int) -> NDArray[np.float32]:
@@ -128,6 +139,8 @@ def normalized_sample(embeddings: Rows, most: int) -> NDArray[np.float32]:
     for first in range(0, len(positions), SMALL_BLOCK):
         block = positions[first : first + SMALL_BLOCK]
         sample[first : first + len(block)] = normalized_rows(embeddings[block])
+    if isinstance(embeddings, FolderRows):
+        embeddings.free_file()
     return sample
 
 

@@ -66,6 +66,8 @@ def test_queries_may_be_arrays_and_one_vector_is_one_query(dtype):
 def test_rows_are_added_in_several_parts():
     rows, index, given = vectors(), RetrievalIndex(DIM, shards=2), torch.arange(10)
     index.add(rows[:10], given)
+    assert given.tolist() == [*range(10)]
+    given.fill_(7)  # the index has a copy
     index.add(rows[10:20], ids=torch.arange(400, 390, -1), paths=[f"{i}" for i in range(10, 20)])
     index.add(rows[20:30])
     index.add(rows[:0])
@@ -76,7 +78,6 @@ def test_rows_are_added_in_several_parts():
     index.add(rows[30:31], torch.tensor([20]), ["30"])
     assert index.ids.tolist() == sorted([*ids, 20])
     assert index.paths(torch.tensor([20, 391])) == ["30", "19"]
-    assert given.tolist() == [*range(10)]
 
 
 def test_rows_come_back_after_a_removal_and_from_an_empty_index():
