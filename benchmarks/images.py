@@ -5,9 +5,11 @@
 JPEGs of smooth noise are written to a temporary folder, so they are in the system's cache. An item is an image as a
 tensor of uint8, as a run of a Trainer reads it: in evaluation with short side 256 and centre crop 224, in training with
 a random crop and flip; "reduced scale" is the option of `Preparation`, where it has an effect. Pillow's decoding is
-`Image.open(file).convert("RGB")`. The loaders make batches of 64 of the same images in evaluation, ours with labels and
-ids and torchvision's with labels, and read in the training process. All functions run in turn with one thread, and the
-times are CPU times; the ratios are medians of those of each turn. Takes about half a minute.
+`Image.open(file).convert("RGB")`. The floor of full-scale reading is torchvision's `decode_image` of the file's bytes
+and torch's `interpolate` to that short side, without anything else. The loaders make batches of 64 of the same images
+in evaluation, ours with labels and ids and torchvision's with labels, and read in the training process. All functions
+run in turn with one thread, and the times are CPU times; the ratios are medians of those of each turn. Takes about half
+a minute.
 """
 
 import tempfile
@@ -21,8 +23,10 @@ import numpy as np
 import torch
 from PIL import Image
 from timing import Timing, arguments, cpu_clock, environment, range_of, report, timed_in_turn
+from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder as PlainFolder
+from torchvision.io import ImageReadMode, decode_image
 
 from lightning_retrieval.datamodules import ImageFolder, ImageSet, training_transform
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
@@ -48,6 +52,16 @@ def decode(files: list[Path]) -> None:
             image.convert("RGB")
 
 
+def decode_and_resize(files: list[Path], short_side: int) -> None:
+    for file in files:
+        data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+        pixels = decode_image(data, ImageReadMode.RGB)
+        scale = short_side / min(pixels.shape[1:])
+        size = [round(side * scale) for side in pixels.shape[1:]]
+        channels_last = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+        interpolate(channels_last, size, mode="bilinear", antialias=True)
+
+
 def read(images: ImageSet, seeded: bool) -> None:
     for position in range(len(images)):
         images[SeededIndex(position, seed=position) if seeded else position]
@@ -63,7 +77,11 @@ def compare_reading(folder: Path, size: tuple[int, int], count: int, runs: int) 
     """The rows of images of one size."""
     write_images(folder, *size, count)
     index = ImageFolder(folder, val_fraction=0.5).splits["train"]
-    functions: dict[str, Callable[[], Any]] = {"Pillow": lambda: decode([folder / path for path in index.paths])}
+    files = [folder / path for path in index.paths]
+    functions: dict[str, Callable[[], Any]] = {
+        "Pillow": partial(decode, files),
+        "decoding and resizing alone": partial(decode_and_resize, files, 256),
+    }
     preparations = {"": Preparation()}
     reduced = Preparation(reduced_scale=True)
     if reduced.least_size is not None and min(size) >= 2 * min(reduced.least_size):

@@ -35,7 +35,7 @@ scores below 0 tie in the last bin.
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -75,6 +75,11 @@ def soft_histograms(
     return h, h_pos.view(len(u), bins)
 
 
+def elements_of_positions(positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
+    """The size of the int64 positions on the bin axis, for each query, in float32 elements. See `RetrievalLoss`."""
+    return torch.full_like(positives, 2 * gallery)
+
+
 def binned_ap(h: Float[Tensor, "query bin"], h_pos: Float[Tensor, "query bin"]) -> Float[Tensor, " query"]:
     """AP from the histograms of all candidates and of the positives."""
     H = h.cumsum(1)
@@ -92,9 +97,11 @@ class _Histogram(torch.autograd.Function):
         u = u.masked_fill(~mask, OUTSIDE)
         h = u.new_empty(len(u), bins)
         buffer = torch.empty_like(u)
+        one = u.new_ones(())
         for m in range(bins):
             # max(1 - |u - m|, 0), in one buffer
-            weight = torch.sub(u, m, out=buffer).abs_().neg_().add_(1).clamp_(min=0)
+            distance = torch.sub(u, m, out=buffer).abs_()
+            weight = torch.sub(one, distance, out=buffer).clamp_(min=0)
             h[:, m] = weight.sum(1)
         return h
 
@@ -158,6 +165,9 @@ class FastAPLoss(RetrievalLoss):
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2, most=MOST_BINS)
+
+    def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
+        return elements_of_positions(positives, gallery)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return fast_ap(lists, num_bins=self.num_bins)
@@ -276,6 +286,9 @@ class QuantizedAPLoss(RetrievalLoss):
         if high - low < SMALLEST:
             raise ValueError(f"{self.name}: `low` must be at least {SMALLEST:g} below `high`, got {low} and {high}.")
         self.tie_aware: TieAware = check_choice(self.name, "tie_aware", tie_aware, (False, "simplified", "full"))
+
+    def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
+        return elements_of_positions(positives, gallery)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return quantized_ap(lists, num_bins=self.num_bins, low=self.low, high=self.high, tie_aware=self.tie_aware)
