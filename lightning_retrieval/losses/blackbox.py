@@ -125,7 +125,7 @@ def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
     scores, positives = lists.scores.detach(), lists.positives
     s = scores[positives.query, positives.index] - margin / 2  # (pos,)
     others = scores.masked_fill(~lists.candidate | lists.relevant, -torch.inf) + margin / 2
-    length = lists.candidate.sum(1)  # (query,)
+    length = lists.candidate.sum(1, dtype=torch.int32)  # (query,); int64 takes twice the time
     if positives.most <= MOST_COMPARED:
         return SortedLists(others, None, positives, s, length)
     negatives, column = others.sort(dim=1)  # (query, gallery)
@@ -318,7 +318,7 @@ def blackbox_ap(lists: ScoreBlock, *, lambda_: float, margin: float) -> Float[Te
     query, rank, rank_among_positives = positive_ranks(lists.scores, sort_lists(lists, margin), lambda_=lambda_)
     precision = rank_among_positives / rank  # (pos,)
     sum_of_precisions = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / lists.relevant.sum(1)
+    return 1 - sum_of_precisions / lists.positives.of_each_query()
 
 
 class BlackboxAPLoss(RetrievalLoss):
@@ -394,7 +394,7 @@ def blackbox_recall_sums(
         value = torch.log1p(value)
     value = value / batches
     total = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, value)  # (query,)
-    return total[:, None], lists.relevant.sum(1, keepdim=True).to(total.dtype)
+    return total[:, None], lists.positives.of_each_query()[:, None].to(total.dtype)
 
 
 class BlackboxRecallLoss(PairLoss):

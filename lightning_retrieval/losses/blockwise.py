@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -115,7 +116,7 @@ class BlockPlan:
 def cut_into_blocks(
     rows: Int[Tensor, " query"], elements: Int[Tensor, " query"], counts: Int[Tensor, " query"]
 ) -> tuple[Block, ...]:
-    """Cut rows into consecutive blocks of about the same number of elements.
+    """Cut rows into consecutive blocks that are as large as possible. A row that is too large is a block by itself.
 
     Args:
         rows: indices of queries.
@@ -123,8 +124,13 @@ def cut_into_blocks(
         counts: number of positives of each query, on the CPU.
     """
     most = size_for(rows.device, cpu=BLOCK_ELEMENTS, accelerator=ACCELERATOR_BLOCK_ELEMENTS)
-    block = elements.cumsum(0) // most
-    sizes = torch.unique_consecutive(block, return_counts=True)[1].tolist()
+    ends = elements.cumsum(0).numpy()
+    sizes: list[int] = []
+    begin = before = 0  # the first row of a block, and the number of elements before it
+    while begin < len(ends):
+        end = max(begin + 1, int(np.searchsorted(ends, before + most, side="right")))
+        sizes.append(end - begin)
+        begin, before = end, int(ends[end - 1])
     return tuple(map(Block, rows.split(sizes), counts.split(sizes)))
 
 

@@ -58,7 +58,7 @@ def log_rank(lists: ScoreBlock, *, tau: float, lambda_: float) -> Float[Tensor, 
     rn_i = count_above(s_negative, query, s_i / tau, softplus_step) / math.log(2)  # (pos,)
     l_i = rn_i.log1p() + lambda_ * (1 - s_i)  # (pos,)
     sum_of_l = torch.zeros_like(s_negative[:, 0]).index_add(0, query, l_i)  # (query,)
-    return sum_of_l / lists.relevant.sum(1)
+    return sum_of_l / lists.positives.of_each_query()
 
 
 def softplus_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:

@@ -54,6 +54,11 @@ class Positives:
             return 0
         return int(self.counts.max())
 
+    def of_each_query(self) -> Int[Tensor, " query"]:
+        """Number of positives of each query, on the device of the scores."""
+        queries = torch.arange(len(self.counts) + 1, device=self.query.device)
+        return torch.searchsorted(self.query, queries).diff()
+
     def column(self) -> Int[Tensor, " pos"]:
         """The index of each positive among the positives of its query, from 0."""
         position = torch.arange(len(self.query), device=self.query.device)

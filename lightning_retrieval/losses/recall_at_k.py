@@ -43,7 +43,7 @@ def recall_at_k(
     tau_1 = constants(tau_k, s)  # (k,), or () for one temperature
     within_k = torch.sigmoid((k - r_x[:, None]) / tau_1)  # (pos, k)
     found = s.new_zeros(len(s), len(k)).index_add(0, query, within_k).minimum(k)  # (query, k)
-    possible = torch.minimum(k, lists.relevant.sum(1, keepdim=True))  # (query, k)
+    possible = torch.minimum(k, positives.of_each_query()[:, None])  # (query, k)
     return 1 - (found / possible).mean(1)
 
 

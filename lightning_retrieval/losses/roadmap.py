@@ -77,7 +77,7 @@ def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
 
     precision = rank_among_positives / (rank_among_positives + negatives_above)  # (pos,)
     sum_of_precisions = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / lists.relevant.sum(1)
+    return 1 - sum_of_precisions / lists.positives.of_each_query()
 
 
 def count_upper(
@@ -87,18 +87,20 @@ def count_upper(
 
     H^- is a sigmoid, plus `start` above 0; above `delta` it is a line of slope `rho`. Each part is summed by itself, so
     that no tensor holds H^-. Conditions are float tensors of 0 and 1, which is much faster on a CPU than `torch.where`.
+    New tensors of this size are slow, so there are only two, and `t` is overwritten.
     """
     if offset is None:
         sigma_at_delta = torch.sigmoid(torch.tensor(delta / tau, dtype=torch.float64))
         offset = float(sigma_at_delta) + start
-    above = torch.gt(t, 0, out=torch.empty_like(t)).sum(1)
-    is_linear = torch.gt(t, delta, out=torch.empty_like(t))
-    linear = is_linear.sum(1)
-    sigma = (t / tau).sigmoid_()
+    sigma, is_linear = torch.empty_like(t), torch.empty_like(t)
+    above = torch.gt(t, 0, out=sigma).sum(1)
+    linear = torch.gt(t, delta, out=is_linear).sum(1)
+    torch.div(t, tau, out=sigma).sigmoid_()
     sigma.addcmul_(sigma, is_linear, value=-1)  # 0 where H^- is linear
     beyond = t.sub_(delta).clamp_(min=0).sum(1)  # 0 also where t is -inf
     count = sigma.sum(1) + start * (above - linear) + rho * beyond + offset * linear
-    slope = is_linear.mul_(rho).addcmul_(sigma, 1 - sigma, value=1 / tau)
+    below = torch.sub(t.new_ones(()), sigma, out=t)
+    slope = is_linear.mul_(rho).addcmul_(sigma, below, value=1 / tau)
     return count, slope
 
 

@@ -92,7 +92,7 @@ def smooth_ap(lists: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
 
     precision = rank_among_positives / rank  # (pos,)
     sum_of_precisions = torch.zeros_like(s[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / lists.relevant.sum(1)
+    return 1 - sum_of_precisions / lists.positives.of_each_query()
 
 
 def soft_ranks(
