@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, finfo, float32, promote_types
-from torch.autograd.function import once_differentiable
 from torch.linalg import vector_norm
 
 from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
@@ -46,37 +45,48 @@ def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch di
                 [1.0000, 0.0000]])
     """
     x = embeddings.to(promote_types(embeddings.dtype, float32))
-    if torch.is_grad_enabled() and x.requires_grad:
-        unit: Tensor = _UnitRows.apply(x)
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if torch.is_grad_enabled() and x.requires_grad and not is_traced:  # TorchScript cannot record the function
+        unit: Tensor = _UnitRows.apply(x)[0]
         return unit
     return _unit_rows(x)[0]
 
 
 def _unit_rows(x: Float[Tensor, "batch dim"]) -> tuple[Float[Tensor, "batch dim"], Float[Tensor, "batch 1"]]:
     """The rows of unit length, and what each row was divided by."""
-    largest = x.abs().amax(dim=1, keepdim=True)
-    largest = largest.masked_fill_(largest < finfo(x.dtype).tiny, 1.0)
+    largest = x.detach().abs().amax(dim=1, keepdim=True)
+    largest = largest.masked_fill(largest < finfo(x.dtype).tiny, 1.0)
     scaled = x / largest
     norm = vector_norm(scaled, dim=1, keepdim=True)
-    norm = norm.masked_fill_(norm == 0, 1.0)
-    return scaled.div_(norm), norm.mul_(largest)
+    norm = norm.masked_fill(norm == 0, 1.0)
+    return scaled / norm, norm * largest
 
 
 class _UnitRows(torch.autograd.Function):
     """`_unit_rows` with a gradient that takes fewer passes over the rows than that of each operation."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        unit, norm = _unit_rows(x)
-        ctx.save_for_backward(unit, norm)
-        return unit
+    generate_vmap_rule = True
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        unit, norm = ctx.saved_tensors
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return _unit_rows(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        norm = output[1]
+        ctx.mark_non_differentiable(norm)
+        ctx.save_for_backward(*inputs, norm)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+        x, norm = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is differentiated again
+            unit, norm = _unit_rows(x)
+        else:
+            unit = x / norm
         along = (grad * unit).sum(1, keepdim=True)
-        return torch.addcmul(grad, unit, along, value=-1).div_(norm)
+        gradient: Tensor = torch.addcmul(grad, unit, along, value=-1) / norm
+        return gradient
 
 
 def float64_device(device: torch.device) -> torch.device:

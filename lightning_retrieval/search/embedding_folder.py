@@ -159,10 +159,10 @@ def _pairs(listed: list[list[str]]) -> list[tuple[str, str]]:
     return [(path, reason) for path, reason in listed]
 
 
-def _state(file: Path) -> tuple[int, int]:
-    """The size and the modification time of a file."""
+def _state(file: Path) -> tuple[int, int, int]:
+    """What changes if a file is replaced or written again."""
     status = file.stat()
-    return status.st_size, status.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _digest(embeddings: Float[np.ndarray, "rows dim"]) -> str:
@@ -216,7 +216,8 @@ def digest_of_files(files: Iterable[Path]) -> str:
     for file in files:
         found = None
         with suppress(OSError):
-            found = _state(file)
+            status = file.stat()
+            found = (status.st_size, status.st_mtime_ns)
         digest.update(f"{found}\n".encode())
     return digest.hexdigest()
 
@@ -234,7 +235,7 @@ class EmbeddingFolder:
         self.owner = owner
         self.path = path
         self.manifest = manifest
-        self._verified: dict[int, tuple[int, int]] = {}  # size and time of the file of each shard that was read
+        self._verified: dict[int, tuple[int, int, int]] = {}  # for each shard that was read, the state of its file
 
     @classmethod
     def create(cls, owner: str, path: Path, manifest: EmbeddingManifest) -> "EmbeddingFolder":
@@ -353,14 +354,17 @@ class EmbeddingFolder:
         return rows
 
     def read_again(self, shard: int) -> Float[np.ndarray, "rows dim"]:
-        """The embeddings of a shard, without verifying a file that has not changed since `read` verified it.
+        """The embeddings of a shard that `read` has verified. They are not verified again.
 
         Raises:
-            ValueError: as for `read`, if the file has changed.
+            ValueError: if the file is missing or has changed since then.
         """
         file = self._file(shard)
-        if not file.exists() or _state(file) != self._verified.get(shard):
-            return self.read(shard).embeddings
+        if not file.exists() or _state(file) != self._verified[shard]:
+            raise ValueError(
+                f"{self.owner}: {file} must not change while the embeddings are used, but was removed or replaced; run "
+                "the command again."
+            )
         with self._named(file):
             if self.manifest.file_format == "npy":
                 embeddings: Float[np.ndarray, "rows dim"] = np.load(file)

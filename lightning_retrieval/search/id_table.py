@@ -151,16 +151,15 @@ class IdTable:
             return
         packed = _packed(paths, len(ids))
         joined = dict(columns)
+        ids = np.concatenate([self.ids, ids])  # a copy, because `ids` may be the memory of a tensor of the caller
         if len(self) > 0:
-            ids = np.concatenate([self.ids, ids])
             packed = PackedStrings.join([self.paths, packed])
             joined = {name: column.joined(columns[name]) for name, column in self.columns.items()}
         if not _ascend(ids):
             order = np.argsort(ids, kind="stable")
             ids, packed = ids[order], packed[order]
             joined = {name: column.select(order) for name, column in joined.items()}
-        self.ids = ids.copy()  # `ids` may be the memory of a tensor of the caller
-        self.paths, self.columns = packed, joined
+        self.ids, self.paths, self.columns = ids, packed, joined
 
     def remove(self, positions: NDArray[np.intp]) -> None:
         """Remove the ids at these positions, and their paths and columns."""

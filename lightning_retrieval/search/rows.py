@@ -31,8 +31,8 @@ class FolderRows:
     """Behaves like a tensor with all rows of a folder, but holds only one file in memory at a time.
 
     The constructor reads and verifies every file, so that a missing or damaged file raises before an index is built.
-    It also finds out whether the sum of each file is finite, so that the numbers need no further look. A file that has
-    not changed since then is not verified when its rows are read again.
+    It also finds out whether the sum of each file is finite, so that the numbers need no further look. The files
+    must not change while the rows are used, and are not verified again.
 
     Args:
         folder: a folder in which no shard is missing.

@@ -181,8 +181,9 @@ def chunked_backward(
         value = back_propagate(loss(chunks.embeddings), [chunks.embeddings], backward)
         chunks.back_propagate(last_backward)
         return value
+    value = loss(chunks.graph)
     with last_backward():
-        return back_propagate(loss(chunks.graph), [chunks.graph], backward)
+        return back_propagate(value, [chunks.graph], backward)
 
 
 def back_propagate(value: Any, embeddings: Sequence[Tensor], backward: Callable[[Tensor], Any]) -> Tensor:

@@ -8,7 +8,8 @@ Parameters are divided into buckets from the last to the first, which is about t
 completes their gradients. As soon as all gradients of a bucket are complete, they are moved into one tensor, and
 the all-reduce of this tensor runs while the backward pass continues. No tensor ever holds a copy of all gradients. DDP
 uses buckets in the same way. Unlike DDP, this code does not search the graph for parameters without a gradient. Losses
-may have parameters: their gradients are complete before the backward pass of the first chunk.
+may have parameters. Their gradients are computed in the backward pass of the loss, which may come before that of the
+network, so they are summed at the end of the step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +37,7 @@ class GradientSum:
     Args:
         parameters: parameters whose gradients are summed. Parameters that require no gradient, or that are sharded over
             the processes, are ignored.
-        of_loss: parameters of the loss. Their gradients are not completed by the backward pass of a chunk.
+        of_loss: parameters of the loss. Their gradients are summed by `finish`.
         sharded: the modules whose parameters are sharded; they sum their gradients themselves, in `overlapped`.
         bucket_bytes: size from which a bucket is full. `finish` sums the gradients of the parameters in no full bucket,
             among them all parameters of the loss. Of these gradients, the ones with the dtype of the step's values are

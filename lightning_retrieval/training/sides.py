@@ -390,7 +390,7 @@ class EmbeddedSide(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `EmbeddedChunks`."""
+        """Arguments of `EmbeddedChunks` and `chunked_backward`."""
         return {
             "embed": self.embed,
             "inputs": self.inputs,
@@ -513,6 +513,9 @@ def two_sided_backward(
     of_queries, of_candidates = queries.embedded(), candidates.embedded()
     embeddings = [of_queries.embeddings, of_candidates.embeddings]
     value = back_propagate(loss(*embeddings), embeddings, backward)
+    for of_side in embeddings:
+        if of_side.requires_grad and of_side.grad is None:  # the loss ignores this side, perhaps only in this process
+            of_side.grad = torch.zeros_like(of_side)
     of_candidates.back_propagate(candidates.last_backward)
     of_queries.back_propagate(queries.last_backward)
     return value

@@ -51,11 +51,31 @@ def test_zero_row_stays_zero_with_a_finite_gradient():
 def test_gradient_is_that_of_the_formula():
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(normalize, x)
+    assert torch.autograd.gradgradcheck(normalize, x)
     weights = torch.randn(4, 6, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((normalize(x) * weights).sum(), x)
     # (w - (w.u) u) / |x|, nothing along the row itself
     length, unit = x.detach().norm(dim=1, keepdim=True), x.detach() / x.detach().norm(dim=1, keepdim=True)
     torch.testing.assert_close(gradient, (weights - (weights * unit).sum(1, keepdim=True) * unit) / length)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_rows_can_be_normalised_in_functional_transforms_and_traces_and_changed_afterwards():
+    x, weights = torch.randn(2, 4, 6, dtype=torch.float64)
+
+    def weighted(rows):
+        return (normalize(rows) * weights).sum()
+
+    expected = torch.autograd.functional.jacobian(weighted, x)
+    torch.testing.assert_close(torch.func.grad(weighted)(x), expected)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(weighted))(x[None])[0], expected)
+
+    traced = torch.jit.trace(normalize, x.clone().requires_grad_())
+    torch.testing.assert_close(traced(weights), normalize(weights))
+
+    rows = x.requires_grad_()
+    normalize(rows).mul_(2).mul(weights).sum().backward()
+    torch.testing.assert_close(rows.grad, 2 * expected)
 
 
 ROWS = torch.arange(46.0).view(23, 2)

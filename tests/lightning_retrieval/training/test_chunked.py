@@ -1,5 +1,6 @@
 """Chunked backpropagation against the plain one, with a control for each promise that shows what breaks without it."""
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -117,6 +118,24 @@ def test_backward_may_scale():
     value = chunked_backward(embed, x, smooth_ap, 4, backward=lambda value: (1024 * value).backward())
     assert 0 < value < 1
     torch.testing.assert_close(gradients_of(embed), [1024 * gradient for gradient in plain])
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_the_context_of_the_last_backward_pass_begins_after_the_loss(size):
+    embed, x, seen = net(), images(), []
+
+    @contextlib.contextmanager
+    def last_backward():
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    def loss(embeddings):
+        seen.append("loss")
+        return smooth_ap(embeddings)
+
+    chunked_backward(embed, x, loss, size, last_backward=last_backward)
+    assert seen == ["loss", "begin", "end"]
 
 
 TWO_GRAPHS = functools.partial(chunked_backward, keep_graphs=2)

@@ -206,6 +206,16 @@ def variance(q, c):
     return (q.float() @ c.float().T).var()
 
 
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_a_side_that_the_loss_ignores_gets_a_gradient_of_zero(ignored):
+    """So that all processes make the same passes, even if the loss of only one of them ignores the side."""
+    networks, inputs = [query_net(), net()], [torch.randn(QUERIES, 5), torch.randn(CANDIDATES, 6)]
+    sides = [EmbeddedSide(network.float(), of_side, 3) for network, of_side in zip(networks, inputs)]
+    two_sided_backward(*sides, lambda *embeddings: embeddings[1 - ignored].var())
+    assert all(parameter.grad.any() for parameter in networks[1 - ignored].parameters())
+    assert not any(parameter.grad.any() for parameter in networks[ignored].parameters())
+
+
 def scaled_backward(scale, value):
     (scale * value).backward()
 
