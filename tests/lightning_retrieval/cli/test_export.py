@@ -157,7 +157,7 @@ def test_int8_says_what_it_costs(glyphs, exported):
     assert lines[4].startswith("R@1 of int8 on 40 images: 0.")
     sizes = [(exported / name).stat().st_size for name in ("model.int8.onnx", "model.onnx")]
     assert sizes[0] < 0.3 * sizes[1]
-    # Of eight bits, sums of two products overflow on processors without VNNI.
+    # With weights of eight bits, sums of two products would overflow on processors without VNNI.
     initializers = onnx.load(exported / "model.int8.onnx").graph.initializer
     weights = [onnx.numpy_helper.to_array(value) for value in initializers if value.data_type == onnx.TensorProto.INT8]
     assert max(abs(weight.astype(int)).max() for weight in weights) == 64

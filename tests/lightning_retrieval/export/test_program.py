@@ -78,7 +78,7 @@ def test_a_transformer_gets_dynamic_quantisation(tmp_path):
     assert quantize_onnx(tmp_path / "model.onnx", tmp_path / "int8.onnx", []) == "dynamic"
     graph = onnx.load(tmp_path / "int8.onnx").graph
     operations = [node.op_type for node in graph.node]
-    # Of eight bits, sums of two products overflow on processors without VNNI.
+    # With weights of eight bits, sums of two products would overflow on processors without VNNI.
     weights = [
         onnx.numpy_helper.to_array(weight) for weight in graph.initializer if weight.data_type == onnx.TensorProto.INT8
     ]
