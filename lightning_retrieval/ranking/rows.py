@@ -45,8 +45,7 @@ def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch di
                 [1.0000, 0.0000]])
     """
     x = embeddings.to(promote_types(embeddings.dtype, float32))
-    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if torch.is_grad_enabled() and x.requires_grad and not is_traced:  # TorchScript cannot record the function
+    if torch.is_grad_enabled() and x.requires_grad:
         unit: Tensor = _UnitRows.apply(x)[0]
         return unit
     return _unit_rows(x)[0]

@@ -59,8 +59,7 @@ def test_gradient_is_that_of_the_formula():
     torch.testing.assert_close(gradient, (weights - (weights * unit).sum(1, keepdim=True) * unit) / length)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
-def test_rows_can_be_normalised_in_functional_transforms_and_traces_and_changed_afterwards():
+def test_rows_can_be_normalised_in_functional_transforms_and_changed_afterwards():
     x, weights = torch.randn(2, 4, 6, dtype=torch.float64)
 
     def weighted(rows):
@@ -69,9 +68,6 @@ def test_rows_can_be_normalised_in_functional_transforms_and_traces_and_changed_
     expected = torch.autograd.functional.jacobian(weighted, x)
     torch.testing.assert_close(torch.func.grad(weighted)(x), expected)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(weighted))(x[None])[0], expected)
-
-    traced = torch.jit.trace(normalize, x.clone().requires_grad_())
-    torch.testing.assert_close(traced(weights), normalize(weights))
 
     rows = x.requires_grad_()
     normalize(rows).mul_(2).mul(weights).sum().backward()
