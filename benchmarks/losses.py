@@ -236,14 +236,16 @@ def of_one_process(processes: int, batch: int, device: str) -> dict[str, Callabl
         embeddings.grad = None
         loss(embeddings, labels, ids=ids, queries=queries).backward()
 
-    def count() -> None:
-        ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
-        EmbeddingLists("losses.py", ranked, include_self=False).count_positives(queries)
+    prepared: list[EmbeddingLists] = []
 
     def prepare() -> None:
-        EmbeddingLists("losses.py", RankedBatch(embeddings, labels, ids=ids, queries=queries), include_self=False)
+        ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
+        prepared.append(EmbeddingLists("losses.py", ranked, include_self=False))
 
-    return {"loss": run, "counting": count, "preparation": prepare}
+    def count() -> None:
+        prepared.pop().count_positives(queries)
+
+    return {"loss": run, "preparation": prepare, "counting": count}
 
 
 def share_of_counting(device: str, quick: bool) -> list[dict[str, Any]]:
@@ -256,7 +258,7 @@ def share_of_counting(device: str, quick: bool) -> list[dict[str, Any]]:
             functions = of_one_process(processes, batch, device)
             turns = timed_in_turn(functions, runs, device, clock=cpu_clock(device))
             of_loss = interleaved({"loss": functions["loss"]}, runs, device, clock=cpu_clock(device))["loss"]
-            counting = [max(0.0, turn["counting"] - turn["preparation"]) / turn["loss"] for turn in turns]
+            counting = [turn["counting"] / turn["loss"] for turn in turns]
             row: dict[str, Any] = {"batch": batch, "processes": processes, "loss": of_loss}
             rows.append(row | range_of("share of counting", counting) | {"runs": runs})
     return rows
