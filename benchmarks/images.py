@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from PIL import Image
 from timing import Timing, arguments, cpu_clock, environment, range_of, report, timed_in_turn
-from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder as PlainFolder
 from torchvision.io import ImageReadMode, decode_image
@@ -31,6 +30,7 @@ from torchvision.io import ImageReadMode, decode_image
 from lightning_retrieval.datamodules import ImageFolder, ImageSet, training_transform
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.pixels import resize_bilinear
 
 SIZES = {(500, 400): 40, (1024, 768): 20, (3000, 2000): 4}  # number of images of this width and height
 CLASSES = 4
@@ -58,8 +58,7 @@ def decode_and_resize(files: list[Path], short_side: int) -> None:
         pixels = decode_image(data, ImageReadMode.RGB)
         scale = short_side / min(pixels.shape[1:])
         size = [round(side * scale) for side in pixels.shape[1:]]
-        channels_last = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-        interpolate(channels_last, size, mode="bilinear", antialias=True)
+        resize_bilinear(pixels, *size)
 
 
 def read(images: ImageSet, seeded: bool) -> None:

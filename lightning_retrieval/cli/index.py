@@ -259,7 +259,7 @@ def index_embeddings(
     rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
     new_rows = NewRows(rows.ids, rows.paths, read_metadata(owner, metadata, rows.paths))
-    unreadable = _unreadable_images(rows.unreadable)
+    unreadable = [UnreadableImage(*image) for image in rows.unreadable]
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
         if len(positions) == len(rows):
@@ -289,11 +289,7 @@ def _help(
     start()
     help_build_on_disk()
     index = RetrievalIndex.load(output, mapped=True, verify=False)
-    return index, _unreadable_images(EmbeddingFolder.load(owner, embeddings).unreadable())
-
-
-def _unreadable_images(unreadable: Sequence[tuple[str, str]]) -> list[UnreadableImage]:
-    return [UnreadableImage(path, reason) for path, reason in unreadable]
+    return index, [UnreadableImage(*image) for image in EmbeddingFolder.load(owner, embeddings).unreadable()]
 
 
 def choose_threshold(

@@ -367,3 +367,10 @@ def test_positives_of_several_lists_are_joined_by_query():
     assert order.tolist() == [0, 1, 5, 6, 7, 2, 3, 4, 8, 9]
     assert both.index.tolist() == [1, 3, 0, 1, 2, 0, 1, 2, 1, 3]
     assert both.counts.tolist() == [5, 0, 5]
+
+
+def test_blocks_are_as_large_as_fits(monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 10)
+    elements = torch.tensor([4, 4, 4, 20, 1, 9, 1])
+    blocks = blockwise.cut_into_blocks(torch.arange(7), elements, elements)
+    assert [block.rows.tolist() for block in blocks] == [[0, 1], [2], [3], [4, 5], [6]]
