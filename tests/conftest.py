@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import random
+import socket
 import sys
 import threading
 import time
@@ -34,6 +35,9 @@ MAY_CHANGE = {
 KEPT_THREADS = {"TMonitor", "fsspecIO"}  # by class or name: tqdm monitors its progress bars, fsspec reads addresses
 # Processes that Python's multiprocessing keeps once something was spawned.
 KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Programs that Pillow and its plug-ins, or libraries of documents, start for some formats.
+PROGRAMS = ("gs", "gswin64c", "convert", "magick", "ffmpeg", "dcraw", "inkscape", "djpeg", "git", "xdg-open")
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost", None, "")
 GRACE = 5.0  # seconds that threads and processes have to end
 
 
@@ -92,6 +96,63 @@ def stand_in_for_kernels(request):
 
     with Pretend() as kernels:
         yield kernels
+
+
+@pytest.fixture(autouse=True)
+def users_folder(request, tmp_path_factory, monkeypatch):
+    """In a test marked `hostile`: a folder of the user's that must stay as it was; None in other tests.
+
+    Such a test cannot look up a host or connect to another machine, and the programs that image and document libraries
+    start are scripts that leave a mark. It fails if any of this happens, also if what tried it hides the error.
+    """
+    if "hostile" not in request.keywords:
+        yield None
+        return
+    place = tmp_path_factory.mktemp("surroundings")
+    folder = place / "photos"
+    (folder / "trip").mkdir(parents=True)
+    (folder / "private.txt").write_text("private")
+    (folder / "trip" / "private.txt").write_text("private, too")
+    before = _content(folder)
+    programs, started = place / "programs", place / "started"
+    programs.mkdir()
+    for name in PROGRAMS:
+        (programs / name).write_text(f"#!/bin/sh\necho {name} >> '{started}'\nexit 1\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NO_ALBUMENTATIONS_UPDATE", "1")  # its import asks PyPI for a newer version
+    reached = _without_network(monkeypatch)
+    yield folder
+    assert _content(folder) == before, "the user's folder has changed"
+    assert not started.exists(), f"a file started {started.read_text()}"
+    assert not reached, f"a file tried to reach {reached}"
+
+
+def _content(folder):
+    """The files below a folder, with their content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _without_network(monkeypatch):
+    """Let only connections within this machine pass; the list to which all other addresses are added."""
+    reached = []
+    real_connect, real_lookup = socket.socket.connect, socket.getaddrinfo
+
+    def connect(self, address):
+        if self.family != socket.AF_UNIX and address[0] not in LOCAL_HOSTS:
+            reached.append(address)
+            raise OSError("no network in a test that is marked hostile")
+        return real_connect(self, address)
+
+    def look_up(host, *args, **kwargs):
+        if host not in LOCAL_HOSTS:
+            reached.append(host)
+            raise socket.gaierror("no network in a test that is marked hostile")
+        return real_lookup(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return reached
 
 
 @pytest.fixture(scope="session")

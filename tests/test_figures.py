@@ -1,4 +1,4 @@
-"""How large, dense and branched the code is, and in how many files: the figures, and the limits that they must keep.
+"""How long and branched functions are, and how dense statements: the figures, and the limits that they must keep.
 
 `python tests/test_figures.py` prints the figures of the three packages, or of the files and folders that are named;
 `pytest tests/test_figures.py -s` prints them too.
@@ -8,7 +8,6 @@ import ast
 import io
 import sys
 import tokenize
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("lightning_retrieval", "callbacks", "datamodules")
 LIMITS = {
-    "lines of a file": 600,
     "lines of a function body": 40,
     "cyclomatic complexity": 14,
     "conditional expressions in 1,000 lines": 16,
@@ -25,12 +23,7 @@ LIMITS = {
     "conditional expressions and comprehensions in one statement": 1,
     "positional constructor arguments": 3,
     "nonlocal statements": 0,
-    "files": 184,
-    "files of a folder": 16,
-    "files under 40 lines of code": 15,
-    "percent of lines of code that import": 10,
 }
-COUNTS_OF_FILES = ("files", "files of a folder", "files under 40 lines of code")
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -55,9 +48,6 @@ class Figures:
     """What was counted in some files; `worst` holds (value, location) for each limit, largest first."""
 
     code_lines: int = 0
-    import_lines: int = 0
-    folders: Counter[str] = field(default_factory=Counter)
-    small_files: int = 0
     conditional_expressions: int = 0
     comprehensions: int = 0
     worst: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
@@ -66,14 +56,9 @@ class Figures:
         self.worst.setdefault(limit, []).append((value, location))
 
     def add_totals(self):
-        """Add what is counted in all files together: numbers of files, and what is divided by the lines of code."""
+        """Add what is divided by the lines of code of all files together."""
         thousands = max(1, self.code_lines) / 1000
         everywhere = "all files together"
-        self.add("files", self.folders.total(), everywhere)
-        for folder, files in self.folders.items():
-            self.add("files of a folder", files, folder)
-        self.add("files under 40 lines of code", self.small_files, everywhere)
-        self.add("percent of lines of code that import", self.import_lines / thousands / 10, everywhere)
         self.add("conditional expressions in 1,000 lines", self.conditional_expressions / thousands, everywhere)
         self.add("comprehensions in 1,000 lines", self.comprehensions / thousands, everywhere)
 
@@ -167,25 +152,11 @@ def measure(paths):
     return figures
 
 
-def import_lines(tree):
-    """The numbers of the lines of all import statements."""
-    lines = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            lines.update(range(node.lineno, node.end_lineno + 1))
-    return lines
-
-
 def measure_source(source, name, figures):
     """Add the figures of one file."""
     tree = ast.parse(source)
     lines = code_lines(source, tree)
     figures.code_lines += len(lines)
-    figures.import_lines += len(import_lines(tree))
-    folder, _, file = name.rpartition("/")
-    figures.folders[folder] += 1
-    figures.small_files += len(lines) < 40 and file != "__init__.py"
-    figures.add("lines of a file", len(source.splitlines()), name)
     for node in ast.walk(tree):
         figures.conditional_expressions += isinstance(node, ast.IfExp)
         figures.comprehensions += isinstance(node, COMPREHENSIONS)
@@ -231,11 +202,10 @@ def test_the_library_keeps_the_limit_on(limit, library):
     assert not library.over(limit)
 
 
-def measured(source, files=1):
-    """The figures of files with this text."""
+def measured(source):
+    """The figures of a file with this text."""
     figures = Figures()
-    for _ in range(files):
-        measure_source(source, "file.py", figures)
+    measure_source(source, "file.py", figures)
     figures.add_totals()
     figures.sort()
     return figures
@@ -243,7 +213,6 @@ def measured(source, files=1):
 
 def test_the_counters_see_what_is_over_a_limit():
     too_much = {
-        "lines of a file": "x = 1\n" * 601,
         "lines of a function body": "def f():\n" + "    x = 1\n" * 41,
         "cyclomatic complexity": "def f(x):\n" + "    if x:\n        pass\n" * 14,
         "conditional expressions in 1,000 lines": "x = 1 if y else 2\n" + "x = 1\n" * 50,
@@ -251,13 +220,10 @@ def test_the_counters_see_what_is_over_a_limit():
         "conditional expressions and comprehensions in one statement": "x = [1 if y else 2 for y in z]",
         "positional constructor arguments": "class A:\n    def __init__(self, a, b, c, d=1, *, e):\n        pass",
         "nonlocal statements": "def f():\n    x = 1\n    def g():\n        nonlocal x\n        x = 2",
-        "percent of lines of code that import": "import x\n" * 11 + "x = 1\n" * 89,
     }
     for limit, source in too_much.items():
         assert len(measured(source).over(limit)) == 1, limit
-    for limit in COUNTS_OF_FILES:
-        assert len(measured("x = 1", LIMITS[limit] + 1).over(limit)) == 1, limit
-    assert {*too_much, *COUNTS_OF_FILES} == LIMITS.keys()
+    assert too_much.keys() == LIMITS.keys()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The same hostile descriptions, each of which would write a file if it were obeye
 
 import json
 import pickle
-import socket
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from lightning_retrieval.training.checkpointed_module import module_of_checkpoin
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
 from tests.lightning_retrieval.cli.glyph_commands import command, save_checkpoint
 
-pytestmark = [pytest.mark.refusal, pytest.mark.slow]
+pytestmark = [pytest.mark.hostile, pytest.mark.refusal, pytest.mark.slow]
 
 INSTANTIATOR = "pytorch_lightning.cli.instantiate_module"
 MODULE = "lightning_retrieval.RetrievalModule"
@@ -45,14 +44,7 @@ class Writes:
 
 @pytest.fixture
 def marker(tmp_path, monkeypatch):
-    """The file that obeying a description would write; no test may open a connection."""
-
-    def connect(*_):
-        raise AssertionError("a connection was opened")
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
-    monkeypatch.setattr(socket, "getaddrinfo", connect)
-    monkeypatch.setenv("NO_ALBUMENTATIONS_UPDATE", "1")  # its import asks PyPI for a newer version
+    """The file that obeying a description would write."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "marker"
 

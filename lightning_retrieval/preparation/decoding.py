@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 from jaxtyping import Int
-from PIL import EpsImagePlugin, Image, ImageFile
+from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, to_pixels
@@ -27,7 +27,7 @@ except ImportError:  # deprecated in torchvision 0.29
 
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
-IDENTIFIED_ONLY = {"MPEG"}  # formats that Pillow identifies but cannot decode
+NOT_DECODED = {"MPEG", "EPS"}  # Pillow only identifies MPEG, and starts Ghostscript for EPS
 JPEG_START = b"\xff\xd8\xff"
 
 _ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 is upright
@@ -73,11 +73,9 @@ def image_paths(folder: Path) -> list[str]:
 
 
 def _is_decoded(kind: str) -> bool:
-    """Whether Pillow can decode a format, not only identify it."""
-    if kind not in Image.OPEN or kind in IDENTIFIED_ONLY:
+    """Whether Pillow itself can decode a format, not only identify it."""
+    if kind not in Image.OPEN or kind in NOT_DECODED:
         return False
-    if kind == "EPS":
-        return bool(EpsImagePlugin.has_ghostscript())
     reader, _ = Image.OPEN[kind]
     is_stub = isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
     return not is_stub
