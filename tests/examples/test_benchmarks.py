@@ -1,6 +1,7 @@
 """Each benchmark runs, prints its table and writes it as JSON. The numbers themselves are not tested."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OF_LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the /proc of Linux")
 # test_a_benchmark_prints_and_writes_its_table runs all others.
 OTHERS = {
+    "compare_commits",  # below
     "ddp",  # below
     "elastic",  # below
     "glyphs",  # trains for minutes, and has no table
@@ -199,3 +201,25 @@ def test_a_run_on_two_nodes_goes_on_after_kills(results_of):
     assert [row["killed"] for row in rows] == ["workers", "first node, started again", "first node"]
     assert [row["same weights"] for row in rows[:2]] == [True, True]
     assert all(row["same metrics"] and row["largest difference"] < 1e-9 for row in rows)
+
+
+def test_a_commit_is_compared_with_itself(tmp_path, run_python):
+    if not (BENCHMARKS.parent / ".git").exists():
+        pytest.skip("needs the history of the repository")
+    file = tmp_path / "results.json"
+    script = BENCHMARKS / "compare_commits.py"
+    run_python(script, "HEAD", "loop", "--pairs", "2", "--quick", "--json", file, folder=tmp_path, timeout=600)
+    rows = json.loads(file.read_text())["results"]
+    assert {row["of"] for row in rows} >= {"plain step", "RetrievalModule's step", "CPU time"}
+    assert all(0 < row["lowest"] <= row["now over before"] <= row["highest"] for row in rows)
+
+
+def test_each_commit_runs_its_own_code(tmp_path):
+    if not (BENCHMARKS.parent / ".git").exists():
+        pytest.skip("needs the history of the repository")
+    with imported(BENCHMARKS, "compare_commits") as compare_commits:
+        compare_commits.check_out("HEAD", tmp_path / "before")
+        package = tmp_path / "before" / "installed" / "lightning_retrieval"
+        (package / "__init__.py").write_text("raise SystemExit(3)")
+        with pytest.raises(subprocess.CalledProcessError, match="exit status 3"):
+            compare_commits.run(tmp_path / "before", "loop", ["--quick"])
