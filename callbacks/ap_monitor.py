@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from jaxtyping import Float, Int
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_retrieval.backend import pl, rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.distributed import Shard, sum_over_ranks
 from lightning_retrieval.losses import (

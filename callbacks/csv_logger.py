@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
-from pytorch_lightning.loggers.csv_logs import CSVLogger, ExperimentWriter
-from pytorch_lightning.loggers.logger import Logger
-from pytorch_lightning.utilities import rank_zero_only
-
+from lightning_retrieval.backend import (
+    CSVLogger,
+    ExperimentWriter,
+    Logger,
+    convert_tensors_to_scalars,
+    pl,
+    rank_zero_only,
+)
 from lightning_retrieval.checkpoints import checksums_of, find_damage, saved_at
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import gather_objects

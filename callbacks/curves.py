@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-import pytorch_lightning as pl
 import torch
 from jaxtyping import Float, Int
 from PIL import Image
-from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 
+from lightning_retrieval.backend import TensorBoardLogger, pl
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet

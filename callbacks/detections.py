@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.curves import Drawing, new_figure, save_and_log
 from lightning_retrieval.checks import check_integer

@@ -11,12 +11,11 @@ from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from lightning_retrieval.backend import CombinedLoader, pl
 from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
 from lightning_retrieval.checks import check_choice, check_integer, check_path, first_line
 from lightning_retrieval.distributed import gather_objects

@@ -7,13 +7,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_retrieval.backend import CSVLogger, TensorBoardLogger, WandbLogger, pl, rank_zero_warn, sized_len
 from lightning_retrieval.callbacks.evaluation_sets import (
     EvaluationSet,
     MetricProvider,

@@ -4,11 +4,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
+from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.metrics import EmbeddingMetric
 

@@ -2,8 +2,7 @@
 
 from datetime import timedelta
 
-from pytorch_lightning.strategies import ModelParallelStrategy
-
+from lightning_retrieval.backend import ModelParallelStrategy
 from lightning_retrieval.checkpoints import check_can_be_sharded
 from lightning_retrieval.checks import check_bool, check_integer, short_repr
 

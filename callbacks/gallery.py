@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-import pytorch_lightning as pl
 import torch
 from jaxtyping import Float, Int, Shaped
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.curves import EvaluationFigure
 from lightning_retrieval.callbacks.evaluation import is_ranked_by_label
 from lightning_retrieval.checks import check_choice, check_integer

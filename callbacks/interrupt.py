@@ -16,11 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch.distributed as dist
-from pytorch_lightning.utilities import rank_zero_info
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_retrieval.backend import pl, rank_zero_info
 from lightning_retrieval.checks import check_string
 
 INTERRUPTED = "last-interrupted.ckpt"

@@ -3,13 +3,12 @@
 import math
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from jaxtyping import Float, Int
-from pytorch_lightning.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_retrieval.backend import move_data_to_device, pl, rank_zero_info, rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import log_without_sync
 from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks

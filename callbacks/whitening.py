@@ -3,15 +3,13 @@
 import copy
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
-from pytorch_lightning.strategies import ModelParallelStrategy
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import batches_on_device
 from lightning_retrieval.callbacks.evaluation_sets import loader_list
 from lightning_retrieval.checks import check_integer

@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, get_args, runtime_checkable
 
 from jaxtyping import Int
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_retrieval.backend import TrainerFn
 from lightning_retrieval.checks import check_flag, check_integer, short_repr
 from lightning_retrieval.datamodules.image_check import Count, DataReport
 from lightning_retrieval.datamodules.image_index import digest_of_arrays

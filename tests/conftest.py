@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.one_lightning  # noqa: F401 - before anything imports Lightning
 from lightning_retrieval.plain_data import named_by_user
 from tests.processes import run_script, start_processes, wait_for
 
 # Environment variables that a test may change, since what sets them cannot undo it. They are restored all the same.
 MAY_CHANGE = {
     "PYTEST_CURRENT_TEST",  # pytest's own, changed between setup and teardown
+    "_LIGHTNING_RETRIEVAL_BACKEND_OF_PARENT",  # the library, when it first needs Lightning
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn, when it is first imported
     "PL_GLOBAL_SEED",  # seed_everything
     "PL_SEED_WORKERS",  # seed_everything

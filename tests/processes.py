@@ -31,6 +31,7 @@ GRACE = 10.0  # seconds that a killed process has to end
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # so that no thread is there to be forked
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # of an earlier test, and not of the function that is called
 IMPORTED_BY_SERVER = [
+    "tests.one_lightning",
     *("numpy", "pytest", "torch", "torchvision", "pytorch_lightning"),
     *(f"lightning_retrieval.{name}" for name in ("callbacks", "datamodules", "detection", "metrics", "search")),
 ]

@@ -13,6 +13,7 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
     {"checks", "files", "optional_packages", "packed_strings", "progress"},
+    {"backend"},
     {"checkpoints", "distributed", "plain_data"},
     {"ranking", "preparation"},
     {"metrics", "losses", "models"},
@@ -70,6 +71,7 @@ MAY_PRINT = {
     "lightning_retrieval/progress.py",  # lines of a log
 }
 MAY_IMPORT_BY_NAME = {
+    "lightning_retrieval/backend.py",  # imports Lightning from the package that the program uses
     "lightning_retrieval/__init__.py",  # imports each public name when it is first used
     "datamodules/__init__.py",  # likewise
     "lightning_retrieval/plain_data/rules.py",  # rebuilds a class from the path that a file holds
@@ -191,8 +193,13 @@ def test_wrong_imports_are_seen():
 
 def test_only_the_named_modules_of_the_core_import_lightning():
     core = {path: tree for path, tree in LIBRARY.items() if path.startswith("lightning_retrieval/")}
-    locations = imports_from({"pytorch_lightning", "lightning", "lightning_fabric"}, core)
-    assert {location.split(":")[0] for location in locations} == MAY_IMPORT_LIGHTNING
+    users = {path for path, tree in core.items() if "lightning_retrieval.backend" in library_imports(tree)}
+    assert users == MAY_IMPORT_LIGHTNING
+
+
+def test_only_one_module_decides_between_the_packages_of_lightning():
+    locations = imports_from({"pytorch_lightning", "lightning", "lightning_fabric"}, LIBRARY)
+    assert {location.split(":")[0] for location in locations} == {"lightning_retrieval/backend.py"}
 
 
 def test_only_the_named_modules_import_by_name():

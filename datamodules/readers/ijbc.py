@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pytorch_lightning.utilities import rank_zero_info
-
+from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers

@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.strategies.ddp import DDPStrategy
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_retrieval.backend import Fabric, FabricDDPStrategy, MisconfigurationException, module_names
 from lightning_retrieval.callbacks.embedding_writer import wait_for_other_processes
 from lightning_retrieval.checks import check_choice, check_integer, first_line
 from lightning_retrieval.cli.embedding import (
@@ -314,7 +312,7 @@ def new_fabric(
     accelerator, numbers = _accelerator(owner, device, devices)
     settings: dict[str, Any] = {}
     if devices * num_nodes > 1:
-        settings["strategy"] = DDPStrategy(process_group_backend="gloo", timeout=LONGEST_WAIT)
+        settings["strategy"] = FabricDDPStrategy(process_group_backend="gloo", timeout=LONGEST_WAIT)
     try:
         with _quiet_lightning():
             return Fabric(
@@ -361,11 +359,10 @@ def _accelerator(owner: str, device: str | None, devices: int) -> tuple[str, int
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Context without Lightning's log messages about Fabric, because the user has not called Fabric.
-
-    Lightning uses one of two loggers, depending on the packages that are imported.
-    """
-    loggers = errors_only(logging.getLogger("pytorch_lightning")), errors_only(logging.getLogger("lightning_fabric"))
-    with loggers[0], loggers[1], warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning_fabric")
+    """Context without Lightning's log messages about Fabric, because the user has not called Fabric."""
+    with ExitStack() as stack:
+        for name in module_names():  # Lightning uses one of several loggers, depending on what is imported
+            stack.enter_context(errors_only(logging.getLogger(name)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"lightning(_|\.)fabric")
         yield

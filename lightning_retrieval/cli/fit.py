@@ -10,14 +10,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytorch_lightning as pl
 import yaml  # type: ignore[import-untyped]
-from jsonargparse import DefaultHelpFormatter
-from pytorch_lightning.callbacks import ProgressBar
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from pytorch_lightning.utilities import rank_zero_info
+from jsonargparse import DefaultHelpFormatter, get_loader, set_loader
 
 from lightning_retrieval import callbacks, datamodules, losses
+from lightning_retrieval.backend import (
+    LightningArgumentParser,
+    LightningCLI,
+    ProgressBar,
+    SaveConfigCallback,
+    of_this_backend,
+    pl,
+    rank_zero_info,
+)
 from lightning_retrieval.callbacks.csv_logger import (
     ResumableCSVLogger,
     RowsBeforeCheckpoints,
@@ -53,6 +58,7 @@ EXAMPLES = {
     "test": "lightning-retrieval test --config config.yaml --ckpt_path best.ckpt",
     "predict": "lightning-retrieval predict --config config.yaml --ckpt_path best.ckpt",
 }
+CONFIGS = "lightning-retrieval"  # name of the mode of jsonargparse that reads configs
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 # The compact help shows the name of each option, the first sentence of its description, and its default.
 NAME_WIDTH = 47  # columns for the name, if the description is on the same line
@@ -81,6 +87,8 @@ def fit(args: Any = None) -> None:
     parser_settings: dict[str, Any] = {"prog": "lightning-retrieval"}
     for subcommand, example in EXAMPLES.items():
         parser_settings[subcommand] = {"epilog": MORE_HELP + example}
+    if args is None:
+        args = sys.argv[1:]
     with quiet_trainer():
         RetrievalCLI(
             CheckpointedModule,
@@ -92,8 +100,27 @@ def fit(args: Any = None) -> None:
             trainer_defaults={"enable_model_summary": False},  # the first step is reported instead
             parser_kwargs=parser_settings,
             parser_class=_Parser,
-            args=args,
+            args=_of_this_backend(args),
         )
+
+
+def _of_this_backend(args: Any) -> Any:
+    """The arguments of a command, with Lightning's classes as in the package that this process uses."""
+    if not isinstance(args, list):
+        return of_this_backend(args)
+    changed = []
+    for argument in args:
+        option, equals, value = str(argument).rpartition("=")
+        changed.append(option + equals + of_this_backend(value))
+    return changed
+
+
+def _load_config(text: str) -> Any:
+    """The value of a config or of an option, with Lightning's classes as in the package that this process uses."""
+    return of_this_backend(get_loader("yaml")(text))
+
+
+set_loader(CONFIGS, _load_config, exceptions=(yaml.YAMLError,))
 
 
 class RetrievalCLI(LightningCLI):
@@ -447,9 +474,13 @@ class _Parser(LightningArgumentParser):
     """A parser with compact help, also of subcommands and classes, and a clear error if model or data are missing."""
 
     def __init__(
-        self, *args: Any, formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter, **kwargs: Any
+        self,
+        *args: Any,
+        formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter,
+        parser_mode: str = CONFIGS,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, formatter_class=formatter_class, **kwargs)
+        super().__init__(*args, formatter_class=formatter_class, parser_mode=parser_mode, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""

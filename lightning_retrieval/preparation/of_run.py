@@ -13,11 +13,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.trainer.states import TrainerStatus
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.checks import check_callable
 from lightning_retrieval.preparation.of_model import wanted_preparation
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour

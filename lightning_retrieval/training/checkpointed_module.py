@@ -10,17 +10,21 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
-import pytorch_lightning as pl
 import yaml  # type: ignore[import-untyped]
-from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning_fabric.utilities.cloud_io import _load
-from pytorch_lightning.callbacks import BaseFinetuning
-from pytorch_lightning.core.mixins.hparams_mixin import _given_hyperparameters_context
-from pytorch_lightning.core.saving import _default_map_location, load_hparams_from_tags_csv
-from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_retrieval.backend import (
+    BaseFinetuning,
+    CheckpointIO,
+    _default_map_location,
+    _given_hyperparameters_context,
+    _load,
+    _restricted_classmethod,
+    load_hparams_from_tags_csv,
+    pl,
+    warn_of_other_package,
+)
 from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.files import temporary_path
@@ -84,6 +88,10 @@ class CheckpointedModule(pl.LightningModule):
     preparation: dict[str, Any] | None = None
     # The same for the queries of data with two sides.
     query_preparation: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        warn_of_other_package()
+        super().__init__()
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
         """Save the arguments of a constructor as hyperparameters, in the form of plain values.
@@ -182,6 +190,10 @@ class CheckpointedModule(pl.LightningModule):
 
 class CheckpointedDataModule(pl.LightningDataModule):
     """A data module that `load_from_checkpoint` rebuilds by the same rules as a module."""
+
+    def __init__(self) -> None:
+        warn_of_other_package()
+        super().__init__()
 
     @_restricted_classmethod
     def load_from_checkpoint(

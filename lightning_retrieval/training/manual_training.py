@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, TrainerFn, pl
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.plain_data import rebuild_factory

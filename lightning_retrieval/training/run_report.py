@@ -13,15 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import TQDMProgressBar
-from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.contrib.logging import logging_redirect_tqdm  # type: ignore[import-untyped]
 
+from lightning_retrieval.backend import (
+    TensorBoardLogger,
+    TQDMProgressBar,
+    module_names,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.plain_data import logged_settings
@@ -41,19 +45,15 @@ HIDDEN_LOGS = (
     "`Trainer.fit` stopped: `max_epochs=",
 )
 RANK = re.compile(r"^\[rank: \d+\] ")  # before a log message, if there are several processes
+TRAINER = r"(pytorch_lightning|lightning\.pytorch)\."  # regular expression for the modules of Lightning
 # Regular expressions for the beginning of a warning, and for the module that issues it.
 HIDDEN_WARNINGS = (
-    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"pytorch_lightning\."),
-    (r"Checkpoint directory .* exists and is not empty", r"pytorch_lightning\."),
+    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", TRAINER),
+    (r"Checkpoint directory .* exists and is not empty", TRAINER),
 )
 # The entries of a batch that a rule of relevance of this library reads, each with the rule.
 RULES = {"cameras": "OtherCamera()", "roles": "GalleryOnly()", "tags": "SharedTags()"}
-PACKAGES = ("pytorch_lightning", "lightning_fabric")  # names of the loggers that have a handler
-LOGGERS = (
-    "pytorch_lightning.utilities.rank_zero",
-    "lightning_fabric.utilities.rank_zero",
-    "lightning_fabric.utilities.seed",
-)
+LOGGERS = ("utilities.rank_zero", "utilities.seed")  # of each package of Lightning
 
 
 @contextmanager
@@ -71,11 +71,12 @@ def quiet_trainer(*expected: str) -> Iterator[None]:
         >>> with quiet_trainer():
         ...     trainer = pl.Trainer(logger=False, enable_checkpointing=False)
     """
-    loggers = [logging.getLogger(name) for name in LOGGERS]
+    packages = module_names()
+    loggers = [logging.getLogger(f"{package}.{name}") for package in packages for name in LOGGERS]
     for logger in loggers:
         logger.addFilter(_is_about_the_run)
     try:
-        with warnings.catch_warnings(), logging_redirect_tqdm(list(map(logging.getLogger, PACKAGES))):
+        with warnings.catch_warnings(), logging_redirect_tqdm(list(map(logging.getLogger, packages))):
             for message, module in HIDDEN_WARNINGS:
                 warnings.filterwarnings("ignore", message, module=module)
             for message in expected:

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
-from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch

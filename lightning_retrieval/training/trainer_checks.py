@@ -5,28 +5,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
-from pytorch_lightning.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelPruning,
-    OnExceptionCheckpoint,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from pytorch_lightning.plugins import BitsandbytesPrecision, TransformerEnginePrecision
-from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
-from pytorch_lightning.strategies.xla import XLAStrategy
-from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
+from lightning_retrieval.backend import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    BatchSizeFinder,
+    BitsandbytesPrecision,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelParallelStrategy,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    TrainerFn,
+    TransformerEnginePrecision,
+    WeightAveraging,
+    XLAStrategy,
+    rank_zero_warn,
+)
 from lightning_retrieval.checks import check_choice, check_finite_number, first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss

@@ -1,0 +1,149 @@
+"""The library works with either package of Lightning, and with the same numbers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_retrieval import backend
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("lightning")
+
+# A user's script; `{package}` is how the user imports Lightning.
+TRAIN = """
+import sys
+import torch
+import {package} as L
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import Glyphs
+
+class MyModule(RetrievalModule):
+    def on_train_start(self):
+        assert isinstance(self.trainer, L.Trainer)
+
+def trainer(**settings):
+    return L.Trainer(accelerator="cpu", callbacks=[RetrievalEvaluation(ks=(1,))], enable_progress_bar=False,
+                     limit_val_batches=2, logger=False, enable_checkpointing=False, **settings)
+
+if __name__ == "__main__":
+    L.seed_everything(1)
+    data = Glyphs(classes_per_batch=8, samples_per_class=4, num_workers={workers})
+    module = MyModule(Embedder("glyph_net", 16), SmoothAPLoss(), chunk_size=16)
+    first = trainer(max_steps=3)
+    first.fit(module, data)
+    first.save_checkpoint("{package}.ckpt")
+    trainer(max_steps=5).fit(MyModule.load_from_checkpoint(sys.argv[1]), data, ckpt_path=sys.argv[1])
+    resumed = MyModule.load_from_checkpoint(sys.argv[1])
+    torch.save([module.state_dict(), resumed.state_dict()], "{package}.pt")
+    print("other package:", "{other}" in sys.modules)
+"""
+PACKAGES = {"lightning.pytorch": "pytorch_lightning", "pytorch_lightning": "lightning.pytorch"}
+
+
+def run(folder, code, *arguments, **environment):
+    """Run a script in a process of its own; returns what it prints."""
+    clean = {name: value for name, value in os.environ.items() if "LIGHTNING_RETRIEVAL" not in name}
+    (folder / "script.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "script.py", *map(str, arguments)],
+        cwd=folder,
+        env={**clean, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_both_packages_train_alike_and_read_each_others_checkpoints(tmp_path):
+    for package, other in PACKAGES.items():
+        script = TRAIN.format(package=package, other=other, workers=0)
+        checkpoint = tmp_path / f"{package}.ckpt"
+        if package == "pytorch_lightning":
+            checkpoint = tmp_path / f"{other}.ckpt"
+        assert "other package: False" in run(tmp_path, script, checkpoint)
+    weights = [torch.load(tmp_path / f"{package}.pt") for package in PACKAGES]
+    for with_lightning, with_pytorch_lightning in zip(*weights):
+        assert with_lightning.keys() == with_pytorch_lightning.keys()
+        for name, value in with_lightning.items():
+            assert torch.equal(value, with_pytorch_lightning[name]), name
+
+
+def test_several_processes_train_with_lightning(tmp_path):
+    for strategy in ("ddp", "ddp_spawn"):
+        settings = f'max_steps=3, devices=2, strategy="{strategy}"'
+        code = TRAIN.format(package="lightning.pytorch", other="pytorch_lightning", workers=1)
+        code = code.replace("max_steps=3", settings)
+        lines = [line for line in code.splitlines() if "sys.argv" not in line and "resumed" not in line]
+        assert "other package: False" in run(tmp_path, "\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("imported", "variable", "of_parent", "expected"),
+    [
+        ((), None, None, "pytorch_lightning"),
+        ((), "", "lightning", "lightning"),
+        ((), "lightning", None, "lightning"),
+        (("lightning", "lightning.pytorch"), None, "pytorch_lightning", "lightning"),
+        (("pytorch_lightning",), None, "lightning", "pytorch_lightning"),
+        (("lightning", "lightning.pytorch"), "pytorch_lightning", None, "pytorch_lightning"),
+        (("lightning", "lightning.pytorch", "pytorch_lightning"), None, None, "pytorch_lightning"),
+        (("lightning", "lightning.pytorch", "pytorch_lightning"), None, "lightning", "lightning"),
+        (("lightning",), None, None, "pytorch_lightning"),  # a folder of the user's
+    ],
+)
+def test_the_package_is_that_of_the_program(imported, variable, of_parent, expected, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("lightning", "pytorch_lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in imported:
+        monkeypatch.setitem(sys.modules, name, backend)
+    for name, value in ((backend.VARIABLE, variable), (backend.PARENTS_CHOICE, of_parent)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert backend._choose() == expected
+
+
+def test_an_unknown_package_is_an_error(monkeypatch):
+    monkeypatch.setenv(backend.VARIABLE, "tensorflow")
+    with pytest.raises(ValueError, match=r"LIGHTNING_RETRIEVAL_BACKEND must be .*, got 'tensorflow'"):
+        backend._choose()
+
+
+def test_a_process_uses_the_package_of_its_parent(tmp_path):
+    child = "from lightning_retrieval import backend; print(backend.PACKAGE)"
+    code = (
+        "import lightning.pytorch, lightning_retrieval.callbacks, subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}])\n"
+    )
+    assert run(tmp_path, code).split() == ["lightning"]
+
+
+def test_the_wrong_order_of_imports_is_warned_of_once(tmp_path):
+    code = (
+        "from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss\n"
+        "from lightning_retrieval.datamodules import Glyphs\nimport lightning.pytorch\n"
+        'RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss())\nGlyphs()\n'
+    )
+    printed = run(tmp_path, code)
+    assert printed.count("import lightning.pytorch before lightning_retrieval") == 1
+    assert "LIGHTNING_RETRIEVAL_BACKEND" in printed
+    assert "before lightning_retrieval" not in run(tmp_path, code, LIGHTNING_RETRIEVAL_BACKEND="pytorch_lightning")
+
+
+def test_a_class_of_either_package_is_found_in_the_one_that_is_used():
+    trainer, fabric = backend.MODULES[backend.PACKAGE]
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        value = {
+            "callbacks": [{"class_path": f"{package}.callbacks.ModelCheckpoint", "init_args": {"dirpath": package}}]
+        }
+        expected = {"class_path": f"{trainer}.callbacks.ModelCheckpoint", "init_args": {"dirpath": package}}
+        assert backend.of_this_backend(value) == {"callbacks": [expected]}
+    assert backend.of_this_backend("lightning.fabric.Fabric") == f"{fabric}.Fabric"
+    for other in ("my_lightning.pytorch.Net", "logs/pytorch_lightning.txt", 3, None):
+        assert backend.of_this_backend(other) == other
