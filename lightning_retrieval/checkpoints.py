@@ -17,7 +17,7 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have n
 MANIFEST = Manifest(content="sharded checkpoint", name="checkpoint.json", command="fit", cure="take another checkpoint")
 REST = "rest.pt"
 SAVED = re.compile(r"[0-9a-f]{16}")  # name of the folder with the files that were saved together
-FILE = re.compile(rf"{SAVED.pattern}/({re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors)")
+PART = re.compile(rf"{re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors")  # name of a file in it
+FILE = re.compile(rf"{SAVED.pattern}/({PART.pattern})")
 
 
 def is_sharded_checkpoint(path: Any) -> bool:
@@ -44,6 +45,19 @@ def is_sharded_checkpoint(path: Any) -> bool:
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is that of a file or of a sharded checkpoint."""
     return path.is_file() or is_sharded_checkpoint(path)
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Whether a path has what `torch.save` or `write_sharded_checkpoint` wrote, judged by its content."""
+    try:
+        if path.is_dir():
+            return bool(_digests(path))
+        if not path.is_file():
+            return False
+        with zipfile.ZipFile(path) as archive:
+            return any(re.fullmatch("[^/]+/data.pkl", name) for name in archive.namelist())
+    except Exception:  # a file of another kind can raise errors of many types
+        return False
 
 
 def saved_at(path: Path) -> int:
@@ -256,9 +270,29 @@ def _replace(path: Path, saved: Path, digests: dict[str, str]) -> None:
         path.unlink(missing_ok=True)
         saved.parent.rename(path)
         return
-    for other in path.iterdir():
-        if SAVED.fullmatch(other.name) and other != saved:
-            shutil.rmtree(other, ignore_errors=True)  # what remains does no harm
+    _remove_saved(path, but=saved)
+
+
+def _remove_saved(folder: Path, but: Path | None = None) -> None:
+    """Remove the folders with files that were saved together from the folder of a sharded checkpoint.
+
+    Args:
+        folder: the folder of the checkpoint.
+        but: a folder in it that is kept.
+    """
+    for saved in folder.iterdir():
+        if saved == but or saved.is_symlink() or not saved.is_dir() or not SAVED.fullmatch(saved.name):
+            continue
+        if all(PART.fullmatch(file.name) for file in saved.iterdir()):
+            shutil.rmtree(saved, ignore_errors=True)  # what remains does no harm
+
+
+def remove_sharded_checkpoint(path: Path) -> None:
+    """Remove a sharded checkpoint, and its folder unless other files are in it."""
+    (path / MANIFEST.name).unlink()
+    _remove_saved(path)
+    with suppress(OSError):
+        path.rmdir()
 
 
 def torch_writes_shards() -> bool:
