@@ -5,16 +5,17 @@ Lightning or fsspec understands, and come in by each way; after the resume, the 
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 from lightning_fabric.plugins.io import TorchCheckpointIO
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from torch import nn
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.checkpoints import read_checkpoint, write_sharded_checkpoint
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
 from tests.lightning_retrieval.training.small_training import SGD, PointData, net, trainer
@@ -125,3 +126,164 @@ def test_fit_from_python(users_folder, stored, tmp_path, field, form):
         run(folder, 3, checkpoint, saving)
     assert_own_paths(saving, folder)
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning")
+@pytest.mark.parametrize("form", ["path", "local://", "link", "http://"])
+@pytest.mark.parametrize("way", ["--ckpt_path", "--run_folder"])
+def test_fit_of_the_command_line(users_folder, tmp_path, way, form):
+    folder, config = tmp_path / "run", write_example(tmp_path)
+    arguments = ["fit", f"--config={config}", *SMALL, *SHORT, "--trainer.max_epochs=3"]
+    main([*arguments, f"--run_folder={folder}", "--trainer.max_steps=1"])
+    path = forms(users_folder, folder / "checkpoints")[form]
+
+    def change(state):
+        for field in FIELDS:
+            put(state, field, path)
+
+    for checkpoint in (folder / "checkpoints").glob("*.ckpt"):
+        write_states(checkpoint, change)
+    given = f"--run_folder={folder}"
+    if way == "--ckpt_path":
+        given = f"--ckpt_path={checkpoint}"
+    with pytest.warns(UserWarning, match=DROPPED):
+        main([*arguments, given, "--trainer.max_steps=2"])
+    saved = [torch.load(path, weights_only=True) for path in tmp_path.rglob("*.ckpt")]
+    assert 2 in [content["global_step"] for content in saved]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluation(users_folder, tmp_path, stage):
+    """Evaluation restores the states of callbacks too, and "best" would read what they name."""
+    folder = tmp_path / "run"
+    run(folder, 1)
+    checkpoint = write_states(folder / "last.ckpt", lambda state: put(state, "best_model_path", "http://a.example/b"))
+    evaluating = trainer(callbacks=callbacks(folder)[:1], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match=DROPPED):
+        getattr(evaluating, stage)(module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
+    with pytest.raises(ValueError, match="not configured to save the best model"):
+        getattr(evaluating, stage)(module(), datamodule=PointData(), ckpt_path="best", weights_only=True)
+
+
+class Kept(ModelCheckpoint):
+    """A subclass that has paths of its own, takes the folder of the state, and deletes what it has kept."""
+
+    kept: tuple = ()
+
+    def state_dict(self):
+        return {**super().state_dict(), "kept": list(self.kept)}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.dirpath = state_dict["dirpath"]
+        self.kept = state_dict["kept"]
+
+    def on_train_end(self, trainer, pl_module):
+        super().on_train_end(trainer, pl_module)
+        for path in self.kept:
+            trainer.strategy.remove_checkpoint(path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
+    folder = tmp_path / "run"
+    run(folder, 1, saving=[Kept(folder, "{step}", every_n_train_steps=1, save_last=True)])
+    path = forms(users_folder, folder)[form]
+    checkpoint = write_states(folder / "last.ckpt", lambda state: state.update(kept=[path], dirpath=path), "Kept")
+    saving = Kept(folder, "{step}", every_n_train_steps=1, save_last=True)
+    with pytest.warns(UserWarning, match=DROPPED):
+        run(folder, 2, checkpoint, [saving])
+    assert saving.dirpath == str(folder)
+    assert_own_paths([saving], folder)
+
+
+class OwnFormat(TorchCheckpointIO):
+    """A `CheckpointIO` of the user."""
+
+
+@pytest.mark.parametrize("plugins", [None, OwnFormat()])
+def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path, plugins):
+    """Whoever asks for it: no other folder in the `dirpath`, and nothing outside."""
+    folder = tmp_path / "run"
+    done = run(folder, 1, plugins=plugins)
+    saved = next(folder.glob("newest*.ckpt"))
+    photos = folder / "photos.ckpt"
+    shutil.copytree(users_folder, photos)
+    (photos / "checkpoint.json").write_text("{}")  # of another program
+    for path in (photos, *forms(users_folder, folder).values()):
+        with pytest.warns(UserWarning, match=NOT_DELETED):
+            done.strategy.remove_checkpoint(path)
+    assert (photos / "trip" / "private.txt").read_text() == "private, too"
+    (folder / "linked.ckpt").symlink_to(saved)
+    done.strategy.remove_checkpoint(folder / "linked.ckpt")
+    assert saved.is_file()
+    done.strategy.remove_checkpoint(str(saved))
+    assert not saved.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_path):
+    done = run(tmp_path / "run", 1)
+    for other in ((), ("notes.txt",), ("0123456789abcdef/notes.txt",)):
+        path = tmp_path / "run" / "sharded.ckpt"
+        write_sharded_checkpoint("test", path, {"epoch": 3})
+        for name in other:
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_text("a note")
+        write_sharded_checkpoint("test", path, {"epoch": 4})
+        assert read_checkpoint(path) == {"epoch": 4}
+        done.strategy.remove_checkpoint(path)
+        assert [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()] == list(other)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [(3, "best_model_path"), ([], "best_k_models"), ({"x": "y"}, "best_k_models"), (torch.ones(9), "kth_value")],
+)
+@pytest.mark.filterwarnings("ignore:RetrievalModule. the states of callbacks in the checkpoint name paths:UserWarning")
+def test_values_of_another_kind(tmp_path, value, field):
+    run(tmp_path, 1)
+    checkpoint = write_states(tmp_path / "last.ckpt", lambda state: state.update({field: value}))
+    saving = callbacks(tmp_path)
+    run(tmp_path, 3, checkpoint, saving)
+    assert_own_paths(saving, tmp_path)
+
+
+def test_an_honest_run_continues_as_before(tmp_path):
+    """It deletes what it has saved before, without a warning."""
+    run(tmp_path, 2)
+    before = set(tmp_path.iterdir())
+    saving = callbacks(tmp_path)
+    run(tmp_path, 4, tmp_path / "last.ckpt", saving)
+    assert_own_paths(saving, tmp_path)
+    assert len(list(tmp_path.glob("newest*"))) <= 2  # Lightning keeps the one that the run was resumed from
+    assert len(list(tmp_path.glob("best*"))) == 1
+    assert before - set(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_another_folder(tmp_path, moved):
+    """The best checkpoint of the earlier run may be read where it is, and is never deleted."""
+    run(tmp_path / "first", 2)
+    folder, checkpoint = tmp_path / "first", tmp_path / "first" / "last.ckpt"
+    best = sorted(path.name for path in folder.iterdir())
+    saving = callbacks(tmp_path / "second")
+    if moved:
+        folder = folder.rename(tmp_path / "moved")
+        with pytest.warns(UserWarning, match=DROPPED):
+            run(tmp_path / "second", 2, folder / "last.ckpt", saving)
+        assert {callback.best_model_path for callback in saving} == {""}
+    else:
+        run(tmp_path / "second", 2, checkpoint, saving)
+        assert all(Path(callback.best_model_path).parent == folder for callback in saving)
+    run(tmp_path / "second", 4, folder / "last.ckpt")
+    assert sorted(path.name for path in folder.iterdir()) == best
+
+
+def test_a_link_to_the_last_checkpoint(tmp_path):
+    for steps, checkpoint in ((2, None), (4, tmp_path / "last.ckpt")):
+        run(tmp_path, steps, checkpoint, callbacks(tmp_path, save_last="link"))
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert (tmp_path / "last.ckpt").is_file()

@@ -26,7 +26,14 @@ from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoi
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.files import temporary_path
 from lightning_retrieval.models.pretrained import without_pretrained_weights
-from lightning_retrieval.plain_data import DescriptionReader, describe, unsharded_class, without_sources
+from lightning_retrieval.plain_data import (
+    DescriptionReader,
+    add_named_packages,
+    class_path,
+    describe,
+    unsharded_class,
+    without_sources,
+)
 from lightning_retrieval.training import checkpoint_files
 from lightning_retrieval.training.restored_states import is_file_or_checkpoint, is_within, local_path, restrict_states
 
@@ -323,6 +330,7 @@ def module_of_checkpoint(
     )  # name of the argument, if the constructor takes a single dict
     if isinstance(argument, str) and argument not in ("", "kwargs"):
         used = {argument: used}
+    add_named_packages({"class_path": class_path(cls)})
     settings = DescriptionReader(owner).settings(cls, used)
     with without_pretrained_weights():  # pretrained weights would be downloaded, only to be replaced
         if instantiator is None:
