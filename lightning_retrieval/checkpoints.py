@@ -32,6 +32,8 @@ ZIP_START = b"PK\x03\x04"
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 MANIFEST = Manifest(content="sharded checkpoint", name="checkpoint.json", command="fit", cure="take another checkpoint")
 REST = "rest.pt"
+MOST_DEPTH, MOST_VALUES = 100, 50_000_000  # limits for the containers in a checkpoint
+MOST_REPEATED_BYTES = 2**26  # by which the tensors of a checkpoint may be larger than what is stored
 SAVED = re.compile(r"[0-9a-f]{16}")  # name of the folder with the files that were saved together
 PART = re.compile(rf"{re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors")  # name of a file in it
 FILE = re.compile(rf"{SAVED.pattern}/({PART.pattern})")
@@ -182,6 +184,46 @@ def map_tensors(content: Any, change: Callable[[str, Tensor], Tensor], name: str
         items = (map_tensors(value, change, f"{name}/{position}") for position, value in enumerate(content))
         return type(content)(items)
     return content
+
+
+def check_content(owner: str, content: Any) -> None:
+    """Raise if a checkpoint would take more memory or time than its file has bytes.
+
+    A tensor can be a view that repeats a few stored values any number of times, and a list can contain itself.
+
+    Args:
+        owner: prefix of error messages.
+        content: content of the checkpoint, as read by `torch.load`.
+
+    Raises:
+        ValueError: if large tensors are larger than their storage, or containers are nested too deeply.
+    """
+    pending, seen, repeated = [(content, 0)], 0, 0
+    while pending:
+        item, depth = pending.pop()
+        seen += 1
+        if depth > MOST_DEPTH or seen > MOST_VALUES:
+            raise ValueError(
+                f"{owner}: the checkpoint has lists or dicts that are nested too deeply; take another one."
+            )
+        if isinstance(item, Tensor):
+            repeated += _repeated_bytes(item)
+        elif isinstance(item, dict):
+            pending += [(value, depth + 1) for value in item.values()]
+        elif isinstance(item, (list, tuple, set)):
+            pending += [(value, depth + 1) for value in item]
+        if repeated > MOST_REPEATED_BYTES:
+            raise ValueError(
+                f"{owner}: the checkpoint has a tensor of the shape {tuple(item.shape)}, of which the file stores only "
+                "a part; take another checkpoint."
+            )
+
+
+def _repeated_bytes(tensor: Tensor) -> int:
+    """The number of bytes by which a tensor is larger than its storage."""
+    if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
+        return 0
+    return max(0, tensor.numel() * tensor.element_size() - tensor.untyped_storage().nbytes())
 
 
 def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:

@@ -22,7 +22,12 @@ from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint, remove_sharded_checkpoint
+from lightning_retrieval.checkpoints import (
+    check_content,
+    is_sharded_checkpoint,
+    read_checkpoint,
+    remove_sharded_checkpoint,
+)
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.files import temporary_path
 from lightning_retrieval.models.pretrained import without_pretrained_weights
@@ -173,6 +178,7 @@ class CheckpointedModule(pl.LightningModule):
 
         Lightning would convert it after the weights are loaded.
         """
+        check_content(type(self).__name__, checkpoint)
         if self._trainer is not None:
             restrict_states(type(self).__name__, self.trainer, checkpoint)
             self.trainer.precision_plugin.convert_module(self)

@@ -12,7 +12,7 @@ Paths are compared after links and `..` have been resolved.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from lightning_fabric.utilities.cloud_io import get_filesystem
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_retrieval.checkpoints import holds_checkpoint
 from lightning_retrieval.checks import first_of, short_repr
@@ -30,6 +32,8 @@ CHANGED = ("kth_best_model_path", "last_model_path")  # paths that a ModelCheckp
 SCORES = ("best_model_score", "current_score", "kth_value")
 KEPT_BEST = "best_k_models"
 OF_FOLDER = ("best_model_score", "kth_best_model_path", "kth_value", KEPT_BEST, "last_model_path")
+# Optimizers of torch whose states have the shape of their parameter, or are single numbers.
+ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 MOST_STEPS = 2**53  # no run counts so far
 
@@ -79,6 +83,8 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> Non
         for name in LOOPS:
             if name in loops:
                 _check_progress(owner, name, loops[name], getattr(trainer, name).state_dict())
+    for state in checkpoint.get("lr_schedulers") or ():
+        _check_scheduler(owner, state)
     if checkpoint.get("callbacks") is None:
         return
     states = dict(_states(owner, "callbacks", checkpoint["callbacks"]))
@@ -86,6 +92,7 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> Non
     for callback in trainer.callbacks:
         for key in {callback.state_key, callback._legacy_state_key}:
             if states.get(key):
+                _check_callback(owner, callback, states[key])
                 states[key] = _restricted(callback, _states(owner, "callbacks", states[key]), dropped)
     checkpoint["callbacks"] = trainer.strategy.broadcast(states)
     if dropped:
@@ -125,11 +132,79 @@ def _check_progress(owner: str, name: str, state: Any, current: Mapping[str, Any
         value, like = state[key], current[key]
         if isinstance(like, dict):
             _check_progress(owner, f"{name}.{key}", value, like)
-        elif type(value) is not type(like) or not 0 <= value <= MOST_STEPS:
+        elif not _is_number_like(like, value):
+            raise _not_a_number(owner, f"{name}.{key}", value)
+
+
+def _check_scheduler(owner: str, state: Any) -> None:
+    """Raise if the state of a scheduler, whose values become attributes, would replace a method or count too far."""
+    state = _states(owner, "lr_schedulers", state)
+    for name in state:
+        if name == "optimizer" or callable(getattr(LRScheduler, str(name), None)):
             raise ValueError(
-                f"{owner}: the checkpoint must have a count that a run can reach as {name}.{key}, got "
-                f"{short_repr(value)}; take another checkpoint."
+                f"{owner}: the checkpoint must have the settings of schedulers in `lr_schedulers`, got {name!r}, which "
+                "is a part of each scheduler; take another checkpoint."
             )
+    if not _is_number_like(0, state.get("last_epoch", 0)) and state["last_epoch"] != -1:
+        raise _not_a_number(owner, "lr_schedulers.last_epoch", state["last_epoch"])
+
+
+def _check_callback(owner: str, callback: Any, state: Any) -> None:
+    """Raise if numbers in the state of one of Lightning's callbacks are of another kind than in its present state."""
+    is_of_lightning = type(callback).__module__.startswith(Checkpoint.__module__.partition(".")[0])
+    if not is_of_lightning or isinstance(callback, Checkpoint):
+        return
+    pending = [(type(callback).__name__, _states(owner, "callbacks", state), callback.state_dict())]
+    while pending:
+        name, found, current = pending.pop()
+        for key in found.keys() & current.keys():
+            value, like, full_name = found[key], current[key], f"{name}.{key}"
+            if type(like) is int:  # such as a time before the start
+                like = float(like)
+            if isinstance(like, dict):
+                pending.append((full_name, _states(owner, full_name, value), like))
+            elif not _is_number_like(like, value):
+                raise _not_a_number(owner, full_name, value)
+
+
+def _is_number_like(like: Any, value: Any) -> bool:
+    """Whether a value is a number of the kind of another value; True if the other value is no number."""
+    if isinstance(like, Tensor):
+        return _is_score(value)
+    if type(like) is int:
+        return type(value) is int and 0 <= value <= MOST_STEPS
+    if type(like) is float:
+        return type(value) in (int, float) and 0 <= value <= MOST_STEPS
+    return type(like) is type(value) or not isinstance(like, bool)
+
+
+def _not_a_number(owner: str, name: str, value: Any) -> ValueError:
+    return ValueError(
+        f"{owner}: the checkpoint must have a number that a run can reach as {name}, got {short_repr(value)}; take "
+        "another checkpoint."
+    )
+
+
+def check_optimizer_states(owner: str, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if the state of a parameter has another shape than the parameter, before training begins.
+
+    Args:
+        owner: prefix of error messages.
+        optimizers: the optimizers of a run, after its checkpoint, if any, has been loaded.
+
+    Raises:
+        ValueError: if there is such a state. Optimizers whose states have other shapes are not checked.
+    """
+    for optimizer in optimizers:
+        if type(optimizer).__name__ not in ELEMENTWISE:
+            continue
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"{owner}: the state {name!r} of the optimizer in the checkpoint must have the shape of its "
+                        f"parameter, {tuple(parameter.shape)}, got {tuple(value.shape)}; take another checkpoint."
+                    )
 
 
 def _restricted(callback: Any, state: dict[Any, Any], dropped: list[Any]) -> dict[Any, Any]:
