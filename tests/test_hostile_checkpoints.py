@@ -284,6 +284,36 @@ def test_another_folder(tmp_path, moved):
     assert sorted(path.name for path in folder.iterdir()) == best
 
 
+def test_a_folder_where_a_checkpoint_would_be_saved(users_folder, tmp_path):
+    """Neither a link nor a file takes the place of a folder of the user, even if it has some checkpoint.json."""
+    photos = shutil.copytree(users_folder, tmp_path / "last.ckpt")
+    (photos / "checkpoint.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^RetrievalModule: ModelCheckpoint\(save_last='link'\) replaces .*last.ckpt"):
+        run(tmp_path, 1, saving=callbacks(tmp_path, save_last="link")[1:])
+    run(tmp_path, 1, saving=callbacks(tmp_path)[1:])
+    assert (photos / "trip" / "private.txt").read_text() == "private, too"
+
+
+def test_a_remote_folder_of_the_run(users_folder, stored):
+    """A run saves and deletes in its own folder of another file system, and nowhere else there."""
+    folder = "memory://run"
+    run(folder, 2)
+    run(folder, 4, f"{folder}/last.ckpt")
+    newest = [path for path in stored.ls("/run", detail=False) if "newest" in path]
+    assert newest == ["/run/newest-step=4.ckpt"]
+    for path in (f"{folder}/../photos", f"{folder}/photos::{MEMORY}", MEMORY, f"local://{users_folder}"):
+        with stored.open("/run/last.ckpt", "rb") as file:
+            content = torch.load(file, weights_only=True)
+        for state in content["callbacks"].values():
+            for field in FIELDS:
+                put(state, field, path)
+        with stored.open("/run/last.ckpt", "wb") as file:
+            torch.save(content, file)
+        with pytest.warns(UserWarning, match=DROPPED):
+            run(folder, content["global_step"] + 2, f"{folder}/last.ckpt")
+    stored.rm("/run", recursive=True)
+
+
 def test_a_link_to_the_last_checkpoint(tmp_path):
     for steps, checkpoint in ((2, None), (4, tmp_path / "last.ckpt")):
         run(tmp_path, steps, checkpoint, callbacks(tmp_path, save_last="link"))
@@ -301,7 +331,9 @@ STATES = {
     "no dict of callbacks": (("callbacks",), [1]),
     "a method of a scheduler": (("lr_schedulers", 0, "get_lr"), 3),
     "the optimizer of a scheduler": (("lr_schedulers", 0, "optimizer"), {}),
-    "epochs of a scheduler": (("lr_schedulers", 0, "last_epoch"), 10**400),
+    "a factor of a scheduler": (("lr_schedulers", 0, "gamma"), 10**400),
+    "a learning rate": (("optimizer_states", 0, "param_groups", 0, "lr"), "x"),
+    "epochs of a scheduler": (("lr_schedulers", 0, "last_epoch"), "x"),
     "time": (("callbacks", "Timer", "time_elapsed", "train"), float("nan")),
     "patience": (("callbacks", "EarlyStopping{'monitor': 'train/loss', 'mode': 'min'}", "wait_count"), "x"),
     "best score": (("callbacks", "EarlyStopping{'monitor': 'train/loss', 'mode': 'min'}", "best_score"), torch.ones(3)),

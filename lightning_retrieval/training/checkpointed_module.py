@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.checkpoints import (
     check_content,
+    holds_checkpoint,
     is_sharded_checkpoint,
     read_checkpoint,
     remove_sharded_checkpoint,
@@ -66,7 +67,8 @@ class VerifiedCheckpoints(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint. A sharded checkpoint of the same name is removed when the new file is complete."""
         self._saved.add(str(path))
-        if not is_sharded_checkpoint(path):
+        replaces_folder = is_sharded_checkpoint(path) and holds_checkpoint(Path(path))
+        if not replaces_folder:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         new = temporary_path(Path(path))

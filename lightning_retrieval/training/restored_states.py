@@ -145,8 +145,11 @@ def _check_scheduler(owner: str, state: Any) -> None:
                 f"{owner}: the checkpoint must have the settings of schedulers in `lr_schedulers`, got {name!r}, which "
                 "is a part of each scheduler; take another checkpoint."
             )
-    if not _is_number_like(0, state.get("last_epoch", 0)) and state["last_epoch"] != -1:
+    if not isinstance(state.get("last_epoch", 0), int):
         raise _not_a_number(owner, "lr_schedulers.last_epoch", state["last_epoch"])
+    for name, value in state.items():
+        if isinstance(value, int) and abs(value) > MOST_STEPS:
+            raise _not_a_number(owner, f"lr_schedulers.{name}", value)
 
 
 def _check_callback(owner: str, callback: Any, state: Any) -> None:
@@ -186,25 +189,33 @@ def _not_a_number(owner: str, name: str, value: Any) -> ValueError:
 
 
 def check_optimizer_states(owner: str, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if the state of a parameter has another shape than the parameter, before training begins.
+    """Raise, before training begins, if settings are no numbers or the state of a parameter has another shape.
 
     Args:
         owner: prefix of error messages.
         optimizers: the optimizers of a run, after its checkpoint, if any, has been loaded.
 
     Raises:
-        ValueError: if there is such a state. Optimizers whose states have other shapes are not checked.
+        ValueError: if there is such a setting or state. Shapes are compared if the optimizer is in `ELEMENTWISE`.
     """
     for optimizer in optimizers:
-        if type(optimizer).__name__ not in ELEMENTWISE:
-            continue
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"{owner}: the state {name!r} of the optimizer in the checkpoint must have the shape of its "
-                        f"parameter, {tuple(parameter.shape)}, got {tuple(value.shape)}; take another checkpoint."
-                    )
+        for group in optimizer.param_groups:
+            for name, default in optimizer.defaults.items():
+                if isinstance(default, (int, float)) and not isinstance(group.get(name, default), (int, float, Tensor)):
+                    raise _not_a_number(owner, f"optimizer_states.param_groups.{name}", group.get(name))
+        if type(optimizer).__name__ in ELEMENTWISE:
+            for parameter, state in optimizer.state.items():
+                _check_shapes(owner, parameter, state)
+
+
+def _check_shapes(owner: str, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Raise if a tensor in an optimizer's state of a parameter has neither its shape nor a single element."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+            raise ValueError(
+                f"{owner}: the state {name!r} of the optimizer in the checkpoint must have the shape of its parameter, "
+                f"{tuple(parameter.shape)}, got {tuple(value.shape)}; take another checkpoint."
+            )
 
 
 def _restricted(callback: Any, state: dict[Any, Any], dropped: list[Any]) -> dict[Any, Any]:
@@ -351,3 +362,28 @@ def is_file_or_checkpoint(path: Any) -> bool:
     if local is None:
         return not get_filesystem(path).isdir(str(path))
     return local.is_symlink() or not local.is_dir() or holds_checkpoint(local)
+
+
+def check_links(owner: str, callbacks: Sequence[Any]) -> None:
+    """Raise if `ModelCheckpoint(save_last="link")` would delete a folder that is no checkpoint, to put a link there.
+
+    Args:
+        owner: prefix of error messages.
+        callbacks: the callbacks of a run that has begun.
+
+    Raises:
+        ValueError: if there is such a folder.
+    """
+    for callback in callbacks:
+        if (
+            not isinstance(callback, ModelCheckpoint)
+            or callback.save_last != "link"
+            or callback._enable_version_counter
+        ):
+            continue
+        path = Path(callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST))
+        if not is_file_or_checkpoint(path):
+            raise ValueError(
+                f"{owner}: ModelCheckpoint(save_last='link') replaces {path} by a link, but that is a folder and no "
+                "checkpoint; move it, or choose another `dirpath`."
+            )
