@@ -36,6 +36,7 @@ _OF_TRAINER = {
     "BatchSizeFinder": "callbacks",
     "BitsandbytesPrecision": "plugins",
     "CSVLogger": "loggers.csv_logs",
+    "Checkpoint": "callbacks",
     "CombinedLoader": "utilities",
     "DDPStrategy": "strategies",
     "DeepSpeedStrategy": "strategies",
@@ -80,6 +81,7 @@ _OF_FABRIC = {
     "MisconfigurationException": "utilities.exceptions",
     "_load": "utilities.cloud_io",
     "convert_tensors_to_scalars": "utilities.apply_func",
+    "get_filesystem": "utilities.cloud_io",
     "rank_zero_experiment": "loggers.logger",
     "sized_len": "utilities.data",
 }
@@ -87,17 +89,20 @@ _RENAMED = {"FabricDDPStrategy": "DDPStrategy"}  # the Trainer's package has ano
 _warned = False
 
 if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
+    import lightning_fabric.strategies.ddp
     import pytorch_lightning
     from lightning_fabric.fabric import Fabric as Fabric
     from lightning_fabric.loggers.logger import rank_zero_experiment as rank_zero_experiment
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO as CheckpointIO
     from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars as convert_tensors_to_scalars
     from lightning_fabric.utilities.cloud_io import _load as _load
+    from lightning_fabric.utilities.cloud_io import get_filesystem as get_filesystem
     from lightning_fabric.utilities.data import sized_len as sized_len
     from lightning_fabric.utilities.exceptions import MisconfigurationException as MisconfigurationException
     from pytorch_lightning.callbacks import BackboneFinetuning as BackboneFinetuning
     from pytorch_lightning.callbacks import BaseFinetuning as BaseFinetuning
     from pytorch_lightning.callbacks import BatchSizeFinder as BatchSizeFinder
+    from pytorch_lightning.callbacks import Checkpoint as Checkpoint
     from pytorch_lightning.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
     from pytorch_lightning.callbacks import LearningRateFinder as LearningRateFinder
     from pytorch_lightning.callbacks import ModelCheckpoint as ModelCheckpoint
@@ -139,7 +144,21 @@ if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     from pytorch_lightning.utilities.model_helpers import _restricted_classmethod as _restricted_classmethod
     from pytorch_lightning.utilities.model_helpers import is_overridden as is_overridden
 
+    FabricDDPStrategy = lightning_fabric.strategies.ddp.DDPStrategy
     pl = pytorch_lightning
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "pl":
+            value: Any = _module(_TRAINER)
+        elif name in _OF_TRAINER:
+            value = getattr(_module(_TRAINER, _OF_TRAINER[name]), name)
+        elif name in _OF_FABRIC:
+            value = getattr(_module(_FABRIC, _OF_FABRIC[name]), _RENAMED.get(name, name))
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def _choose() -> str:
@@ -161,19 +180,6 @@ def _choose() -> str:
 
 PACKAGE = _choose()
 os.environ[PARENTS_CHOICE] = PACKAGE  # for data-loader workers and other processes that this process starts
-
-
-def __getattr__(name: str) -> Any:
-    if name == "pl":
-        value: Any = _module(_TRAINER)
-    elif name in _OF_TRAINER:
-        value = getattr(_module(_TRAINER, _OF_TRAINER[name]), name)
-    elif name in _OF_FABRIC:
-        value = getattr(_module(_FABRIC, _OF_FABRIC[name]), _RENAMED.get(name, name))
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
 
 
 def _module(kind: int, submodule: str = "") -> Any:

@@ -17,7 +17,7 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,11 @@ ZIP_START = b"PK\x03\x04"
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 MANIFEST = Manifest(content="sharded checkpoint", name="checkpoint.json", command="fit", cure="take another checkpoint")
 REST = "rest.pt"
+MOST_DEPTH, MOST_VALUES = 100, 50_000_000  # limits for the containers in a checkpoint
+MOST_REPEATED_BYTES = 2**26  # by which the tensors of a checkpoint may be larger than what is stored
 SAVED = re.compile(r"[0-9a-f]{16}")  # name of the folder with the files that were saved together
-FILE = re.compile(rf"{SAVED.pattern}/({re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors)")
+PART = re.compile(rf"{re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors")  # name of a file in it
+FILE = re.compile(rf"{SAVED.pattern}/({PART.pattern})")
 
 
 def is_sharded_checkpoint(path: Any) -> bool:
@@ -44,6 +47,19 @@ def is_sharded_checkpoint(path: Any) -> bool:
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is that of a file or of a sharded checkpoint."""
     return path.is_file() or is_sharded_checkpoint(path)
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Whether a path has what `torch.save` or `write_sharded_checkpoint` wrote, judged by its content."""
+    try:
+        if path.is_dir():
+            return bool(_digests(path))
+        if not path.is_file():
+            return False
+        with zipfile.ZipFile(path) as archive:
+            return any(re.fullmatch("[^/]+/data.pkl", name) for name in archive.namelist())
+    except Exception:  # a file of another kind can raise errors of many types
+        return False
 
 
 def saved_at(path: Path) -> int:
@@ -170,6 +186,46 @@ def map_tensors(content: Any, change: Callable[[str, Tensor], Tensor], name: str
     return content
 
 
+def check_content(owner: str, content: Any) -> None:
+    """Raise if a checkpoint would take more memory or time than its file has bytes.
+
+    A tensor can be a view that repeats a few stored values any number of times, and a list can contain itself.
+
+    Args:
+        owner: prefix of error messages.
+        content: content of the checkpoint, as read by `torch.load`.
+
+    Raises:
+        ValueError: if large tensors are larger than their storage, or containers are nested too deeply.
+    """
+    pending, seen, repeated = [(content, 0)], 0, 0
+    while pending:
+        item, depth = pending.pop()
+        seen += 1
+        if depth > MOST_DEPTH or seen > MOST_VALUES:
+            raise ValueError(
+                f"{owner}: the checkpoint has lists or dicts that are nested too deeply; take another one."
+            )
+        if isinstance(item, Tensor):
+            repeated += _repeated_bytes(item)
+        elif isinstance(item, dict):
+            pending += [(value, depth + 1) for value in item.values()]
+        elif isinstance(item, (list, tuple, set)):
+            pending += [(value, depth + 1) for value in item]
+        if repeated > MOST_REPEATED_BYTES:
+            raise ValueError(
+                f"{owner}: the checkpoint has a tensor of the shape {tuple(item.shape)}, of which the file stores only "
+                "a part; take another checkpoint."
+            )
+
+
+def _repeated_bytes(tensor: Tensor) -> int:
+    """The number of bytes by which a tensor is larger than its storage."""
+    if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
+        return 0
+    return max(0, tensor.numel() * tensor.element_size() - tensor.untyped_storage().nbytes())
+
+
 def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
     """Write a checkpoint; each process writes its shards. All processes must call this function.
 
@@ -256,9 +312,29 @@ def _replace(path: Path, saved: Path, digests: dict[str, str]) -> None:
         path.unlink(missing_ok=True)
         saved.parent.rename(path)
         return
-    for other in path.iterdir():
-        if SAVED.fullmatch(other.name) and other != saved:
-            shutil.rmtree(other, ignore_errors=True)  # what remains does no harm
+    _remove_saved(path, but=saved)
+
+
+def _remove_saved(folder: Path, but: Path | None = None) -> None:
+    """Remove the folders with files that were saved together from the folder of a sharded checkpoint.
+
+    Args:
+        folder: the folder of the checkpoint.
+        but: a folder in it that is kept.
+    """
+    for saved in folder.iterdir():
+        if saved == but or saved.is_symlink() or not saved.is_dir() or not SAVED.fullmatch(saved.name):
+            continue
+        if all(PART.fullmatch(file.name) for file in saved.iterdir()):
+            shutil.rmtree(saved, ignore_errors=True)  # what remains does no harm
+
+
+def remove_sharded_checkpoint(path: Path) -> None:
+    """Remove a sharded checkpoint, and its folder unless other files are in it."""
+    (path / MANIFEST.name).unlink()
+    _remove_saved(path)
+    with suppress(OSError):
+        path.rmdir()
 
 
 def torch_writes_shards() -> bool:

@@ -51,6 +51,7 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/step.py",
     "lightning_retrieval/training/checkpointed_module.py",
     "lightning_retrieval/training/manual_training.py",
+    "lightning_retrieval/training/restored_states.py",
     "lightning_retrieval/training/run_report.py",
     "lightning_retrieval/training/trainer_checks.py",
     "lightning_retrieval/cli/adapt.py",

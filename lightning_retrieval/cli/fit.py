@@ -39,7 +39,7 @@ from lightning_retrieval.cli.options import did_you_mean, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import folder_lock, new_file, reason
-from lightning_retrieval.plain_data import constructor_parameters, is_variadic, load_function
+from lightning_retrieval.plain_data import add_named_packages, constructor_parameters, is_variadic, load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
@@ -227,6 +227,7 @@ class RetrievalCLI(LightningCLI):
         subcommand = self.config.subcommand
         class_path = self.config[subcommand].model.class_path
         cls = load_function(self._owner, "--model", class_path)
+        add_named_packages(self.config[subcommand].model.as_dict())
         try:
             self.model = module_of_checkpoint(cls, self._checkpoint)
         except (ValueError, TypeError) as error:

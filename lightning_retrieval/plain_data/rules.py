@@ -15,6 +15,7 @@ import re
 import sys
 import types
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.checks import check_callable, short_repr
@@ -43,6 +44,18 @@ _PUBLIC_PARENTS = ("timm.data", "torch.nn")  # parent packages from which some o
 FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # parts of names that another library would look up elsewhere
 _MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # limits for plain data
+# Never the user's, whichever of them the environment has, and wherever they are installed.
+_LIBRARIES = (
+    "lightning",
+    "lightning_cloud",
+    "lightning_fabric",
+    "lightning_sdk",
+    "lightning_utilities",
+    "litlogger",
+    "litmodels",
+    "pytorch_lightning",
+)
+_INSTALLED = ("dist-packages", "site-packages")  # names of the folders to which package managers install
 _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
 
 named_by_user: set[str] = set()  # modules named by the user, not by a file
@@ -186,7 +199,9 @@ def _check_path(owner: str, name: str, path: Any, packages: tuple[str, ...]) -> 
 def _not_allowed(owner: str, name: str, path: str, packages: tuple[str, ...]) -> ValueError:
     cure = f"pass the object again: load_from_checkpoint(path, {name}=...)"
     module = path.rpartition(".")[0]
-    if module and not is_below(module, (*sys.stdlib_module_names, *_required_modules())):
+    if _is_installed(module) and not _is_required(module):
+        cure = f"name the package if it is yours (in the commands: --import_module {module}), or {cure}"
+    elif module and not _is_required(module):
         cure = f"import {module} first if it is yours (in the commands: --import_module {module}), or {cure}"
     return ValueError(
         f"{owner}: `{name}` names {path}, and a file may name classes only of {', '.join(packages)}, and of modules of "
@@ -207,13 +222,45 @@ def _is_of_user(module: str) -> bool:
     """Whether a module is the user's.
 
     A module is the user's if it is the script, if the user has named it, or if it is imported and belongs neither to
-    Python nor to a required library.
+    Python nor to a library. A library is what this one requires, and what is installed in site-packages: libraries
+    import each other, and have classes that read files, download or run code when they are constructed.
     """
     if module in _MAIN or is_below(module, named_by_user):
         return True
+    is_imported = module.partition(".")[0] in sys.modules
+    return is_imported and not _is_required(module) and not _is_installed(module)
+
+
+def _is_required(module: str) -> bool:
+    """Whether a module is one of Python or of a required library."""
     top_level = module.partition(".")[0]
-    is_library = top_level in sys.stdlib_module_names or top_level in _required_modules()
-    return top_level in sys.modules and not is_library
+    return top_level in sys.stdlib_module_names or top_level in _LIBRARIES or top_level in _required_modules()
+
+
+def _is_installed(module: str) -> bool:
+    """Whether an imported module lies where package managers install; one in development does not."""
+    places: list[Any] = []
+    for name in {module, module.partition(".")[0]} & sys.modules.keys():
+        found = sys.modules[name]
+        places += [getattr(found, "__file__", None), *getattr(found, "__path__", ())]
+    return any(not set(_INSTALLED).isdisjoint(Path(place).parts) for place in places if place)
+
+
+def add_named_packages(value: Any) -> None:
+    """Count the packages of the classes that the user, not a file, has named as the user's, even if they are installed.
+
+    Args:
+        value: descriptions of objects that the user has given, such as the model of a config.
+    """
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            add_named_packages(item)
+    if not isinstance(value, Mapping):
+        return
+    for name, item in value.items():
+        if name == "class_path" and isinstance(item, str) and not _is_required(item):
+            named_by_user.add(item.partition(".")[0])
+        add_named_packages(item)
 
 
 @functools.cache

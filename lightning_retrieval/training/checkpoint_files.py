@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_retrieval.checkpoints import (
+    check_content,
     find_damage,
     is_sharded_checkpoint,
     map_tensors,
@@ -256,6 +257,7 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     settings = _settings_of_module(checkpoint)
     if settings is None:
         return None
+    check_content(MODULE.rpartition(".")[2], checkpoint)
     reader = DescriptionReader(MODULE.rpartition(".")[2])
     reader.settings(TrainingObjects, settings)
     checked = reader.settings(RetrievalNetwork, settings)
@@ -365,6 +367,7 @@ class ShardedRunCheckpoints:
             check_checkpoint_exists(self.owner, "ckpt_path", path)
             check_checkpoint(self.owner, path)
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        check_content(self.owner, checkpoint)
         module = self.strategy.lightning_module
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)

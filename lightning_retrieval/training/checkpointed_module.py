@@ -23,34 +23,56 @@ from lightning_retrieval.backend import (
     _restricted_classmethod,
     load_hparams_from_tags_csv,
     pl,
+    rank_zero_warn,
     warn_of_other_package,
 )
-from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint
+from lightning_retrieval.checkpoints import (
+    check_content,
+    holds_checkpoint,
+    is_sharded_checkpoint,
+    read_checkpoint,
+    remove_sharded_checkpoint,
+)
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.files import temporary_path
 from lightning_retrieval.models.pretrained import without_pretrained_weights
-from lightning_retrieval.plain_data import DescriptionReader, describe, unsharded_class, without_sources
+from lightning_retrieval.plain_data import (
+    DescriptionReader,
+    add_named_packages,
+    class_path,
+    describe,
+    unsharded_class,
+    without_sources,
+)
 from lightning_retrieval.training import checkpoint_files
+from lightning_retrieval.training.restored_states import is_file_or_checkpoint, is_within, local_path, restrict_states
 
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
 HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
 
 
 class VerifiedCheckpoints(CheckpointIO):
-    """Verifies checkpoints before they are loaded; everything else is delegated to another `CheckpointIO`.
+    """Verifies checkpoints before they are loaded, and that only checkpoints of the run are removed.
+
+    Everything else is delegated to another `CheckpointIO`.
 
     Args:
         owner: prefix of error messages.
         checkpoint_io: the `CheckpointIO` that writes, loads and removes the files.
+        trainer: the Trainer. Only what it has saved, or is in the `dirpath` of one of its callbacks, is removed.
     """
 
-    def __init__(self, owner: str, checkpoint_io: CheckpointIO) -> None:
+    def __init__(self, owner: str, checkpoint_io: CheckpointIO, trainer: Any = None) -> None:
         self.owner = owner
         self.checkpoint_io = checkpoint_io
+        self.trainer = trainer
+        self._saved: set[str] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint. A sharded checkpoint of the same name is removed when the new file is complete."""
-        if not is_sharded_checkpoint(path):
+        self._saved.add(str(path))
+        replaces_folder = is_sharded_checkpoint(path) and holds_checkpoint(Path(path))
+        if not replaces_folder:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         new = temporary_path(Path(path))
@@ -73,8 +95,19 @@ class VerifiedCheckpoints(CheckpointIO):
         return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint."""
-        self.checkpoint_io.remove_checkpoint(path)
+        """Remove a checkpoint of the run. Any other path, and any folder but a sharded checkpoint, stays as it is."""
+        folders = [getattr(callback, "dirpath", None) for callback in getattr(self.trainer, "callbacks", ())]
+        is_of_run = str(path) in self._saved or any(folder and is_within(path, folder) for folder in folders)
+        if not (is_of_run and is_file_or_checkpoint(path)):
+            rank_zero_warn(f"{self.owner}: {path} is no checkpoint of this run, so it was not deleted.")
+            return
+        local = local_path(path)
+        if local is not None and local.is_symlink():
+            local.unlink()
+        elif local is not None and local.is_dir():
+            remove_sharded_checkpoint(local)
+        else:
+            self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
         """Tear down the other `CheckpointIO`."""
@@ -114,7 +147,7 @@ class CheckpointedModule(pl.LightningModule):
         """Let the Trainer verify the checkpoints that it loads."""
         strategy = self.trainer.strategy
         if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
-            strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io)
+            strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io, self.trainer)
         return super().configure_callbacks()
 
     @_restricted_classmethod
@@ -151,8 +184,13 @@ class CheckpointedModule(pl.LightningModule):
         return restored_module(cls, checkpoint, kwargs, strict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Convert the module to the run's precision before the weights are loaded; Lightning would do so afterwards."""
+        """Restrict what the checkpoint may make a run do, and convert the module to the run's precision.
+
+        Lightning would convert it after the weights are loaded.
+        """
+        check_content(type(self).__name__, checkpoint)
         if self._trainer is not None:
+            restrict_states(type(self).__name__, self.trainer, checkpoint)
             self.trainer.precision_plugin.convert_module(self)
         _unfreeze(self, checkpoint.get(TRAINABLE, ()))
         checkpoint_files.add_base_weights(type(self).__name__, self, checkpoint)
@@ -312,6 +350,7 @@ def module_of_checkpoint(
     )  # name of the argument, if the constructor takes a single dict
     if isinstance(argument, str) and argument not in ("", "kwargs"):
         used = {argument: used}
+    add_named_packages({"class_path": class_path(cls)})
     settings = DescriptionReader(owner).settings(cls, used)
     with without_pretrained_weights():  # pretrained weights would be downloaded, only to be replaced
         if instantiator is None:

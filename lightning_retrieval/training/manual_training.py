@@ -20,6 +20,7 @@ from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
+from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.trainer_checks import check_filled, check_trainer, keeps_parameters
 
@@ -329,6 +330,8 @@ class ManualTraining(OptimizedModule):
         """Raise if weights are missing, or a `ReduceLROnPlateau` has no validation at the end of an epoch."""
         check_filled(self)
         trainer: Any = self.trainer
+        check_optimizer_states(type(self).__name__, trainer.optimizers)
+        check_links(type(self).__name__, trainer.callbacks)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
         interval = getattr(trainer, "val_check_interval", "a time")

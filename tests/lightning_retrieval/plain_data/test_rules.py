@@ -4,7 +4,9 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import re
 import sys
+import types
 from collections.abc import Callable
 
 import jsonargparse
@@ -16,10 +18,12 @@ import lightning_retrieval
 from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models
 from lightning_retrieval.plain_data import (
     DescriptionReader,
+    add_named_packages,
     check_plain_data,
     class_path,
     find_class,
     import_named_module,
+    named_by_user,
     rebuild,
     rebuild_factory,
     rules,
@@ -272,3 +276,71 @@ def test_settings_are_checked_before_anything_is_built(monkeypatch):
 def test_module_that_cannot_be_imported(module):
     with pytest.raises(ValueError, match=rf"Test: `module` must name a module that can be imported, got {module} \("):
         import_named_module("Test", "module", module)
+
+
+LIGHTNING = (
+    "lightning",
+    "lightning.pytorch",
+    "lightning.pytorch.demos",
+    "lightning_fabric",
+    "lightning_sdk",
+    "lightning_utilities",
+    "litlogger",
+    "litmodels",
+    "pytorch_lightning",
+)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("module", LIGHTNING)
+def test_no_lightning_is_a_module_of_the_user(module, monkeypatch):
+    """Whichever of its packages is installed and imported."""
+    for name in (module, module.partition(".")[0]):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    net = type("Net", (nn.Module,), {"__module__": module})
+    monkeypatch.setattr(sys.modules[module], "Net", net, raising=False)
+    with pytest.raises(ValueError, match=rf"^Test: `net` names {re.escape(module)}\.Net, and a file may name classes"):
+        find_class("Test", "net", f"{module}.Net", (nn.Module,))
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package with a network that is installed in site-packages, and imported; the path of its network."""
+    folder = tmp_path / "site-packages" / "acme_models" / "nets"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("from acme_models.nets import Net\n")
+    (folder / "__init__.py").write_text("from torch import nn\nclass Net(nn.Linear):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    importlib.import_module("acme_models.nets")
+    yield "acme_models.nets.Net"
+    for name in ("acme_models", "acme_models.nets"):
+        sys.modules.pop(name, None)
+        named_by_user.discard(name)
+
+
+@pytest.mark.refusal
+def test_an_installed_package_is_the_users_only_if_the_user_names_it(installed):
+    """Libraries import each other, so an import alone does not say that the user knows the package."""
+    with pytest.raises(ValueError, match=rf"^Test: `net` names {installed}, .* \(in the commands: --import_module"):
+        find_class("Test", "net", installed)
+    import_named_module("Test", "--import_module", "acme_models")
+    assert find_class("Test", "net", installed).__name__ == "Net"
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", ["numpy.random.Generator", "fsspec.AbstractFileSystem", "sympy.Symbol", "yaml.Loader"])
+def test_no_library_of_this_environment_is_the_users(name):
+    """Also those that are no requirement, but only those of requirements."""
+    importlib.import_module(name.partition(".")[0])
+    with pytest.raises(ValueError, match=rf"^Test: `thing` names {name}, and a file may name classes only of"):
+        find_class("Test", "thing", name)
+
+
+def test_the_package_of_a_class_that_the_user_loads_is_the_users(installed):
+    """Such as that of a module whose `load_from_checkpoint` is called, or of a config that is given to `fit`."""
+    add_named_packages({"class_path": "lightning_retrieval.RetrievalModule", "init_args": {"loss": [LINEAR]}})
+    with pytest.raises(ValueError, match=r"^Test: `net` names acme_models"):
+        find_class("Test", "net", installed)
+    add_named_packages([{"init_args": {"embedder": {"class_path": "acme_models.nets.Net"}}}])
+    assert find_class("Test", "net", installed).__name__ == "Net"
+    assert not named_by_user & {"lightning_retrieval", "torch"}

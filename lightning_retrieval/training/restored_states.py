@@ -1,0 +1,387 @@
+"""What the states in a checkpoint may make a run read, overwrite and delete.
+
+A checkpoint holds the states of callbacks and loops, which Lightning restores as they are. Among them are paths: a
+`ModelCheckpoint` deletes the paths that it finds in its state, and loggers upload them. States are data of the file, so
+
+- a path that is to be deleted or written must be that of a checkpoint in the `dirpath` of the callback, as the user or
+  the Trainer has set it;
+- the best checkpoint of an earlier run may be elsewhere on this machine, because it is only read;
+- all other paths are dropped, with one warning. No remote address is looked up for this.
+
+Paths are compared after links and `..` have been resolved.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_retrieval.backend import Checkpoint, ModelCheckpoint, get_filesystem, rank_zero_warn
+from lightning_retrieval.checkpoints import holds_checkpoint
+from lightning_retrieval.checks import first_of, short_repr
+
+LOCAL_PROTOCOLS = ("file://", "local://", "file:", "local:")  # prefixes that fsspec removes from a local path
+BEST = "best_model_path"
+CHANGED = ("kth_best_model_path", "last_model_path")  # paths that a ModelCheckpoint may delete, besides BEST
+SCORES = ("best_model_score", "current_score", "kth_value")
+KEPT_BEST = "best_k_models"
+OF_FOLDER = ("best_model_score", "kth_best_model_path", "kth_value", KEPT_BEST, "last_model_path")
+# Optimizers of torch whose states have the shape of their parameter, or are single numbers.
+ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+MOST_STEPS = 2**53  # no run counts so far
+
+
+def local_path(path: Any) -> Path | None:
+    """The path of this machine's file system that fsspec would use; None for an address of another file system."""
+    text = str(path)
+    for prefix in LOCAL_PROTOCOLS:
+        if text.startswith(prefix):
+            text = text.removeprefix(prefix)
+            break
+    if "::" in text or "://" in text:
+        return None
+    return Path(os.path.expanduser(text))
+
+
+def is_within(path: Any, folder: Any) -> bool:
+    """Whether a path is below a folder, both local or both remote; nothing remote is looked up."""
+    local, local_folder = local_path(path), local_path(folder)
+    if local is not None and local_folder is not None:
+        try:
+            return local_folder.resolve() in local.resolve().parents
+        except (OSError, RuntimeError, ValueError):  # a path with a loop of links, or with a null character
+            return False
+    start = str(folder).rstrip("/") + "/"
+    if local is not None or local_folder is not None or not str(path).startswith(start):
+        return False
+    rest = str(path).removeprefix(start)
+    return ".." not in rest.split("/") and "::" not in rest and "://" not in rest
+
+
+def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Check the states of loops in a checkpoint, and drop what states of callbacks may not name.
+
+    This is a collective call: the first process decides for all, because only it may see the folders.
+
+    Args:
+        owner: prefix of warnings and error messages.
+        trainer: the Trainer that loads the checkpoint.
+        checkpoint: content of the checkpoint, which is changed in place.
+
+    Raises:
+        ValueError: if the states are not those of callbacks and loops, or a count is not one of a run.
+    """
+    if checkpoint.get("loops") is not None:
+        loops = _states(owner, "loops", checkpoint["loops"])
+        for name in LOOPS:
+            if name in loops:
+                _check_progress(owner, name, loops[name], getattr(trainer, name).state_dict())
+    for state in checkpoint.get("lr_schedulers") or ():
+        _check_scheduler(owner, state)
+    if checkpoint.get("callbacks") is None:
+        return
+    states = dict(_states(owner, "callbacks", checkpoint["callbacks"]))
+    dropped: list[Any] = []
+    for callback in trainer.callbacks:
+        for key in {callback.state_key, callback._legacy_state_key}:
+            if states.get(key):
+                _check_callback(owner, callback, states[key])
+                states[key] = _restricted(callback, _states(owner, "callbacks", states[key]), dropped)
+    checkpoint["callbacks"] = trainer.strategy.broadcast(states)
+    if dropped:
+        rank_zero_warn(
+            f"{owner}: the states of callbacks in the checkpoint name paths that are no checkpoints of this run, "
+            f"{first_of([short_repr(path) for path in dropped], 3)}; they are ignored, and nothing there is read, "
+            "written or deleted."
+        )
+
+
+def _states(owner: str, name: str, value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{owner}: the checkpoint must have states by name in `{name}`, got {short_repr(value)}; take another "
+            "checkpoint."
+        )
+    return value
+
+
+def _check_progress(owner: str, name: str, state: Any, current: Mapping[str, Any]) -> None:
+    """Raise unless the counts in the state of a loop are numbers that a run can reach.
+
+    Args:
+        owner: prefix of error messages.
+        name: name of the state.
+        state: the state, or a part of it.
+        current: the same of this run, whose values are of the right kinds.
+    """
+    state = _states(owner, name, state)
+    is_progress = "progress" in name  # otherwise an earlier release may have had other parts
+    if is_progress and state.keys() != current.keys():
+        raise ValueError(
+            f"{owner}: the checkpoint must have {', '.join(current)} in {name}, got {short_repr(list(state))}; take "
+            "another checkpoint."
+        )
+    for key in state.keys() & current.keys():
+        value, like = state[key], current[key]
+        if isinstance(like, dict):
+            _check_progress(owner, f"{name}.{key}", value, like)
+        elif not _is_number_like(like, value):
+            raise _not_a_number(owner, f"{name}.{key}", value)
+
+
+def _check_scheduler(owner: str, state: Any) -> None:
+    """Raise if the state of a scheduler, whose values become attributes, would replace a method or count too far."""
+    state = _states(owner, "lr_schedulers", state)
+    for name in state:
+        if name == "optimizer" or callable(getattr(LRScheduler, str(name), None)):
+            raise ValueError(
+                f"{owner}: the checkpoint must have the settings of schedulers in `lr_schedulers`, got {name!r}, which "
+                "is a part of each scheduler; take another checkpoint."
+            )
+    if not isinstance(state.get("last_epoch", 0), int):
+        raise _not_a_number(owner, "lr_schedulers.last_epoch", state["last_epoch"])
+    for name, value in state.items():
+        if isinstance(value, int) and abs(value) > MOST_STEPS:
+            raise _not_a_number(owner, f"lr_schedulers.{name}", value)
+
+
+def _check_callback(owner: str, callback: Any, state: Any) -> None:
+    """Raise if numbers in the state of one of Lightning's callbacks are of another kind than in its present state."""
+    is_of_lightning = type(callback).__module__.startswith(Checkpoint.__module__.partition(".")[0])
+    if not is_of_lightning or isinstance(callback, Checkpoint):
+        return
+    pending = [(type(callback).__name__, _states(owner, "callbacks", state), callback.state_dict())]
+    while pending:
+        name, found, current = pending.pop()
+        for key in found.keys() & current.keys():
+            value, like, full_name = found[key], current[key], f"{name}.{key}"
+            if type(like) is int:  # such as a time before the start
+                like = float(like)
+            if isinstance(like, dict):
+                pending.append((full_name, _states(owner, full_name, value), like))
+            elif not _is_number_like(like, value):
+                raise _not_a_number(owner, full_name, value)
+
+
+def _is_number_like(like: Any, value: Any) -> bool:
+    """Whether a value is a number of the kind of another value; True if the other value is no number."""
+    if isinstance(like, Tensor):
+        return _is_score(value)
+    if type(like) is int:
+        return type(value) is int and 0 <= value <= MOST_STEPS
+    if type(like) is float:
+        return type(value) in (int, float) and 0 <= value <= MOST_STEPS
+    return type(like) is type(value) or not isinstance(like, bool)
+
+
+def _not_a_number(owner: str, name: str, value: Any) -> ValueError:
+    return ValueError(
+        f"{owner}: the checkpoint must have a number that a run can reach as {name}, got {short_repr(value)}; take "
+        "another checkpoint."
+    )
+
+
+def check_optimizer_states(owner: str, optimizers: Sequence[Optimizer]) -> None:
+    """Raise, before training begins, if settings are no numbers or the state of a parameter has another shape.
+
+    Args:
+        owner: prefix of error messages.
+        optimizers: the optimizers of a run, after its checkpoint, if any, has been loaded.
+
+    Raises:
+        ValueError: if there is such a setting or state. Shapes are compared if the optimizer is in `ELEMENTWISE`.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, default in optimizer.defaults.items():
+                if isinstance(default, (int, float)) and not isinstance(group.get(name, default), (int, float, Tensor)):
+                    raise _not_a_number(owner, f"optimizer_states.param_groups.{name}", group.get(name))
+        if type(optimizer).__name__ in ELEMENTWISE:
+            for parameter, state in optimizer.state.items():
+                _check_shapes(owner, parameter, state)
+
+
+def _check_shapes(owner: str, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Raise if a tensor in an optimizer's state of a parameter has neither its shape nor a single element."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+            raise ValueError(
+                f"{owner}: the state {name!r} of the optimizer in the checkpoint must have the shape of its parameter, "
+                f"{tuple(parameter.shape)}, got {tuple(value.shape)}; take another checkpoint."
+            )
+
+
+def _restricted(callback: Any, state: dict[Any, Any], dropped: list[Any]) -> dict[Any, Any]:
+    """The state of a callback without the paths that it may not name.
+
+    Args:
+        callback: the callback.
+        state: its state in the checkpoint.
+        dropped: list to which the dropped paths are added.
+    """
+    if not isinstance(callback, Checkpoint) and BEST not in state:
+        return state
+    own_folder = getattr(callback, "dirpath", None)
+    folder = state.get("dirpath", own_folder)  # of an earlier run, whose paths are not restored below
+    suffix = getattr(callback, "FILE_EXTENSION", ModelCheckpoint.FILE_EXTENSION)
+    restricted, known = dict(state), len(dropped)
+    for name, value in state.items():
+        if name in CHANGED:
+            restricted[name] = _path_or_empty(value, _is_checkpoint_in(value, folder, suffix), dropped)
+        elif name == BEST:
+            may_be_named = _is_checkpoint_in(value, own_folder, suffix) or _is_readable(value)
+            restricted[name] = _path_or_empty(value, may_be_named, dropped)
+        elif name == KEPT_BEST:
+            restricted[name] = _kept_best(value, folder, suffix, dropped)
+        elif name in SCORES:
+            if not _is_score(value):
+                restricted[name] = getattr(callback, name, None)
+        elif name not in ("dirpath", "monitor"):
+            restricted[name] = _without_paths(value, own_folder, dropped)
+    if folder != own_folder:
+        _keep_folder(callback, restricted, dropped)
+    elif isinstance(callback, ModelCheckpoint):
+        _make_consistent(callback, restricted, changed=len(dropped) > known)
+    return restricted
+
+
+def _path_or_empty(path: Any, may_be_named: bool, dropped: list[Any]) -> str:
+    """A path from a file, or an empty string, with which Lightning says that there is none."""
+    if not path:
+        return ""
+    if not may_be_named:
+        dropped.append(path)
+        return ""
+    return str(path)
+
+
+def _keep_folder(callback: Any, state: dict[Any, Any], dropped: list[Any]) -> None:
+    """Keep the callback's own `dirpath` and its own paths there, if the state is that of a run in another folder.
+
+    `ModelCheckpoint` compares the two folders and warns if they differ. A subclass may take that of the state.
+    """
+    for name in {*OF_FOLDER} & state.keys():
+        state[name] = getattr(callback, name, None)
+    if getattr(type(callback), "load_state_dict", None) is not ModelCheckpoint.load_state_dict:
+        dropped.append(state["dirpath"])
+        state["dirpath"] = getattr(callback, "dirpath", None)
+
+
+def _is_readable(path: Any) -> bool:
+    """Whether a path from a file is that of a checkpoint on this machine."""
+    is_plain = isinstance(path, str) and local_path(path) == Path(path)  # not one that only fsspec would resolve
+    return is_plain and holds_checkpoint(Path(path))
+
+
+def _is_checkpoint_in(path: Any, folder: Any, suffix: str) -> bool:
+    """Whether a path from a file is that of a checkpoint in a folder, which may have been deleted already."""
+    if not isinstance(path, str) or not path.endswith(suffix) or folder is None or not is_within(path, folder):
+        return False
+    return local_path(path) is None or is_file_or_checkpoint(path)
+
+
+def _kept_best(value: Any, folder: Any, suffix: str, dropped: list[Any]) -> dict[str, Any]:
+    """The scores of the best checkpoints by path, without those that may not be deleted."""
+    kept: dict[str, Any] = {}
+    if not isinstance(value, dict):
+        return kept
+    for path, score in value.items():
+        if _is_score(score) and score is not None and _is_checkpoint_in(path, folder, suffix):
+            kept[path] = score
+        else:
+            dropped.append(path)
+    return kept
+
+
+def _is_score(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_meta
+    return value is None or isinstance(value, (int, float))
+
+
+def _without_paths(value: Any, folder: Any, dropped: list[Any]) -> Any:
+    """A value of a subclass without the absolute paths and addresses that are not in the folder of the callback."""
+    if isinstance(value, dict):
+        names = [key for key in value if not _is_foreign(key, folder, dropped)]
+        return {key: _without_paths(value[key], folder, dropped) for key in names}
+    if type(value) in (list, tuple, set):
+        items = [item for item in value if not _is_foreign(item, folder, dropped)]
+        return type(value)(_without_paths(item, folder, dropped) for item in items)
+    if _is_foreign(value, folder, dropped):
+        return ""
+    return value
+
+
+def _is_foreign(value: Any, folder: Any, dropped: list[Any]) -> bool:
+    """Whether a value is a path outside of a folder; if so, it is added to the dropped paths."""
+    if not isinstance(value, str) or value == str(folder):
+        return False
+    is_address = "://" in value or "::" in value or value.startswith(("/", "~", *LOCAL_PROTOCOLS))
+    is_path = is_address or ".." in value.split("/")
+    if not is_path or (folder is not None and is_within(value, folder)):
+        return False
+    dropped.append(value)
+    return True
+
+
+def _make_consistent(callback: Any, state: dict[Any, Any], *, changed: bool) -> None:
+    """Choose the best and the worst of the kept checkpoints again, if the paths of the state are no longer theirs."""
+    kept, most = state.get(KEPT_BEST, {}), max(callback.save_top_k, 1)
+    worst_is_known = len(kept) < most or state.get("kth_best_model_path") in kept
+    if worst_is_known and not changed:
+        return
+    best, worst = min, max
+    if callback.mode == "max":
+        best, worst = max, min
+    state.update({"kth_best_model_path": "", "kth_value": callback.kth_value})
+    if len(kept) >= most:
+        state["kth_best_model_path"] = _first_by(worst, kept)
+        state["kth_value"] = kept[state["kth_best_model_path"]]
+    if not state.get(BEST):
+        state["best_model_score"] = None
+        if kept:
+            state[BEST] = _first_by(best, kept)
+            state["best_model_score"] = kept[state[BEST]]
+
+
+def _first_by(choose: Any, scores: Mapping[str, Any]) -> str:
+    chosen: str = choose(scores, key=lambda path: float(scores[path]))
+    return chosen
+
+
+def is_file_or_checkpoint(path: Any) -> bool:
+    """Whether a path or address is that of a file, a link or a sharded checkpoint, not that of any other folder."""
+    local = local_path(path)
+    if local is None:
+        return not get_filesystem(path).isdir(str(path))
+    return local.is_symlink() or not local.is_dir() or holds_checkpoint(local)
+
+
+def check_links(owner: str, callbacks: Sequence[Any]) -> None:
+    """Raise if `ModelCheckpoint(save_last="link")` would delete a folder that is no checkpoint, to put a link there.
+
+    Args:
+        owner: prefix of error messages.
+        callbacks: the callbacks of a run that has begun.
+
+    Raises:
+        ValueError: if there is such a folder.
+    """
+    for callback in callbacks:
+        if (
+            not isinstance(callback, ModelCheckpoint)
+            or callback.save_last != "link"
+            or callback._enable_version_counter
+        ):
+            continue
+        path = Path(callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST))
+        if not is_file_or_checkpoint(path):
+            raise ValueError(
+                f"{owner}: ModelCheckpoint(save_last='link') replaces {path} by a link, but that is a folder and no "
+                "checkpoint; move it, or choose another `dirpath`."
+            )

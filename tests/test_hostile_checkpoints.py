@@ -1,0 +1,404 @@
+"""What the states in a checkpoint may make a resumed run delete, write and read: nothing but checkpoints of the run.
+
+Lightning's `ModelCheckpoint` deletes the paths in its state. The same paths stand in each field, in each form that
+Lightning or fsspec understands, and come in by each way; after the resume, the run saves checkpoints of its own.
+"""
+
+import functools
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from lightning_fabric.plugins.io import TorchCheckpointIO
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
+
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.checkpoints import read_checkpoint, write_sharded_checkpoint
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.training.checkpoint_files import restored_network
+from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
+from tests.lightning_retrieval.training.small_training import SGD, PointData, net, trainer
+
+pytestmark = [pytest.mark.hostile, pytest.mark.refusal]
+
+DROPPED = "RetrievalModule: the states of callbacks in the checkpoint name paths that are no checkpoints of this run"
+NOT_DELETED = "is no checkpoint of this run, so it was not deleted"
+MEMORY = "memory://photos"
+
+
+def forms(photos: Path, folder: Path) -> dict[str, str]:
+    """Names of the user's folder, or of another machine: what Lightning or fsspec would resolve to it."""
+    (folder / "link").symlink_to(photos)
+    return {
+        "path": str(photos),
+        "file": str(photos / "private.txt"),
+        "local://": f"local://{photos}",
+        "local:": f"local:{photos}",
+        "file://": f"file://{photos}",
+        "..": f"{folder}/{os.path.relpath(photos, folder)}",
+        "local://..": f"local://{folder}/{os.path.relpath(photos, folder)}",
+        "link": f"{folder}/link/trip",
+        "local://link": f"local://{folder}/link/trip",
+        "memory://": MEMORY,
+        "http://": "http://photos.example/private.ckpt",
+        "chain": f"simplecache::local://{photos}",
+    }
+
+
+PLAIN = ("path", "file", "..", "link")
+ADDRESSES = ("local://", "local:", "file://", "local://..", "local://link", "memory://", "http://", "chain")
+FORMS = (*PLAIN, *ADDRESSES)
+FIELDS = ("best_model_path", "last_model_path", "kth_best_model_path", "best_k_models")
+
+
+@pytest.fixture
+def stored():
+    """A folder in fsspec's memory, which must stay as it was."""
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/photos/private.txt", b"private")
+    yield memory
+    assert memory.cat("/photos/private.txt") == b"private", "the user's folder in memory has changed"
+    memory.rm("/photos", recursive=True)
+
+
+def module() -> RetrievalModule:
+    return RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=SGD)
+
+
+def callbacks(folder: Path, **settings) -> list[ModelCheckpoint]:
+    """One that saves the last weights after each step, as our documentation shows, and one that keeps the best."""
+    best = {"monitor": "train/loss", "mode": "max", "save_last": True, "enable_version_counter": False, **settings}
+    return [
+        ModelCheckpoint(folder, "newest-{step}", every_n_train_steps=1),
+        ModelCheckpoint(folder, "best-{step}", every_n_train_steps=1, **best),
+    ]
+
+
+def run(folder: Path, steps: int, checkpoint=None, saving=None, **settings):
+    """A run to this step that saves after each of its steps; its Trainer."""
+    saving = saving or callbacks(folder)
+    fitted = trainer(callbacks=saving, enable_checkpointing=True, max_epochs=9, max_steps=steps, **settings)
+    fitted.fit(module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
+    assert fitted.global_step == steps
+    return fitted
+
+
+def write_states(path: Path, change, name: str = "ModelCheckpoint") -> Path:
+    """Change the states of the callbacks of this name in a checkpoint."""
+    content = torch.load(path, weights_only=True)
+    for key in content["callbacks"]:
+        if key.startswith(name):
+            change(content["callbacks"][key])
+    torch.save(content, path)
+    return path
+
+
+def put(state: dict, field: str, path: str) -> None:
+    """Put a path into a field of a state; the worst of the best checkpoints is the next one to be deleted."""
+    if field in ("kth_best_model_path", "best_k_models"):
+        state["kth_best_model_path"], state["kth_value"] = path, torch.tensor(-1.0)
+        state["best_k_models"] = {path: torch.tensor(-1.0)}
+    else:
+        state[field] = path
+
+
+def assert_own_paths(saving: list[ModelCheckpoint], folder: Path) -> None:
+    """The paths of the callbacks are those of checkpoints in the folder."""
+    for callback in saving:
+        paths = [callback.best_model_path, callback.last_model_path, callback.kth_best_model_path]
+        paths = list(filter(None, [*paths, *callback.best_k_models]))
+        assert paths
+        for path in paths:
+            assert Path(path).resolve().parent == folder.resolve()
+            assert Path(path).is_file()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("field", FIELDS)
+def test_fit_from_python(users_folder, stored, tmp_path, field, form):
+    folder = tmp_path / "run"
+    run(folder, 1)
+    path = forms(users_folder, folder)[form]
+    checkpoint = write_states(folder / "last.ckpt", lambda state: put(state, field, path))
+    saving = callbacks(folder)
+    with pytest.warns(UserWarning, match=DROPPED):
+        run(folder, 3, checkpoint, saving)
+    assert_own_paths(saving, folder)
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning")
+@pytest.mark.parametrize("form", ["local://", "link", "http://"])
+@pytest.mark.parametrize("way", ["--ckpt_path", "--run_folder"])
+def test_fit_of_the_command_line(users_folder, tmp_path, way, form):
+    folder, config = tmp_path / "run", write_example(tmp_path)
+    arguments = ["fit", f"--config={config}", *SMALL, *SHORT, "--trainer.max_epochs=3"]
+    main([*arguments, f"--run_folder={folder}", "--trainer.max_steps=1"])
+    path = forms(users_folder, folder / "checkpoints")[form]
+
+    def change(state):
+        for field in FIELDS:
+            put(state, field, path)
+
+    for checkpoint in (folder / "checkpoints").glob("*.ckpt"):
+        write_states(checkpoint, change)
+    given = f"--run_folder={folder}"
+    if way == "--ckpt_path":
+        given = f"--ckpt_path={checkpoint}"
+    with pytest.warns(UserWarning, match=DROPPED):
+        main([*arguments, given, "--trainer.max_steps=2"])
+    saved = [torch.load(path, weights_only=True) for path in tmp_path.rglob("*.ckpt")]
+    assert 2 in [content["global_step"] for content in saved]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluation(users_folder, tmp_path, stage):
+    """Evaluation restores the states of callbacks too, and "best" would read what they name."""
+    folder = tmp_path / "run"
+    run(folder, 1)
+    checkpoint = write_states(folder / "last.ckpt", lambda state: put(state, "best_model_path", "http://a.example/b"))
+    evaluating = trainer(callbacks=callbacks(folder)[:1], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match=DROPPED):
+        getattr(evaluating, stage)(module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
+    with pytest.raises(ValueError, match="not configured to save the best model"):
+        getattr(evaluating, stage)(module(), datamodule=PointData(), ckpt_path="best", weights_only=True)
+
+
+class Kept(ModelCheckpoint):
+    """A subclass that has paths of its own, takes the folder of the state, and deletes what it has kept."""
+
+    kept: tuple = ()
+
+    def state_dict(self):
+        return {**super().state_dict(), "kept": list(self.kept)}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.dirpath = state_dict["dirpath"]
+        self.kept = state_dict["kept"]
+
+    def on_train_end(self, trainer, pl_module):
+        super().on_train_end(trainer, pl_module)
+        for path in self.kept:
+            trainer.strategy.remove_checkpoint(path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
+    folder = tmp_path / "run"
+    run(folder, 1, saving=[Kept(folder, "{step}", every_n_train_steps=1, save_last=True)])
+    path = forms(users_folder, folder)[form]
+    checkpoint = write_states(folder / "last.ckpt", lambda state: state.update(kept=[path], dirpath=path), "Kept")
+    saving = Kept(folder, "{step}", every_n_train_steps=1, save_last=True)
+    with pytest.warns(UserWarning, match=DROPPED):
+        run(folder, 2, checkpoint, [saving])
+    assert saving.dirpath == str(folder)
+    assert_own_paths([saving], folder)
+
+
+class OwnFormat(TorchCheckpointIO):
+    """A `CheckpointIO` of the user."""
+
+
+@pytest.mark.parametrize("plugins", [None, OwnFormat()])
+def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path, plugins):
+    """Whoever asks for it: no other folder in the `dirpath`, and nothing outside."""
+    folder = tmp_path / "run"
+    done = run(folder, 1, plugins=plugins)
+    saved = next(folder.glob("newest*.ckpt"))
+    photos = folder / "photos.ckpt"
+    shutil.copytree(users_folder, photos)
+    (photos / "checkpoint.json").write_text("{}")  # of another program
+    for path in (photos, *forms(users_folder, folder).values()):
+        with pytest.warns(UserWarning, match=NOT_DELETED):
+            done.strategy.remove_checkpoint(path)
+    assert (photos / "trip" / "private.txt").read_text() == "private, too"
+    (folder / "linked.ckpt").symlink_to(saved)
+    done.strategy.remove_checkpoint(folder / "linked.ckpt")
+    assert saved.is_file()
+    done.strategy.remove_checkpoint(str(saved))
+    assert not saved.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_path):
+    done = run(tmp_path / "run", 1)
+    for other in ((), ("notes.txt",), ("0123456789abcdef/notes.txt",)):
+        path = tmp_path / "run" / "sharded.ckpt"
+        write_sharded_checkpoint("test", path, {"epoch": 3})
+        for name in other:
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_text("a note")
+        write_sharded_checkpoint("test", path, {"epoch": 4})
+        assert read_checkpoint(path) == {"epoch": 4}
+        done.strategy.remove_checkpoint(path)
+        assert [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()] == list(other)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [(3, "best_model_path"), ([], "best_k_models"), ({"x": "y"}, "best_k_models"), (torch.ones(9), "kth_value")],
+)
+@pytest.mark.filterwarnings("ignore:RetrievalModule. the states of callbacks in the checkpoint name paths:UserWarning")
+def test_values_of_another_kind(tmp_path, value, field):
+    run(tmp_path, 1)
+    checkpoint = write_states(tmp_path / "last.ckpt", lambda state: state.update({field: value}))
+    saving = callbacks(tmp_path)
+    run(tmp_path, 3, checkpoint, saving)
+    assert_own_paths(saving, tmp_path)
+
+
+def test_an_honest_run_continues_as_before(tmp_path):
+    """It deletes what it has saved before, without a warning."""
+    run(tmp_path, 2)
+    before = set(tmp_path.iterdir())
+    saving = callbacks(tmp_path)
+    run(tmp_path, 4, tmp_path / "last.ckpt", saving)
+    assert_own_paths(saving, tmp_path)
+    assert len(list(tmp_path.glob("newest*"))) <= 2  # Lightning keeps the one that the run was resumed from
+    assert len(list(tmp_path.glob("best*"))) == 1
+    assert before - set(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_another_folder(tmp_path, moved):
+    """The best checkpoint of the earlier run may be read where it is, and is never deleted."""
+    run(tmp_path / "first", 2)
+    folder, checkpoint = tmp_path / "first", tmp_path / "first" / "last.ckpt"
+    best = sorted(path.name for path in folder.iterdir())
+    saving = callbacks(tmp_path / "second")
+    if moved:
+        folder = folder.rename(tmp_path / "moved")
+        with pytest.warns(UserWarning, match=DROPPED):
+            run(tmp_path / "second", 2, folder / "last.ckpt", saving)
+        assert {callback.best_model_path for callback in saving} == {""}
+    else:
+        run(tmp_path / "second", 2, checkpoint, saving)
+        assert all(Path(callback.best_model_path).parent == folder for callback in saving)
+    run(tmp_path / "second", 4, folder / "last.ckpt")
+    assert sorted(path.name for path in folder.iterdir()) == best
+
+
+def test_a_folder_where_a_checkpoint_would_be_saved(users_folder, tmp_path):
+    """Neither a link nor a file takes the place of a folder of the user, even if it has some checkpoint.json."""
+    photos = shutil.copytree(users_folder, tmp_path / "last.ckpt")
+    (photos / "checkpoint.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^RetrievalModule: ModelCheckpoint\(save_last='link'\) replaces .*last.ckpt"):
+        run(tmp_path, 1, saving=callbacks(tmp_path, save_last="link")[1:])
+    run(tmp_path, 1, saving=callbacks(tmp_path)[1:])
+    assert (photos / "trip" / "private.txt").read_text() == "private, too"
+
+
+def test_a_remote_folder_of_the_run(users_folder, stored):
+    """A run saves and deletes in its own folder of another file system, and nowhere else there."""
+    folder = "memory://run"
+    run(folder, 2)
+    run(folder, 4, f"{folder}/last.ckpt")
+    newest = [path for path in stored.ls("/run", detail=False) if "newest" in path]
+    assert newest == ["/run/newest-step=4.ckpt"]
+    for path in (f"{folder}/../photos", f"{folder}/photos::{MEMORY}", MEMORY, f"local://{users_folder}"):
+        with stored.open("/run/last.ckpt", "rb") as file:
+            content = torch.load(file, weights_only=True)
+        for state in content["callbacks"].values():
+            for field in FIELDS:
+                put(state, field, path)
+        with stored.open("/run/last.ckpt", "wb") as file:
+            torch.save(content, file)
+        with pytest.warns(UserWarning, match=DROPPED):
+            run(folder, content["global_step"] + 2, f"{folder}/last.ckpt")
+    stored.rm("/run", recursive=True)
+
+
+def test_a_link_to_the_last_checkpoint(tmp_path):
+    for steps, checkpoint in ((2, None), (4, tmp_path / "last.ckpt")):
+        run(tmp_path, steps, checkpoint, callbacks(tmp_path, save_last="link"))
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert (tmp_path / "last.ckpt").is_file()
+
+
+HUGE = torch.zeros(1).expand(10**12)
+STATES = {
+    "a count without end": (("loops", "fit_loop", "epoch_progress", "current", "completed"), 10**30),
+    "a negative count": (("loops", "fit_loop", "epoch_loop.batch_progress", "current", "ready"), -1),
+    "a text": (("loops", "fit_loop", "epoch_loop.state_dict", "_batches_that_stepped"), "many"),
+    "a method": (("loops", "fit_loop", "epoch_progress", "total", "reset"), 1),
+    "no dict of loops": (("loops",), [1]),
+    "no dict of callbacks": (("callbacks",), [1]),
+    "a method of a scheduler": (("lr_schedulers", 0, "get_lr"), 3),
+    "the optimizer of a scheduler": (("lr_schedulers", 0, "optimizer"), {}),
+    "a factor of a scheduler": (("lr_schedulers", 0, "gamma"), 10**400),
+    "a learning rate": (("optimizer_states", 0, "param_groups", 0, "lr"), "x"),
+    "epochs of a scheduler": (("lr_schedulers", 0, "last_epoch"), "x"),
+    "time": (("callbacks", "Timer", "time_elapsed", "train"), float("nan")),
+    "patience": (("callbacks", "EarlyStopping{'monitor': 'train/loss', 'mode': 'min'}", "wait_count"), "x"),
+    "best score": (("callbacks", "EarlyStopping{'monitor': 'train/loss', 'mode': 'min'}", "best_score"), torch.ones(3)),
+    "an optimizer's state": (("optimizer_states", 0, "state", 0, "exp_avg"), torch.ones(3)),
+    "a huge optimizer's state": (
+        ("optimizer_states", 0, "state", 0, "exp_avg"),
+        torch.zeros(1, dtype=torch.int8).expand(10**12),
+    ),
+    "huge weights": (("state_dict", "embedder.0.weight"), HUGE),
+    "something else that is huge": (("callbacks", "Other"), {"a": [HUGE]}),
+    "a list in itself": (("callbacks", "Other"), "itself"),
+}
+
+
+def scheduled(folder: Path, steps: int, checkpoint=None):
+    """A run whose checkpoint has the states of a scheduler, a timer and an early stopping."""
+    saved = [ModelCheckpoint(folder, "last", every_n_train_steps=1, enable_version_counter=False)]
+    saved += [Timer("00:01:00:00"), EarlyStopping("train/loss", check_on_train_epoch_end=True)]
+    module = RetrievalModule(
+        net(),
+        SmoothAPLoss(tau=0.1),
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.1),
+        lr_scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+    )
+    fitted = trainer(callbacks=saved, enable_checkpointing=True, max_epochs=9, max_steps=steps)
+    fitted.fit(module, datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
+    return fitted
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_states_that_no_run_has(tmp_path, case):
+    """An error names the checkpoint before training begins, and before memory is taken."""
+    scheduled(tmp_path, 1)
+    keys, value = STATES[case]
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    place = content
+    for key in keys[:-1]:
+        place = place[key]
+    assert (
+        keys[-1] in place
+        or case in ("a method", "a method of a scheduler", "the optimizer of a scheduler")
+        or (keys[-1] == "Other")
+    )
+    if value == "itself":
+        value = []
+        value.append(value)
+    place[keys[-1]] = value
+    torch.save(content, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"^RetrievalModule: the (checkpoint|state 'exp_avg' of the optimizer in the)"):
+        scheduled(tmp_path, 2, tmp_path / "last.ckpt")
+
+
+def test_states_of_a_run(tmp_path):
+    """The same run continues from its own checkpoint."""
+    scheduled(tmp_path, 2)
+    assert scheduled(tmp_path, 5, tmp_path / "last.ckpt").global_step == 5
+
+
+def test_huge_tensors_of_a_checkpoint_that_is_rebuilt(tmp_path):
+    scheduled(tmp_path, 1)
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    torch.save({**content, "state_dict": {**content["state_dict"], "more": HUGE}}, tmp_path / "last.ckpt")
+    with pytest.raises(
+        ValueError, match=r"^RetrievalModule: the checkpoint has a tensor of the shape \(1000000000000,\)"
+    ):
+        RetrievalModule.load_from_checkpoint(tmp_path / "last.ckpt", embedder=net())
+    with pytest.raises(ValueError, match=r"^RetrievalModule: the checkpoint has a tensor of the shape"):
+        restored_network(torch.load(tmp_path / "last.ckpt", weights_only=True))
