@@ -327,7 +327,8 @@ class WeightedSum(BatchLoss):
     Relations:
         `terms` holds the unweighted values of the latest call, which `RetrievalModule` logs as `train/loss/<name>`. It
         logs weights that change as `train/weight/<name>`. `RetrievalModule` computes the fraction of the training from
-        `max_epochs` and `max_steps` of the Trainer. A training loop of your own calls
+        `max_epochs` and `max_steps` of the Trainer; it never decreases, so a finished run that is resumed with
+        more epochs remains in its last phase. A training loop of your own calls
         `loss.of_batch(RankedBatch(embeddings, labels, fraction=step / steps))`. All other calls, and `from_scores`, use
         the weights with which the training ends.
     """

@@ -154,6 +154,8 @@ def normalized_inputs(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Te
 def embed_at_scales(module: Any, embed: Callable[[Tensor], Tensor], inputs: Tensor, whiten: bool = True) -> Tensor:
     """Embed normalised inputs at each of a module's `eval_scales`, then apply its `whitening`.
 
+    A whitening that has learned nothing is not applied, with a warning unless a callback will learn it in this run.
+
     Args:
         module: a `RetrievalModule` or a `RetrievalNetwork`.
         embed: maps inputs of one side to embeddings.
@@ -165,9 +167,12 @@ def embed_at_scales(module: Any, embed: Callable[[Tensor], Tensor], inputs: Tens
         embeddings = embed(inputs)
     else:
         embeddings = multi_scale(embed, inputs, module.eval_scales, **SCALE_POOLING[module.eval_scales_pooling])
-    if whiten and module.whitening is not None and module.whitening.learned is not None:
-        embeddings = module.whitening(embeddings)
-    return embeddings
+    if not whiten or module.whitening is None:
+        return embeddings
+    if module.whitening.learned is None:
+        module.whitening.warn_of_plain(embeddings)
+        return embeddings
+    return module.whitening(embeddings)
 
 
 class RetrievalNetwork(nn.Module):
