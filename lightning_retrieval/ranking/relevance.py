@@ -49,6 +49,8 @@ class Relevance(ABC):
     reads: ClassVar[tuple[str, ...]] = ()
     # Whether the first column is the class of an image, and relevant images are of the same class.
     has_classes: ClassVar[bool] = True
+    # Whether each entry is a single integer of each image. Otherwise an entry may have several columns.
+    reads_single: ClassVar[bool] = False
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -87,7 +89,8 @@ class Relevance(ABC):
             parts.append(finest(labels)[:, None].long())
         for name in self.reads:
             values = self._entry(batch, name)
-            check_integers(self.name, name, values, rows, "labels", device=labels.device, levels=True)
+            levels = not self.reads_single
+            check_integers(self.name, name, values, rows, "labels", device=labels.device, levels=levels)
             parts.append(values.reshape(rows, -1).long())
         return torch.cat(parts, 1)
 
@@ -104,11 +107,15 @@ class Relevance(ABC):
         names = list(self.reads)
         if self.has_classes:
             names.insert(0, "labels")
-        if columns.ndim != 2 or columns.shape[1] < len(names):
+        wanted = str(len(names))
+        if not self.reads_single:
+            wanted += " or more"
+        has_excess = self.reads_single and columns.shape[1:] > (len(names),)
+        if columns.ndim != 2 or columns.shape[1] < len(names) or has_excess:
             raise ValueError(
-                f"{owner}: `{name}` must be the columns that {self.name} reads, of shape (rows, {len(names)} or more) "
-                f"for {', '.join(names) or 'any entries'}, got {tuple(columns.shape)}; pass "
-                f"{self.name}.columns(labels, batch)."
+                f"{owner}: `{name}` must be the columns that {self.name} reads, of shape (rows, {wanted}) for "
+                f"{', '.join(names) or 'any entries'}, got {tuple(columns.shape)}; pass {self.name}.columns(labels, "
+                "batch)."
             )
 
     def lists(
@@ -199,6 +206,7 @@ class OtherCamera(Relevance):
     """
 
     reads = ("cameras",)
+    reads_single = True
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
         relevant = queries[:, None, 0] == references[:, 0]
@@ -223,6 +231,7 @@ class GalleryOnly(Relevance):
     """
 
     reads = ("roles",)
+    reads_single = True
 
     def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
         super().check_columns(owner, name, columns)

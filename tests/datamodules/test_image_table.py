@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import warnings
 
 import numpy as np
 import pyarrow
@@ -15,6 +16,8 @@ from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES
 from lightning_retrieval.datamodules.image_table import ImageTable
+from lightning_retrieval.datamodules.text_table import TextTable
+from lightning_retrieval.models import NgramTokenizer
 from tests.datamodules.trees import write_image, write_text
 from tests.datamodules.trees_more import QUICK, begin_with_byte_order_mark, fit_and_validate, write_images
 from tests.quiet_trainer import quiet_trainer
@@ -231,6 +234,34 @@ def test_tags_are_separated_by_semicolons_and_numbered_for_all_splits_together(t
     assert list(train.tag_names) == list(test.tag_names) == ["blue,green", "long dress", "red", "sale"]
     assert train.tags.tolist() == [[2, 1, -1], [-1, -1, -1], [2, -1, -1]]
     assert test.tags.tolist() == [[0, 1, 3], [-1, -1, -1]]  # a distractor is relevant to no query
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("tags", "warned"),
+    [
+        (("red|dress", "red"), "'red|dress' at line 2 .* (1 such rows)"),
+        (("red; blue", "red|dress"), "'red|dress' at line 3 .* (1 such rows)"),
+        (("red, dress", "red, hat"), "'red, dress' at line 2 .* (2 such rows)"),
+        (("red; blue, dark", "red"), None),
+        (("red dress", "clothes/hat"), None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_tags_with_another_separator_are_warned_of(tmp_path, kind, tags, warned):
+    rows = [(f"{number}.jpg", "x", text, "train") for number, text in enumerate(tags)]
+    root = write_csv(tmp_path, ("image", "label", "tags", "split"), *rows, ("9.jpg", "y", "", "test"))
+    data = ImageTable(root, "images.csv")
+    if kind == "texts":
+        write_text(root / "images.csv", (root / "images.csv").read_text().replace("image,", "text,"))
+        data = TextTable(root / "images.csv", tokenizer=NgramTokenizer())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.splits  # noqa: B018
+    found = [str(warning.message) for warning in caught if "separated by ';'" in str(warning.message)]
+    assert len(found) == (warned is not None)
+    for text in found:
+        assert all(part in text for part in warned.split(" .* "))
 
 
 def test_without_a_column_label_the_files_are_split_and_boxes_of_one_file_stay_together(tmp_path):

@@ -31,6 +31,7 @@ from tests.lightning_retrieval.losses.oracles import TABLE, batch, labels_for, m
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 0, 1, 1, 1, 2])
 R, Z = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 1, 2, 2])
+T = (1.0, SmoothAPLoss())  # a term
 IDS, REF_IDS = torch.arange(6), torch.tensor([9, 2, 8, 7, 6])
 
 
@@ -273,6 +274,19 @@ def test_losses_that_count_different_positives_do_not_share_their_reads():
             r"`losses` must have a weight .* got \{'a': Ramp\(.* all 0 at the fraction 0 of",
             {"losses": {"a": (Ramp(0.0, 1.0), SmoothAPLoss())}},
         ),
+        *[
+            (
+                WeightedSum,
+                ValueError,
+                f"`losses` must not have the names of .* got '{name}'; give",
+                {"losses": {name: T}},
+            )
+            for name in ("forward", "training", "keys", "type", "half", "pop", "_modules")
+        ],
+        *[
+            (WeightedSum, ValueError, "`losses` must have names .* no dot, got", {"losses": {name: T}})
+            for name in ("", "a.b", 3)
+        ],
         (Before, ValueError, r"`end` must be from 0 to 1, got 20", {"end": 20}),
         (After, ValueError, r"`start` must be from 0 to 1, got -0\.5", {"start": -0.5}),
         (Ramp, ValueError, r"`first` must be a finite number >= 0, got -1", {"first": -1, "last": 0}),

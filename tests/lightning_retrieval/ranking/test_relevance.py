@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_retrieval import GalleryOnly, OtherCamera, Relevance, SharedTags
+from lightning_retrieval import GalleryOnly, OtherCamera, Relevance, RetrievalMetrics, SharedTags, SmoothAPLoss
 from lightning_retrieval.ranking import relevance
 from tests.lightning_retrieval.relevance_rules import RULES, masks_by_pairs, random_columns
 
@@ -74,10 +74,34 @@ def test_a_batch_without_what_a_rule_reads():
             labels,
             {"cameras": labels.new(3)},
         ),
+        (
+            ValueError,
+            r"OtherCamera: `cameras` must have shape \(2,\), .* got \(2, 2\)",
+            OtherCamera(),
+            labels,
+            {"cameras": torch.tensor([[7, 8], [7, 9]])},
+        ),
+        (ValueError, r"GalleryOnly: `roles` .* got \(2, 1\)", GalleryOnly(), labels, {"roles": cameras[:, None]}),
         (TypeError, r"OtherCamera: `labels` must be integers, got", OtherCamera(), labels / 2, {"cameras": cameras}),
     ):
         with pytest.raises(error, match=f"^{words}"):
             rule.columns(of_images, batch)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("rule", "width", "wanted"), [(OtherCamera(), 3, "2"), (GalleryOnly(), 3, "2"), (OtherCamera(), 1, "2")]
+)
+def test_columns_of_another_rule_raise(rule, width, wanted):
+    columns = torch.ones(4, width, dtype=torch.int64)
+    sentence = (
+        rf"`labels` must be the columns that {rule.name} reads, of shape \(rows, {wanted}\) .* got \(4, {width}\)"
+    )
+    with pytest.raises(ValueError, match=f"^SmoothAPLoss: {sentence}"):
+        SmoothAPLoss()(torch.eye(4), columns, relevance=rule)
+    metrics = RetrievalMetrics(relevance=rule)
+    with pytest.raises(ValueError, match=f"^RetrievalMetrics: {sentence}"):
+        metrics.update(torch.eye(4), columns)
 
 
 @pytest.mark.refusal
