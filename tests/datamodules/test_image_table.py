@@ -16,6 +16,7 @@ from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES
 from lightning_retrieval.datamodules.image_table import ImageTable
+from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.text_table import TextTable
 from lightning_retrieval.models import NgramTokenizer
 from tests.datamodules.trees import write_image, write_text
@@ -262,6 +263,80 @@ def test_tags_with_another_separator_are_warned_of(tmp_path, kind, tags, warned)
     assert len(found) == (warned is not None)
     for text in found:
         assert all(part in text for part in warned.split(" .* "))
+
+
+def forty_rows(columns=("image", "label", "note")):
+    """Lines of a table whose first row is in line 2."""
+    values = {"label": "{0}", "note": "note {0}", "price": "{1}", "text": "text {1}", "split": "train"}
+    lines = [",".join(columns)]
+    for number in range(40):
+        row = {"image": f"{number}.jpg", **{name: text.format(number % 4, number) for name, text in values.items()}}
+        lines.append(",".join(row[name] for name in columns))
+    return lines
+
+
+def with_quotes(lines, column, **quotes):
+    """Write a quote at the start of the field in one line, and at the end of the field in another, if it is given."""
+    changed = list(lines)
+    for place, line in quotes.items():
+        fields = changed[line - 1].split(",")
+        fields[column] = f'"{fields[column]}' if place == "start" else f'{fields[column]}"'
+        changed[line - 1] = ",".join(fields)
+    return "\n".join(changed) + "\n"
+
+
+STRAY = {
+    "one quote": ((2, {"start": 5}), "unexpected end of data in line 41, in the row that begins in line 5"),
+    "two at the start": ((2, {"start": 5, "again": 9}), None),
+    "label": ((1, {"start": 5, "end": 9}), "`label` must not hold other rows, .* in lines 5 to 9 of"),
+    "image": ((0, {"start": 5, "end": 6}), "`image` must not hold other rows, .* in lines 5 to 6 of"),
+    "other column": ((2, {"start": 5, "end": 9}), "`note` must not hold other rows, .* in lines 5 to 9 of"),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("case", STRAY)
+def test_a_stray_quote_hides_no_row(tmp_path, case):
+    (column, quotes), sentence = STRAY[case]
+    if sentence is None:
+        lines = with_quotes(forty_rows(), column, start=5).splitlines()
+        text, sentence = with_quotes(lines, column, start=9), "',' expected after .* in line 9, in the row .* in line 5"
+    else:
+        text = with_quotes(forty_rows(), column, **quotes)
+    write_text(tmp_path / "images.csv", text)
+    with pytest.raises(ValueError, match=f"^ImageTable: .*{sentence}"):
+        read(tmp_path)
+
+
+def test_quotes_that_hide_no_row_are_read(tmp_path):
+    rows = [
+        ("image", "label", "note"),
+        ("a, b.jpg", "two\twords", "one\nline, or\ntwo\nlines"),
+        ("c.jpg", 'of 27"', "x"),
+    ]
+    root = write_csv(tmp_path, *rows, *((f"{number}.jpg", "x", "") for number in range(4)))
+    found = read_table(root / "images.csv", all_columns=True).columns
+    assert [tuple(column[:2]) for column in found.values()] == list(zip(*rows[1:]))
+    write_text(root / "images.csv", 'image,label\na.jpg,of 27" wide\n')  # a quote within a field without quotes
+    assert read_table(root / "images.csv").columns["label"] == ['of 27" wide']
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("columns", [("text", "label"), ("label", "text"), ("label", "text", "split")])
+def test_texts_of_several_lines_are_read_unless_they_hold_rows(tmp_path, columns):
+    poem = 'roses are red,\nviolets, blue\n\nand "this", too'
+    rows = [{"text": poem, "label": "poem", "split": "train"}, {"text": "a sofa", "label": "sofa", "split": "test"}]
+    table = tmp_path / "t.csv"
+    with table.open("w", newline="") as stream:
+        csv.writer(stream).writerows([columns, *([row[name] for name in columns] for row in rows)])
+    assert read_table(table, ("text", "label")).columns["text"] == [poem, "a sofa"]
+    assert {text for part in TextTable(table, tokenizer=len).splits.values() for text in part.texts} == {poem, "a sofa"}
+    column = columns.index("text")
+    for end in (6, 7, 9):
+        write_text(table, with_quotes(forty_rows(columns), column, start=5, end=end))
+        sentence = rf"^TextTable: `text` must not hold other rows, .* in lines 5 to {end} of"
+        with pytest.raises(ValueError, match=sentence):
+            TextTable(table, tokenizer=len).splits  # noqa: B018
 
 
 def test_without_a_column_label_the_files_are_split_and_boxes_of_one_file_stay_together(tmp_path):

@@ -140,6 +140,20 @@ def test_a_cosine_that_rises_again_in_a_resumed_run_is_warned_of(tmp_path):
     assert not warnings_with(words, run_from, tmp_path / "step=2.ckpt", cosine(3), max_epochs=1)
 
 
+@pytest.mark.refusal
+def test_a_stray_quote_in_a_file_of_hyperparameters_hides_no_line(tmp_path):
+    saved(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), tmp_path / "m.ckpt")
+    for text, where in (
+        ('key,value\nseed,"7\nkeep_graphs,2\n', "line 3"),
+        ('key,value\nseed,"7\na,2"\n', "lines 2 to 3"),
+    ):
+        (tmp_path / "h.csv").write_text(text)
+        with pytest.raises(
+            ValueError, match=rf"^RetrievalModule: `hparams_file` must be .* plain values, got .*{where}"
+        ):
+            RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", hparams_file=tmp_path / "h.csv")
+
+
 def test_a_run_in_double_precision_is_resumed_bit_by_bit(tmp_path):
     """Lightning restores the weights before it has made the module double."""
     whole, second = (RetrievalModule(net(0.2).float(), SmoothAPLoss(tau=0.1), optimizer=SGD) for _ in range(2))
