@@ -307,8 +307,10 @@ def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = Non
     )
 
 
-def is_integer(values: Tensor) -> bool:
-    """Whether a tensor has an integer dtype; bool does not count."""
+def is_integer(values: Any) -> bool:
+    """Whether a value is a tensor with an integer dtype; bool does not count."""
+    if not isinstance(values, Tensor):
+        return False
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
@@ -328,6 +330,11 @@ def check_integers(
     each row may have several integers: labels, finest level first.
     """
     check_device(owner, name, values, device, of)
+    if isinstance(values, (tuple, list)) and values and isinstance(values[0], str):
+        raise TypeError(
+            f"{owner}: `{name}` must be integers, got texts such as {short_repr(values[0])}; number them in the data "
+            "set, with the same number for the same text."
+        )
     check_tensor(owner, name, values)
     if levels and values.ndim == 2 and values.shape[1] > 0:
         values = values[:, 0]

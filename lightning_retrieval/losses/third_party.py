@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite, check_instance
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
-from lightning_retrieval.losses.lists import check_batch
+from lightning_retrieval.losses.lists import check_batch, check_label_levels
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
 
@@ -107,6 +107,7 @@ class ThirdPartyLoss(BatchLoss):
                 "for a range of them; omit `queries`."
             )
         check_batch(type(self.loss).__name__, batch)
+        check_label_levels(type(self.loss).__name__, batch)
         check_finite(type(self.loss).__name__, "embeddings", batch.embeddings)
         if batch.ref_emb is not None:
             check_finite(type(self.loss).__name__, "ref_emb", batch.ref_emb)

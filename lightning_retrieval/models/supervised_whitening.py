@@ -26,7 +26,7 @@ from lightning_retrieval.models.whitening import (
     top_directions,
     with_positive_largest_entry,
 )
-from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.labels import check_nesting, finest
 
 _FIT_PAIRS = 8192  # number of pairs that are converted to float64 at a time
 
@@ -156,6 +156,8 @@ class SupervisedWhitening(WhiteningOfSums):
         rows, device = len(embeddings), embeddings.device
         labels = _required(labels)
         check_integers("SupervisedWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
+        if labels.ndim == 2:
+            check_nesting("SupervisedWhitening", labels)
         from_dim = embeddings.shape[1]
         if self.dim is not None and self.dim > from_dim:
             raise ValueError(

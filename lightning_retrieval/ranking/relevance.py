@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Bool, Int, Integer, UInt8
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, check_integers, check_tensor, short_repr
-from lightning_retrieval.ranking.labels import Role, check_roles, finest, has_role
+from lightning_retrieval.distributed import to_host
+from lightning_retrieval.ranking.labels import Role, check_nesting, check_roles, finest, has_role
 
 NO_TAG = -1  # fills the rows of images that have fewer tags than others
+_FEWEST_MULTI_HOT = 3  # with fewer columns, 0 and 1 may be the numbers of an image's tags
 _TABLE_ELEMENTS = 1 << 25  # largest number of elements of the table of `SharedTags`, unless one query needs more
 
 
@@ -81,11 +83,15 @@ class Relevance(ABC):
             ValueError: if the batch lacks an entry, or an entry has another number of rows than `labels`.
             TypeError: if labels or an entry are not integers, or the batch is not a dict.
         """
-        check_tensor(self.name, "labels", labels)
-        rows = labels[..., None].shape[0]  # 1 of a scalar, which is not valid
+        rows = 0
+        if isinstance(labels, Tensor):
+            check_tensor(self.name, "labels", labels)
+            rows = labels[..., None].shape[0]  # 1 of a scalar, which is not valid
         check_integers(self.name, "labels", labels, rows, "labels", levels=True)
         parts = []
         if self.has_classes:
+            if labels.ndim == 2:
+                check_nesting(self.name, to_host(labels))
             parts.append(finest(labels)[:, None].long())
         for name in self.reads:
             values = self._entry(batch, name)
@@ -248,6 +254,7 @@ class SharedTags(Relevance):
 
     Reads the entry `tags` of a batch: (batch, T) integers >= 0, in any order; -1 fills rows with fewer than T tags.
     A tag that occurs twice in a row counts once. T must be the same in all batches of a memory or of an evaluation.
+    Multi-hot labels are accepted as they are: (batch, T) of bool, or 0 and 1 for at least three tags.
 
     Args:
         at_least: number of tags that relevant images share, >= 1.
@@ -269,6 +276,12 @@ class SharedTags(Relevance):
     def __init__(self, at_least: int = 1) -> None:
         self.at_least = check_integer(self.name, "at_least", at_least, least=1)
 
+    def columns(self, labels: Int[Tensor, "row ..."], batch: Any) -> Int[Tensor, "row tag"]:
+        tags = self._entry(batch, "tags")
+        if isinstance(tags, Tensor) and tags.dtype == torch.bool and tags.ndim == 2:
+            batch = {"tags": tags_of_multi_hot(tags)}
+        return super().columns(labels, batch)
+
     def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
         super().check_columns(owner, name, columns)
         if bool((columns.long() < NO_TAG).any()):  # uint8 has no NO_TAG
@@ -277,6 +290,8 @@ class SharedTags(Relevance):
             )
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, None]:
+        if is_multi_hot(queries, references):
+            return queries.float() @ references.float().T >= self.at_least, None
         shared = torch.zeros(len(queries), len(references), dtype=torch.int16, device=queries.device)
         rows = max(1, _TABLE_ELEMENTS // max(1, queries.shape[1] * len(references)))
         for begin in range(0, len(queries), rows):
@@ -286,6 +301,20 @@ class SharedTags(Relevance):
             for of_queries in position.unbind(1):
                 shared_of_part += has_tag.index_select(0, of_queries)
         return shared >= min(self.at_least, queries.shape[1] + 1), None
+
+
+def is_multi_hot(*tables: Int[Tensor, "_ tag"]) -> bool:
+    """Whether all these tables hold 0 and 1 for each of at least three tags, instead of the numbers of tags."""
+    for rows in tables:
+        if rows.shape[1] < _FEWEST_MULTI_HOT or bool(((rows != 0) & (rows != 1)).any()):
+            return False
+    return True
+
+
+def tags_of_multi_hot(rows: Integer[Tensor, "row tag"] | Bool[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:
+    """The numbers of the tags of multi-hot rows; `NO_TAG` for the tags that a row does not have."""
+    numbers = torch.arange(rows.shape[1], device=rows.device)
+    return numbers.where(rows.bool(), NO_TAG)
 
 
 def without_repeated(rows: Int[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:

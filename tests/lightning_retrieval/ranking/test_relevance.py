@@ -38,6 +38,31 @@ def test_many_tags_against_sets(at_least, monkeypatch):
     assert torch.equal(SharedTags(at_least).masks(tags, tags)[0], expected)
 
 
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_multi_hot_labels_are_tags(at_least):
+    hot = torch.rand(40, 7, generator=torch.Generator().manual_seed(0)) < 0.3
+    hot[3] = False  # an image without a tag is relevant to none
+    rule, embeddings = SharedTags(at_least), torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
+    sets = [set(row.nonzero()[:, 0].tolist()) for row in hot]
+    wanted = torch.tensor([[len(one & other) >= at_least for other in sets] for one in sets])
+    tags = torch.full((40, 7), -1)
+    for row, of_image in enumerate(sets):
+        tags[row, : len(of_image)] = torch.tensor(sorted(of_image))
+    ap = {}
+    for name, columns in (
+        ("tags", tags),
+        ("integers", hot.int()),
+        ("entry", rule.columns(torch.zeros(40).long(), {"tags": hot.long()})),
+        ("bool entry", rule.columns(torch.zeros(40).long(), {"tags": hot})),
+    ):
+        assert torch.equal(rule.masks(columns[:9], columns)[0], wanted[:9])
+        metrics = RetrievalMetrics(relevance=rule)
+        metrics.update(embeddings, columns)
+        ap[name] = (SmoothAPLoss()(embeddings, columns, relevance=rule).item(), metrics.compute()["mAP"].item())
+    assert len(set(ap.values())) == 1
+    assert 0 < ap["tags"][1] < 1
+
+
 def test_columns_hold_the_finest_label_and_the_entries():
     labels = torch.tensor([[4, 1], [9, 1]], dtype=torch.int32)
     batch = {"cameras": torch.tensor([7, 8]), "tags": torch.tensor([[3, -1], [5, 6]]), "images": torch.rand(2, 3)}

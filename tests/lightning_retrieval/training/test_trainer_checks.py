@@ -1,6 +1,7 @@
 """Settings and flags of the Trainer that raise; tests/test_lightning.py and tests/test_full_sharding.py have runs."""
 
 import pytest
+import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, OnExceptionCheckpoint
 from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
@@ -8,8 +9,15 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_retrieval import FSDP2Strategy, PCAWhitening, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks import LearnWhitening
+from lightning_retrieval import (
+    CrossBatchMemory,
+    FSDP2Strategy,
+    OtherCamera,
+    PCAWhitening,
+    RetrievalModule,
+    SmoothAPLoss,
+)
+from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.losses import After, Before, BlackboxMAPLoss, CalibrationLoss, WeightedSum
 from lightning_retrieval.training.trainer_checks import check_processes, check_trainer
 from tests.lightning_retrieval.training.small_training import SGD, Unfreeze, assert_same, batches, fit, net
@@ -120,6 +128,26 @@ def test_the_seed_is_that_of_seed_everything(monkeypatch):
     assert RetrievalModule(net(), SmoothAPLoss(), seed=2).seed == 2
     monkeypatch.delenv("PL_GLOBAL_SEED")
     assert RetrievalModule(net(), SmoothAPLoss()).seed == 0
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "settings", [{}, {"gather": False}, {"memory": CrossBatchMemory(16)}, {"relevance": OtherCamera()}]
+)
+@pytest.mark.parametrize("name", ["labels", "ids", "cameras"])
+def test_texts_instead_of_numbers_raise_with_the_same_sentence_in_fit_and_validate(name, settings):
+    if name == "cameras" and "relevance" not in settings:
+        pytest.skip("only the rule of relevance reads cameras in training")
+    images, labels, ids = batches(1)[0][0], torch.arange(10) // 2, torch.arange(10)
+    batch = {"images": images, "labels": labels, "ids": ids, "cameras": ids % 2}
+    batch[name] = [f"{number}.jpg" for number in range(10)]
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
+    sentence = rf": `{name}` must be integers, got texts such as '0.jpg'; number them in the data set"
+    with pytest.raises(TypeError, match=sentence):
+        fit(module, [batch])
+    run = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))])
+    with pytest.raises(TypeError, match=sentence):
+        run.validate(module, DataLoader([batch], batch_size=None), verbose=False)
 
 
 @pytest.mark.refusal
