@@ -307,6 +307,25 @@ def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = Non
     )
 
 
+UNSIGNED_TYPES = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with these
+
+
+def as_int64(owner: str, name: str, values: Any) -> Any:
+    """Return a tensor of one of `UNSIGNED_TYPES` as int64, and anything else unchanged.
+
+    Raises:
+        ValueError: if a number is 2**63 or more, which int64 cannot hold.
+    """
+    if not isinstance(values, Tensor) or values.dtype not in UNSIGNED_TYPES or values.device.type == "meta":
+        return values
+    converted = values.long()
+    if values.dtype == torch.uint64 and bool((converted < 0).any()):
+        raise ValueError(
+            f"{owner}: `{name}` must be below 2**63, got {max(values.flatten().tolist())} of torch.uint64."
+        )
+    return converted
+
+
 def is_integer(values: Any) -> bool:
     """Whether a value is a tensor with an integer dtype; bool does not count."""
     if not isinstance(values, Tensor):

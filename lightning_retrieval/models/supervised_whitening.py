@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_integers, check_matrix
+from lightning_retrieval.checks import as_int64, check_integer, check_integers, check_matrix
 from lightning_retrieval.models.whitening import (
     FitRows,
     PrincipalComponents,
@@ -154,7 +154,7 @@ class SupervisedWhitening(WhiteningOfSums):
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         check_matrix("SupervisedWhitening", "embeddings", embeddings, finite=True)
         rows, device = len(embeddings), embeddings.device
-        labels = _required(labels)
+        labels = as_int64("SupervisedWhitening", "labels", _required(labels))
         check_integers("SupervisedWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
         if labels.ndim == 2:
             check_nesting("SupervisedWhitening", labels)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int, Integer, UInt8
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_integers, check_tensor, short_repr
+from lightning_retrieval.checks import as_int64, check_integer, check_integers, check_tensor, short_repr
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.ranking.labels import Role, check_nesting, check_roles, finest, has_role
 
@@ -84,6 +84,7 @@ class Relevance(ABC):
             TypeError: if labels or an entry are not integers, or the batch is not a dict.
         """
         rows = 0
+        labels = as_int64(self.name, "labels", labels)
         if isinstance(labels, Tensor):
             check_tensor(self.name, "labels", labels)
             rows = labels[..., None].shape[0]  # 1 of a scalar, which is not valid
@@ -94,7 +95,7 @@ class Relevance(ABC):
                 check_nesting(self.name, to_host(labels))
             parts.append(finest(labels)[:, None].long())
         for name in self.reads:
-            values = self._entry(batch, name)
+            values = as_int64(self.name, name, self._entry(batch, name))
             levels = not self.reads_single
             check_integers(self.name, name, values, rows, "labels", device=labels.device, levels=levels)
             parts.append(values.reshape(rows, -1).long())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_auto, check_choice, short_repr
+from lightning_retrieval.checks import as_int64, check_auto, check_choice, short_repr
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
@@ -264,6 +264,7 @@ def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
     number = SIDES.index(side)
     labels = output["labels"]
     roles = torch.full(labels.shape[:1], number + 1, device=labels.device)
+    output = {name: as_int64("RetrievalModule", name, values) for name, values in output.items()}
     if "roles" in output:
         roles[output["roles"] == Role.JUNK] = int(Role.JUNK)
     embeddings = output["embeddings"]

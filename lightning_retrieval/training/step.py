@@ -17,7 +17,7 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_retrieval.checks import is_integer, short_repr
+from lightning_retrieval.checks import as_int64, is_integer, short_repr
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.ranking.relevance import Relevance
@@ -108,6 +108,7 @@ def gather_labels(
             also if they differ in their number of rows; unless `may_be_empty`, also if one of them has no rows.
         TypeError: on all processes, if labels or ids are not integers on one of them.
     """
+    sides = [_signed(owner, rows) for rows in sides]
     if world_size() == 1:
         if not may_be_empty:
             _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
@@ -120,6 +121,11 @@ def gather_labels(
     for rows, forms in zip(sides, forms_of_processes.unbind(1)):
         gathered.append(_gather_side(owner, rows, _Forms(*forms.unbind(1)), gather))
     return gathered
+
+
+def _signed(owner: str, rows: LocalRows) -> LocalRows:
+    """The rows with labels and ids of signed types."""
+    return rows._replace(labels=as_int64(owner, "labels", rows.labels), ids=as_int64(owner, "ids", rows.ids))
 
 
 def gather_embeddings(

@@ -1,6 +1,7 @@
 """Checks for settings of a module and flags of a Trainer that do not work with ranked lists of the global batch."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -412,6 +413,14 @@ def _check_model_checkpoint(owner: str, callback: Any) -> None:
             "every_n_train_steps."
         )
     monitor = callback.monitor
+    folders = re.findall(r"\{([^{}:]*/[^{}:]*)", callback.filename or "")
+    if folders and callback.auto_insert_metric_name:
+        metric = folders[0]
+        rank_zero_warn(
+            f"{owner}: ModelCheckpoint(filename={callback.filename!r}) of Lightning would write each checkpoint into a "
+            f"folder, since it inserts the name {metric!r}, which has a slash; give filename='{{epoch}}-"
+            f"{metric.rpartition('/')[2]}={{{metric}:.3f}}' and auto_insert_metric_name=False."
+        )
     if callback._every_n_train_steps and monitor is not None and not monitor.startswith("train/"):
         raise ValueError(
             f"{owner}: ModelCheckpoint(monitor={monitor!r}, every_n_train_steps={callback._every_n_train_steps}) of "
