@@ -74,6 +74,10 @@ class LearnWhitening(pl.Callback):
             raise ValueError(
                 f"LearnWhitening: `images` must be larger than the whitening's dim, {dim}, got {self.images}."
             )
+        _whitening(pl_module).is_awaited = True
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        _whitening(pl_module).is_awaited = False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:

@@ -136,7 +136,7 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
         split: name of the split, for error messages.
 
     Raises:
-        ValueError: if a value is missing, or is neither an integer nor text.
+        ValueError: if a value is missing or an empty text, or is neither an integer nor text.
     """
     check_column(setting, name, dataset.features)
     # The column is selected first, because reading full rows would also read their images. `dataset.data` would ignore
@@ -151,7 +151,13 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
                 f"{short_repr(value)} in row {row} of {split}, column {name!r}."
             )
     if class_names is not None:
-        return [class_names[value] for value in values]
+        values = [class_names[value] for value in values]
+    for row, value in enumerate(values):
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(
+                f"{OWNER}: `{setting}` must not be empty in any row, got {value!r} in row {row} of {split}, column "
+                f"{name!r}; remove these rows, or give them a class."
+            )
     return list(values)
 
 
@@ -180,7 +186,7 @@ def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
         found = [tag for tag in tags or () if tag is not None]
         if names is not None:
             found = [names[tag] for tag in found]
-        tags_of_rows.append(found)
+        tags_of_rows.append([tag for tag in found if str(tag).strip()])  # an empty text is no tag
     return tags_of_rows
 
 

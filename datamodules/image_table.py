@@ -5,6 +5,7 @@ The columns are read as text and converted to arrays, and each value is checked.
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,24 @@ def parse_tags(
         if is_distractor:
             tags = []
         tags_of_images.append(list(filter(None, tags)))
+    _warn_of_other_separators(table)
     return tag_numbers(tags_of_images)
+
+
+def _warn_of_other_separators(table: TableColumns) -> None:
+    """Warn of tags that seem to be separated by another character than `;`. A tag may have a comma."""
+    texts, separators = table.columns["tags"], r"[|,\t]"
+    if any(TAG_SEPARATOR in text for text in texts):
+        separators = r"[|\t]"
+    separated = find_rows(texts, lambda text: re.search(separators, text) is not None)
+    if separated:
+        row = separated[0]
+        warnings.warn(
+            f"{table.owner}: `tags` must be separated by {TAG_SEPARATOR!r}, got {texts[row]!r} at {table.unit} "
+            f"{table.lines[row]} of {table.path}, which has another separator and so is not split there "
+            f"({len(separated)} such rows); write {TAG_SEPARATOR!r} between tags.",
+            stacklevel=2,
+        )
 
 
 def parse_splits(table: TableColumns) -> NDArray[Any] | None:

@@ -26,7 +26,7 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
         values: a tensor, an array, a sequence or anything else.
 
     Raises:
-        ValueError: if rows are of unequal length, or a tensor is on the meta device.
+        ValueError: if rows are of unequal length, a tensor is on the meta device, or a number is 2**63 or more.
         TypeError: if a tensor does not hold integers, or is sparse.
     """
     if isinstance(values, Tensor):
@@ -35,9 +35,12 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
             raise TypeError(f"{owner}: `{name}` must be integers, got {str(values.dtype).removeprefix('torch.')}.")
         values = values.detach().cpu().numpy()
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except ValueError:
         raise ValueError(f"{owner}: `{name}` must be one integer for each image, got rows of unequal length.") from None
+    if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
+        raise ValueError(f"{owner}: `{name}` must be below 2**63, got {array.max()} of uint64.")
+    return array
 
 
 def all_different(values: NDArray[np.int64]) -> bool:

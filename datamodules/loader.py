@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.backend import pl
-from lightning_retrieval.checks import check_bool, check_instance, check_integer, short_repr
+from lightning_retrieval.checks import check_bool, check_instance, check_integer, first_of, short_repr
 from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
+from lightning_retrieval.ranking.relevance import NO_TAG
 from lightning_retrieval.training.sides import Side
 
 
@@ -203,11 +204,31 @@ def collate_images(items: Any) -> Any:
         items: items of a dataset.
 
     Raises:
-        ValueError: if the images differ in size.
+        ValueError: if the images, or the tags of the images, differ in size.
     """
     cure = "let the transform crop or resize them to one size, or give a `collate_fn` that pads them"
     check_image_sizes("RetrievalDataLoader", items, cure)
+    if items and isinstance(items[0], Mapping):
+        for name in items[0]:
+            _check_lengths(name, [item.get(name) for item in items])
     return default_collate(items)
+
+
+def _check_lengths(name: str, values: Sequence[Any]) -> None:
+    """Raise if an entry that has several numbers, such as tags, has another number of them in another item."""
+    lengths: dict[int, None] = {}
+    for value in values:
+        is_row = isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1
+        if is_row:
+            lengths[len(value)] = None
+    if len(lengths) > 1:
+        cure = "give each item the same number"
+        if name == "tags":
+            cure = f"fill the tags of each image with {NO_TAG} up to the same number"
+        raise ValueError(
+            f"RetrievalDataLoader: `{name}` must have the same length in all items, got the lengths "
+            f"{first_of(list(lengths))}; {cure}."
+        )
 
 
 class RetrievalDataLoader(DataLoader[Any]):

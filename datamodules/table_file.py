@@ -7,7 +7,7 @@ import csv
 import math
 import posixpath
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence, Sized
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import first_of
+from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.optional_packages import optional_import
 
@@ -147,19 +148,19 @@ class ListFile:
                 column.append(value)
         return columns
 
-    def csv_rows(self) -> Iterator[tuple[list[str], int]]:
-        """Yield the fields and the last line number of each row of a CSV file that is not blank, header included.
+    def csv_rows(self, *, may_span_lines: bool = False) -> Iterator[CSVRow]:
+        """Yield each row of a CSV file that is not blank, header included.
+
+        Args:
+            may_span_lines: whether quoted fields may have several lines.
 
         Raises:
-            ValueError: if the file is not CSV.
+            ValueError: if the file is not CSV, such as one with a stray quote.
         """
-        reader = csv.reader(self.lines(), skipinitialspace=True)
         try:
-            for row in reader:
-                if row:
-                    yield row, reader.line_num
-        except csv.Error as error:
-            raise self.error(f"{self.path} must be a CSV file, got {error} in line {reader.line_num}") from None
+            yield from csv_rows(self.lines(), may_span_lines=may_span_lines)
+        except CSVError as error:
+            raise self.error(f"{self.path} must be a CSV file, got {error}") from None
 
     def csv_columns(self, columns: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
         """Yield, for each row of a CSV file, its fields in the named columns and its line number.
@@ -181,7 +182,7 @@ class ListFile:
         positions = list(map(header.index, columns))
         required = max(positions) + 1
         invalid_lines: list[int] = []
-        for row, line in rows:
+        for row, line, _ in rows:
             if len(row) < required:
                 invalid_lines.append(line)
             elif not invalid_lines:
@@ -254,10 +255,10 @@ class ListFile:
             raise self.error(f"the split {split!r} must have at least one image, got none in {self.path}")
 
 
-def read_csv_header(rows: Iterator[tuple[list[str], int]]) -> list[str]:
+def read_csv_header(rows: Iterator[CSVRow]) -> list[str]:
     """Take the first row of `ListFile.csv_rows` and return the names of the columns; empty if there is no row."""
-    first_row, _ = next(rows, ([], 1))
-    return list(map(str.strip, first_row))
+    first_row = next(rows, CSVRow([], 1, 1))
+    return list(map(str.strip, first_row.fields))
 
 
 def _fits(value: int | str, bits: int) -> bool:
@@ -502,7 +503,7 @@ def _wanted_columns(header: Sequence[str], required: Sequence[str], all_columns:
 
 
 def _read_csv(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:
-    rows = ListFile(owner, path).csv_rows()
+    rows = ListFile(owner, path).csv_rows(may_span_lines=True)
     header = read_csv_header(rows)
     wanted = _wanted_columns(header, required, all_columns)
     _check_header(owner, path, header, required, wanted)
@@ -512,16 +513,79 @@ def _read_csv(owner: str, path: Path, required: Sequence[str], all_columns: bool
         positions.append((name, header.index(name)))
         table[name] = []
     lines: list[int] = []
-    for row, line in rows:
-        if len(row) != len(header):
+    spanning: list[CSVRow] = []
+    for row in rows:
+        if len(row.fields) != len(header):
             raise ValueError(
-                f"{owner}: each row must have the header's {len(header)} fields, got {len(row)}, at line {line} of "
-                f"{path}."
+                f"{owner}: each row must have the header's {len(header)} fields, got {len(row.fields)}, at line "
+                f"{row.first} of {path}."
             )
-        lines.append(line)
+        if row.last > row.first:
+            spanning.append(row)
+        lines.append(row.first)
         for name, position in positions:
-            table[name].append(row[position].strip())
+            table[name].append(row.fields[position].strip())
+    if spanning:
+        values = {name: frozenset(column) for name, column in table.items()}
+        for row in spanning:
+            _check_lines_of_row(owner, path, header, values, row)
     return TableColumns(path, table, lines, owner=owner)
+
+
+def _check_lines_of_row(
+    owner: str, path: Path, header: Sequence[str], values: Mapping[str, Container[str]], row: CSVRow
+) -> None:
+    """Raise if a row of several lines probably holds other rows, between a stray quote and the next one.
+
+    Only free text may have several lines. None of them may have the form of a row of the table, with a value of another
+    column that occurs in the table.
+
+    Args:
+        owner: prefix of error messages.
+        path: path of the table.
+        header: names of all columns.
+        values: the fields of each column that is read.
+        row: the row.
+    """
+    for position, (name, field) in enumerate(zip(header, row.fields)):
+        is_structured = name in COLUMNS and "\n" in field.strip()
+        if is_structured or any(_is_row(header, values, found) for found in _lines_as_rows(row.fields, position)):
+            raise ValueError(
+                f"{owner}: `{name}` must not hold other rows, got one row in lines {row.first} to {row.last} of "
+                f"{path}; close the quote that line {row.first} opens, or write two quotes for a quote in a field."
+            )
+
+
+def _lines_as_rows(fields: Sequence[str], position: int) -> Iterator[list[str | None]]:
+    """The fields that each line of a row has by itself, without the quotes of the field that has several lines.
+
+    Fields of the row itself, and of this column, are None.
+
+    Args:
+        fields: the fields of the row.
+        position: the position of the field that has several lines.
+    """
+    first, *others = fields[position].split("\n")
+    if not others:
+        return
+    yield [*[None] * (position + 1), *_split(first)[1:]]
+    for line in others[:-1]:
+        inner = _split(line)
+        yield [*inner[:position], None, *inner[position + 1 :]]
+    yield [*_split(others[-1])[:-1], *[None] * (len(fields) - position)]
+
+
+def _split(line: str) -> list[str]:
+    for fields in csv.reader([line.replace("\r", "")], skipinitialspace=True):
+        return fields
+    return [""]
+
+
+def _is_row(header: Sequence[str], values: Mapping[str, Container[str]], fields: Sequence[str | None]) -> bool:
+    """Whether a line has as many fields as the header, of which one occurs in the table; see `_lines_as_rows`."""
+    if len(fields) != len(header):
+        return False
+    return any(field is not None and field.strip() in values.get(name, ()) for name, field in zip(header, fields))
 
 
 def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:

@@ -307,8 +307,29 @@ def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = Non
     )
 
 
-def is_integer(values: Tensor) -> bool:
-    """Whether a tensor has an integer dtype; bool does not count."""
+UNSIGNED_TYPES = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with these
+
+
+def as_int64(owner: str, name: str, values: Any) -> Any:
+    """Return a tensor of one of `UNSIGNED_TYPES` as int64, and anything else unchanged.
+
+    Raises:
+        ValueError: if a number is 2**63 or more, which int64 cannot hold.
+    """
+    if not isinstance(values, Tensor) or values.dtype not in UNSIGNED_TYPES or values.device.type == "meta":
+        return values
+    converted = values.long()
+    if values.dtype == torch.uint64 and bool((converted < 0).any()):
+        raise ValueError(
+            f"{owner}: `{name}` must be below 2**63, got {max(values.flatten().tolist())} of torch.uint64."
+        )
+    return converted
+
+
+def is_integer(values: Any) -> bool:
+    """Whether a value is a tensor with an integer dtype; bool does not count."""
+    if not isinstance(values, Tensor):
+        return False
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
@@ -328,6 +349,11 @@ def check_integers(
     each row may have several integers: labels, finest level first.
     """
     check_device(owner, name, values, device, of)
+    if isinstance(values, (tuple, list)) and values and isinstance(values[0], str):
+        raise TypeError(
+            f"{owner}: `{name}` must be integers, got texts such as {short_repr(values[0])}; number them in the data "
+            "set, with the same number for the same text."
+        )
     check_tensor(owner, name, values)
     if levels and values.ndim == 2 and values.shape[1] > 0:
         values = values[:, 0]

@@ -239,7 +239,7 @@ def _matching_rows(file: ListFile, split: str, paths: Sequence[str]) -> Iterator
     header = read_csv_header(rows)
     if header != BOX_HEADER:
         raise file.error(f"line 1 of {file.path} must be the header {','.join(BOX_HEADER)!r}, got {','.join(header)!r}")
-    for row, (fields, line) in enumerate(rows):
+    for row, (fields, line, _) in enumerate(rows):
         box = _parse_box(file, fields, line)
         name = prefix + fields[0]
         if in_order and (row >= len(paths) or _without_suffix(paths[row]) != name):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
 from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, uniform_numbers
-from lightning_retrieval.ranking.relevance import NO_TAG
+from lightning_retrieval.ranking.relevance import NO_TAG, is_multi_hot, tags_of_multi_hot
 
 Tags = Tensor | NDArray[Any] | Sequence[Sequence[int]]
 
@@ -63,8 +64,9 @@ class TagSampler(GlobalBatchSampler):
     In a batch, the images that a tag contributes are adjacent.
 
     Args:
-        tags: (images, T) integers >= 0, in the order of the dataset; -1 fills rows with fewer than T tags. Tags with a
-            single image are skipped, because that image has no positive; one warning gives their number.
+        tags: (images, T) integers >= 0, in the order of the dataset; -1 fills rows with fewer than T tags. Multi-hot
+            labels are accepted as for `SharedTags`. Tags with a single image are skipped, because that image has no
+            positive; one warning gives their number.
         tags_per_batch: P, at least 1 and at most the number of tags with two images or more.
         samples_per_tag: K, at least 2. There must be P K images with such tags.
         seed: an integer >= 0. The seed and the epoch determine every batch.
@@ -154,10 +156,15 @@ def _tag_table(owner: str, tags: Tags | None) -> NDArray[Any]:
     table = as_array(owner, "tags", tags)
     if table.ndim != 2 or table.size == 0:
         raise ValueError(f"{owner}: `tags` must have the shape (images, tags), got {table.shape}.")
+    if table.dtype == bool:  # multi-hot
+        table = tags_of_multi_hot(torch.from_numpy(table)).numpy()
     if table.dtype.kind not in "iu":
         raise TypeError(f"{owner}: `tags` must be integers, got {table.dtype}.")
     if table.min() < NO_TAG:
         raise ValueError(f"{owner}: `tags` must be integers >= 0, or {NO_TAG} for no tag, got {table.min()}.")
+    numbers = torch.from_numpy(table.astype(np.int64))
+    if is_multi_hot(numbers):
+        return tags_of_multi_hot(numbers).numpy()
     return table
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval import losses
 from lightning_retrieval.backend import pl
-from lightning_retrieval.checks import check_integer, check_positive, first_line
+from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
 from lightning_retrieval.cli.embedding import (
     UnreadableImage,
     load_checkpoint,
@@ -134,6 +134,7 @@ def adapt_head(
     lr: float = 1e-3,
     max_epochs: int = 100,
     seed: int = 0,
+    overwrite: bool = False,
 ) -> AdaptedHead:
     """Train a head on stored embeddings, and write a checkpoint with the frozen model and its head.
 
@@ -152,11 +153,12 @@ def adapt_head(
         lr: learning rate of AdamW, > 0.
         max_epochs: maximum number of epochs, >= 1.
         seed: seed of the held-out classes and of the lists, >= 0.
+        overwrite: replace `output` if it exists.
 
     Raises:
         FileNotFoundError: if the embeddings, the table or the checkpoint do not exist.
-        ValueError: if an image has no label, there are too few classes, the embeddings were not made by this
-            checkpoint's network alone, or an argument is out of range.
+        ValueError: if `output` exists and `overwrite` is False, an image has no label, there are too few classes, the
+            embeddings were not made by this checkpoint's network alone, or an argument is out of range.
 
     Cost:
         Memory for all embeddings and for the scores of one list.
@@ -164,11 +166,12 @@ def adapt_head(
     check_integer(OWNER, "batch_size", batch_size, least=4, most=LARGEST_LIST)
     check_positive(OWNER, "lr", lr)
     check_integer(OWNER, "max_epochs", max_epochs, least=1)
+    check_bool(OWNER, "overwrite", overwrite)
     generator = torch.Generator().manual_seed(check_integer(OWNER, "seed", seed, least=0))
     if not output.parent.is_dir() or output.is_dir():
         raise ValueError(f"{OWNER}: `output` must be a file in an existing folder, got {output}.")
     folder = EmbeddingFolder.load(OWNER, embeddings)
-    module = _embedding_module(folder.manifest, checkpoint, output)
+    module = _embedding_module(folder.manifest, checkpoint, output, overwrite)
     if embedding_dim is None:
         embedding_dim = folder.manifest.dim
     embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
@@ -182,12 +185,19 @@ def adapt_head(
     return _compare(embedder.head, held_out, epochs)
 
 
-def _embedding_module(manifest: EmbeddingManifest, checkpoint: Path | None, output: Path) -> RetrievalModule:
+def _embedding_module(
+    manifest: EmbeddingManifest, checkpoint: Path | None, output: Path, overwrite: bool
+) -> RetrievalModule:
     """The module that made the embeddings; raises unless a head can follow it in another file."""
     found = recorded_checkpoint(OWNER, manifest.about, checkpoint, made="embeddings were")
     if output.exists() and output.samefile(found):
         raise ValueError(
             f"{OWNER}: `output` must not be the checkpoint that made the embeddings, got {output}; give another file."
+        )
+    if output.exists() and not overwrite:
+        raise ValueError(
+            f"{OWNER}: `output` must be a new file, got {output}, which exists; give `overwrite` to replace it, or "
+            "another path."
         )
     module: RetrievalModule = load_checkpoint(OWNER, found, restored_retrieval_module)
     if module.query_embedder is not None:
@@ -208,7 +218,8 @@ def _labels_of_table(table: Path | None) -> Mapping[str, str] | None:
     """The label of each path in a table; None without a table."""
     if table is None:
         return None
-    read, row_of = read_image_rows(OWNER, "labels", table, ("image", "label"))
+    table_of_labels, row_of = read_image_rows(OWNER, "labels", table, ("image", "label"))
+    read = table_of_labels.columns
     if "label" not in read:
         raise ValueError(f"{OWNER}: `labels` must be a table with the column label, got {table} with tags; add labels.")
     return {image: read["label"][row] for image, row in row_of.items() if read["label"][row]}

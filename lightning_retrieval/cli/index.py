@@ -7,6 +7,7 @@ preparation of its images, so that queries are embedded in the same way.
 import argparse
 import functools
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from lightning_retrieval.cli.stores import (
     opened_index,
 )
 from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
-from lightning_retrieval.datamodules.table_file import find_missing, read_table
+from lightning_retrieval.datamodules.table_file import TableColumns, find_missing, read_table
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
@@ -332,7 +333,7 @@ def choose_threshold(
 
 def read_image_rows(
     owner: str, name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
-) -> tuple[dict[str, list[str]], dict[str, int]]:
+) -> tuple[TableColumns, dict[str, int]]:
     """Read a table that has a single row for each image.
 
     Args:
@@ -343,7 +344,7 @@ def read_image_rows(
         all_columns: as for `read_table`.
 
     Returns:
-        The columns of the table by name, and the row of each image by its path.
+        The table, and the row of each image by its path.
 
     Raises:
         FileNotFoundError: if the table does not exist.
@@ -354,14 +355,14 @@ def read_image_rows(
     read = read_table(table, required, all_columns=all_columns)
     images = parse_images(read)
     check_unique_images(read, images, None)
-    return read.columns, {image: row for row, image in enumerate(images)}
+    return read, {image: row for row, image in enumerate(images)}
 
 
 def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:
     """The metadata of images: for the name of each column of a table, the values of all images.
 
     A column holds numbers if each of its texts is a number below 2**53, written without leading zeros. Otherwise it
-    holds text.
+    holds text, with a warning if half of its texts or more are numbers.
 
     Args:
         owner: prefix of error messages.
@@ -383,15 +384,28 @@ def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[
             f"{len(paths)} images are missing, such as {missing[0]!r}."
         )
     rows = [row_of[path] for path in paths]
-    columns = {name: _typed(texts, rows) for name, texts in read.items() if name != "image"}
+    columns = {name: _typed(owner, read, name, rows) for name in read.columns if name != "image"}
     if not columns:
         raise ValueError(f"{owner}: `metadata` must have columns besides image, got none in {table}.")
     new_columns(owner, columns, len(paths))  # raises for an invalid name
     return columns
 
 
-def _typed(texts: Sequence[str], rows: Sequence[int]) -> list[Any]:
+def _typed(owner: str, table: TableColumns, name: str, rows: Sequence[int]) -> list[Any]:
     """The values of some rows of a column: numbers if all its texts are numbers, else text."""
-    if all(map(NUMBER.fullmatch, texts)) and all(abs(float(text)) < LARGEST_INTEGER for text in texts):
+    texts = table.columns[name]
+    others = [row for row, text in enumerate(texts) if not _is_number(text)]
+    if not others:
         return [float(texts[row]) for row in rows]
+    if len(others) <= len(texts) / 2:
+        warnings.warn(
+            f"{owner}: the column {name!r} of `metadata` holds text, so a search cannot compare it with a number: "
+            f"{len(others)} of its {len(texts)} values are no plain numbers, the first of them {texts[others[0]]!r} at "
+            f"{table.unit} {table.lines[others[0]]} of {table.path}.",
+            stacklevel=2,
+        )
     return [texts[row] for row in rows]
+
+
+def _is_number(text: str) -> bool:
+    return NUMBER.fullmatch(text) is not None and abs(float(text)) < LARGEST_INTEGER

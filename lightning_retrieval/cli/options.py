@@ -215,6 +215,7 @@ def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Name
 def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embeddings", type=Path, required=True, metavar="DIR", help="folder that `embed` wrote")
     parser.add_argument("--output", type=Path, required=True, metavar="C", help="file of the new checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --output if it exists")
     parser.add_argument(
         "--labels", type=Path, metavar="TABLE", help="table of image and label, if `embed` had no labels"
     )

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lightning_retrieval.checks import as_int64
 from lightning_retrieval.ranking.relevance import Relevance
 
 T = TypeVar("T")
@@ -85,6 +86,10 @@ class RankedBatch:
     shared: SharedReads | None = None
     fraction: float = 1.0
     relevance: Relevance | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("labels", "ref_labels", "ids", "ref_ids"):
+            object.__setattr__(self, name, as_int64("RankedBatch", name, getattr(self, name)))
 
 
 class BatchLoss(nn.Module):

@@ -304,7 +304,7 @@ class WeightedSum(BatchLoss):
 
     Raises:
         ValueError: if there is no term, a weight is not from -1e12 to 1e12, all weights are 0 at a fraction of the
-            training, or a name is empty or has a dot.
+            training, or a name is empty, has a dot, or is an attribute of a torch module, such as "type".
         TypeError: if `losses` is not a mapping, a loss is not a module or a weight neither a number nor a schedule.
 
     Example:
@@ -327,7 +327,8 @@ class WeightedSum(BatchLoss):
     Relations:
         `terms` holds the unweighted values of the latest call, which `RetrievalModule` logs as `train/loss/<name>`. It
         logs weights that change as `train/weight/<name>`. `RetrievalModule` computes the fraction of the training from
-        `max_epochs` and `max_steps` of the Trainer. A training loop of your own calls
+        `max_epochs` and `max_steps` of the Trainer; it never decreases, so a finished run that is resumed with
+        more epochs remains in its last phase. A training loop of your own calls
         `loss.of_batch(RankedBatch(embeddings, labels, fraction=step / steps))`. All other calls, and `from_scores`, use
         the weights with which the training ends.
     """
@@ -443,6 +444,11 @@ def _check_term(owner: str, name: str, term: Any) -> None:
     if not isinstance(name, str) or name == "" or "." in name:
         raise ValueError(
             f"{owner}: `losses` must have names that are not empty and have no dot, got {short_repr(name)}."
+        )
+    if hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
+        raise ValueError(
+            f"{owner}: `losses` must not have the names of attributes of a torch module, got {name!r}; give the term "
+            f"another name, such as '{name}_loss'."
         )
     if not (isinstance(term, (tuple, list)) and len(term) == 2 and isinstance(term[1], nn.Module)):
         raise TypeError(

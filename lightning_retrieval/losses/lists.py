@@ -6,6 +6,7 @@ itself excluded) or from a score matrix with masks (`ScoreLists`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -224,9 +225,10 @@ class EmbeddingLists(RankedLists):
         self.levels = (1,)
         self._relevance, self._graded = batch.relevance, graded
         self._columns, self._ref_columns = self.labels, finest(ref_labels)
+        if batch.relevance is None:
+            check_label_levels(owner, replace(batch, shared=self._shared))
         if graded:
             self._columns, self._ref_columns = _as_levels(batch.labels), _as_levels(ref_labels)
-            self._shared.get("levels", lambda: _check_levels(owner, self._columns, self._ref_columns))
             self.levels = tuple(range(1, self._columns.shape[1] + 1))
         if batch.relevance is not None:
             self._columns, self._ref_columns = batch.labels.long(), ref_labels.long()
@@ -394,6 +396,23 @@ def _as_levels(labels: Tensor) -> Tensor:
     if labels.ndim == 1:
         return labels[:, None]
     return labels
+
+
+def check_label_levels(owner: str, batch: RankedBatch) -> None:
+    """Raise if labels of a batch with several levels do not nest, such as multi-hot labels, or their levels differ.
+
+    Args:
+        owner: prefix of error messages.
+        batch: a batch without a rule of relevance. Its labels are copied to the host, once for all batches that share
+            `batch.shared`.
+    """
+    ref_labels = batch.labels
+    if batch.ref_labels is not None:
+        ref_labels = batch.ref_labels
+    if batch.labels.ndim == 1 and ref_labels.ndim == 1:
+        return
+    shared = batch.shared or SharedReads()
+    shared.get("levels", lambda: _check_levels(owner, _as_levels(batch.labels), _as_levels(ref_labels)))
 
 
 def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:

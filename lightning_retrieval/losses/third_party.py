@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite, check_instance
+from lightning_retrieval.distributed import to_host
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
-from lightning_retrieval.losses.lists import check_batch
+from lightning_retrieval.losses.lists import check_batch, check_label_levels
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
 
@@ -36,6 +37,7 @@ USE_OTHER_LOSS = (
 
 # The losses of pytorch-metric-learning that cannot be trained with labels, each with the reason.
 CANNOT_TRAIN = {
+    "SelfSupervisedLoss": "it takes no labels, but two embeddings of each image",
     "DynamicSoftMarginLoss": "it keeps the graph of the previous batch, so that the second backward pass fails",
     "ManifoldLoss": "it takes no labels",
     "VICRegLoss": "it takes no labels",
@@ -55,7 +57,8 @@ class ThirdPartyLoss(BatchLoss):
 
     Raises:
         ValueError: if a weight of a loss within `loss` changes during training, because the calls do not tell the
-            fraction of the training.
+            fraction of the training; when called, if labels of several levels do not nest, or a loss with weights for
+            each class has none for a label.
         TypeError: if `loss` is not a module; when called, if there are references and the loss cannot exclude the
             query's own copy, or if `queries` or `relevance` is given.
 
@@ -107,9 +110,11 @@ class ThirdPartyLoss(BatchLoss):
                 "for a range of them; omit `queries`."
             )
         check_batch(type(self.loss).__name__, batch)
+        check_label_levels(type(self.loss).__name__, batch)
         check_finite(type(self.loss).__name__, "embeddings", batch.embeddings)
         if batch.ref_emb is not None:
             check_finite(type(self.loss).__name__, "ref_emb", batch.ref_emb)
+        self._check_classes("labels", finest(batch.labels))
         if batch.ref_emb is None or batch.ref_labels is None:
             return self.loss(batch.embeddings, finest(batch.labels))
         if self.terms_without_references:
@@ -124,6 +129,19 @@ class ThirdPartyLoss(BatchLoss):
             batch.ref_emb,
             finest(batch.ref_labels),
         )
+
+    def _check_classes(self, name: str, labels: Tensor) -> None:
+        """Raise if a loss of pytorch-metric-learning has no weights for the class of a label."""
+        classes = _number_of_classes(self.loss)
+        if classes is None:
+            return
+        smallest, largest = map(int, to_host(torch.stack(labels.aminmax())))
+        if smallest < 0 or largest >= classes:
+            raise ValueError(
+                f"{type(self.loss).__name__}: `{name}` must be from 0 to {classes - 1}, since the loss has "
+                f"num_classes={classes}, got {smallest} to {largest}; number the classes of the training set 0, 1, ... "
+                "and give the loss their number."
+            )
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
         """Raise a TypeError: a loss of another library needs embeddings and labels."""
@@ -195,6 +213,20 @@ def _accepts_references(loss: nn.Module) -> bool:
         if base.__name__ in ACCEPT_REFERENCES and _is_of_pytorch_metric_learning(base):
             return True
     return False
+
+
+def _number_of_classes(loss: nn.Module) -> int | None:
+    """The number of classes that a loss of pytorch-metric-learning has weights for; None if it takes any labels."""
+    if not _is_of_pytorch_metric_learning(type(loss)):
+        return None
+    number: int = getattr(loss, "num_classes", 0)
+    if number:  # some losses set it to 0, to record it
+        return number
+    for name, dim in (("proxies", 0), ("W", 1), ("beta", 0)):
+        weights = getattr(loss, name, None)
+        if isinstance(weights, Tensor) and weights.ndim > 0 and weights.shape[dim] > 1:
+            return weights.shape[dim]
+    return None
 
 
 def _is_of_pytorch_metric_learning(cls: type) -> bool:

@@ -11,6 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_retrieval.checks import (
+    as_int64,
     check_bool,
     check_callable,
     check_finite,
@@ -267,6 +268,8 @@ class EmbeddingMetric(Metric):
     ) -> None:
         owner = type(self).__name__
         check_matrix(owner, "embeddings", embeddings)
+        labels, roles = as_int64(owner, "labels", labels), as_int64(owner, "roles", roles)
+        optional = {name: as_int64(owner, name, values) for name, values in optional.items()}
         rows = len(embeddings)
         device = embeddings.device
         check_integers(owner, "labels", labels, rows, "embeddings", device=device, levels=True)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite_number, check_instance
+from lightning_retrieval.checks import check_finite, check_finite_number, check_float, check_instance
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.curves import score_blocks
 from lightning_retrieval.ranking.rows import float64_device, to_float64
@@ -37,6 +37,10 @@ class NearestScores:
         negatives: highest score of a negative, for each query that has one, in any order.
         positives: highest score of a positive, for each query that has one, in any order.
 
+    Raises:
+        ValueError: if a score is not finite.
+        TypeError: if scores are not a floating-point tensor.
+
     Example:
         >>> import torch
         >>> from lightning_retrieval.metrics.thresholds import NearestScores
@@ -50,6 +54,11 @@ class NearestScores:
     negatives: Float[Tensor, " neg"]
     positives: Float[Tensor, " pos"]
 
+    def __post_init__(self) -> None:
+        for name in ("negatives", "positives"):
+            check_float(OWNER, name, getattr(self, name))
+            check_finite(OWNER, name, getattr(self, name))
+
     def false_match_rates(self, thresholds: float | Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The fraction of `negatives` that reach each threshold; NaN if there are none.
 
@@ -57,6 +66,7 @@ class NearestScores:
             thresholds: a number, or a tensor of any shape.
 
         Raises:
+            ValueError: if a threshold is NaN or infinite.
             TypeError: if `thresholds` is neither.
         """
         return _rates(thresholds, self.negatives, reach=True)
@@ -68,6 +78,7 @@ class NearestScores:
             thresholds: a number, or a tensor of any shape.
 
         Raises:
+            ValueError: if a threshold is NaN or infinite.
             TypeError: if `thresholds` is neither.
         """
         return _rates(thresholds, self.positives, reach=False)
@@ -162,6 +173,7 @@ def _rates(
     """The fraction of the scores that reach each threshold, or that do not reach it."""
     if not isinstance(thresholds, Tensor):
         thresholds = torch.tensor(check_finite_number(OWNER, "thresholds", thresholds), dtype=torch.float64)
+    check_finite(OWNER, "thresholds", thresholds.reshape(-1))
     below = torch.searchsorted(scores.double().cpu().sort().values, thresholds.double().cpu().contiguous()).double()
     if reach:
         below = len(scores) - below

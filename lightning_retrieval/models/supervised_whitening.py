@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_integers, check_matrix
+from lightning_retrieval.checks import as_int64, check_integer, check_integers, check_matrix
 from lightning_retrieval.models.whitening import (
     FitRows,
     PrincipalComponents,
@@ -26,7 +26,7 @@ from lightning_retrieval.models.whitening import (
     top_directions,
     with_positive_largest_entry,
 )
-from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.labels import check_nesting, finest
 
 _FIT_PAIRS = 8192  # number of pairs that are converted to float64 at a time
 
@@ -154,8 +154,10 @@ class SupervisedWhitening(WhiteningOfSums):
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         check_matrix("SupervisedWhitening", "embeddings", embeddings, finite=True)
         rows, device = len(embeddings), embeddings.device
-        labels = _required(labels)
+        labels = as_int64("SupervisedWhitening", "labels", _required(labels))
         check_integers("SupervisedWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
+        if labels.ndim == 2:
+            check_nesting("SupervisedWhitening", labels)
         from_dim = embeddings.shape[1]
         if self.dim is not None and self.dim > from_dim:
             raise ValueError(

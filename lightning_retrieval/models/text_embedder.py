@@ -52,6 +52,11 @@ class NgramNet(nn.Module):
         self.vectors = nn.EmbeddingBag(buckets + 1, dim, mode="mean", padding_idx=0)
         self.hidden = nn.Linear(dim, dim)
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of different tokens."""
+        return self.buckets
+
     def forward(self, tokens: Int64[Tensor, "batch token"]) -> Float[Tensor, "batch dim"]:
         mean = self.vectors(tokens + 1)  # the vector of padding is the first
         return nn.functional.gelu(self.hidden(mean))
@@ -75,6 +80,12 @@ class HuggingFaceTextBackbone(nn.Module):
             self.pads_to = config.max_position_embeddings
         self.padding_id = config.pad_token_id or 0
         self.dim: int = getattr(config, "projection_size", None) or config.hidden_size
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of different tokens."""
+        vectors: nn.Embedding = self.model.get_input_embeddings()
+        return vectors.num_embeddings
 
     @property
     def max_length(self) -> int:
@@ -198,7 +209,7 @@ class TextEmbedder(nn.Module):
             tokens: what `tokenizer` returns. A row of -1 is an empty text.
 
         Raises:
-            ValueError: if `tokens` is not a matrix.
+            ValueError: if `tokens` is not a matrix, or, on the CPU, if a token is not among those of the tokenizer.
             TypeError: if `tokens` is not a tensor of int64.
         """
         rule = "TextEmbedder: `tokens` must be a matrix of int64 (rows, tokens), such as `tokenizer(texts)`"
@@ -208,11 +219,23 @@ class TextEmbedder(nn.Module):
             raise ValueError(f"{rule}, got shape {tuple(tokens.shape)}.")
         if tokens.shape[1] == 0:  # all texts are empty
             tokens = nn.functional.pad(tokens, (0, 1), value=PADDING)
+        self._check_vocabulary(tokens)
         features: Tensor = self.backbone(tokens)
         embeddings: Tensor = self.head(features)
         if self.normalize:
             return l2_normalize(embeddings)
         return embeddings
+
+    def _check_vocabulary(self, tokens: Int64[Tensor, "batch token"]) -> None:
+        """Raise if a token on the CPU has no vector. On another device, the host would wait for the answer."""
+        if tokens.device.type != "cpu" or len(tokens) == 0 or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return
+        smallest, largest = map(int, tokens.aminmax())
+        if smallest < PADDING or largest >= self.backbone.vocabulary:
+            raise ValueError(
+                f"TextEmbedder: `tokens` must be from 0 to {self.backbone.vocabulary - 1}, or {PADDING} for padding, "
+                f"got {smallest} to {largest}; use the `tokenizer` of this embedder."
+            )
 
     def init_args(self) -> dict[str, Any]:
         """The constructor's arguments as plain values.

@@ -6,6 +6,7 @@ The mean m, the principal directions W and the variances v are those of the embe
 learned. Power 0.5 divides by the standard deviation, 0.25 by its square root, and 0 only rotates.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -204,6 +205,7 @@ class Whitening(nn.Module):
         self.dim = dim
         self.power = power
         self.learned: PrincipalComponents | None = None
+        self.is_awaited = False  # whether a callback will learn it in the current run
 
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
@@ -256,6 +258,21 @@ class Whitening(nn.Module):
         if self.learned.mean.device != embeddings.device:
             self.learned = PrincipalComponents(*(part.to(embeddings.device) for part in self.learned))
         return whiten(embeddings, self.learned, self.power)
+
+    def warn_of_plain(self, embeddings: Float[Tensor, "batch from_dim"]) -> None:
+        """Warn that these embeddings are used without whitening, unless a callback will learn it in this run.
+
+        Args:
+            embeddings: embeddings of a module whose whitening has learned nothing.
+        """
+        if self.is_awaited or rank() > 0:
+            return
+        warnings.warn(
+            f"{type(self).__name__}: nothing has been learned yet, so embeddings are used without whitening, with "
+            f"{embeddings.shape[-1]} dimensions; give the Trainer the callback LearnWhitening(), or call `fit` of the "
+            "whitening with embeddings of training images, before you evaluate or index.",
+            stacklevel=2,
+        )
 
     def get_extra_state(self) -> Any:
         """The learned values, for checkpoints."""

@@ -285,7 +285,12 @@ def check_nesting(owner: str, labels: Int[Tensor, "row level"]) -> None:
         fine, coarse = pairs.unbind(1)
         repeated = fine[1:][fine[1:] == fine[:-1]]
         if len(repeated) > 0:
+            cure = ""
+            if bool(((unique == 0) | (unique == 1)).all()):
+                cure = (
+                    "; give one-hot labels as labels.argmax(1), and multi-hot labels as tags with the rule SharedTags"
+                )
             raise ValueError(
                 f"{owner}: label levels must nest, each label of level {level} within one of level {level + 1}, got "
-                f"label {int(repeated[0])} within {coarse[fine == repeated[0]].tolist()}."
+                f"label {int(repeated[0])} within {coarse[fine == repeated[0]].tolist()}{cure}."
             )

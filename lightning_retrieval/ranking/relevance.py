@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Bool, Int, Integer, UInt8
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_integers, check_tensor, short_repr
-from lightning_retrieval.ranking.labels import Role, check_roles, finest, has_role
+from lightning_retrieval.checks import as_int64, check_integer, check_integers, check_tensor, short_repr
+from lightning_retrieval.distributed import to_host
+from lightning_retrieval.ranking.labels import Role, check_nesting, check_roles, finest, has_role
 
 NO_TAG = -1  # fills the rows of images that have fewer tags than others
+_FEWEST_MULTI_HOT = 3  # with fewer columns, 0 and 1 may be the numbers of an image's tags
 _TABLE_ELEMENTS = 1 << 25  # largest number of elements of the table of `SharedTags`, unless one query needs more
 
 
@@ -49,6 +51,8 @@ class Relevance(ABC):
     reads: ClassVar[tuple[str, ...]] = ()
     # Whether the first column is the class of an image, and relevant images are of the same class.
     has_classes: ClassVar[bool] = True
+    # Whether each entry is a single integer of each image. Otherwise an entry may have several columns.
+    reads_single: ClassVar[bool] = False
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -79,15 +83,21 @@ class Relevance(ABC):
             ValueError: if the batch lacks an entry, or an entry has another number of rows than `labels`.
             TypeError: if labels or an entry are not integers, or the batch is not a dict.
         """
-        check_tensor(self.name, "labels", labels)
-        rows = labels[..., None].shape[0]  # 1 of a scalar, which is not valid
+        rows = 0
+        labels = as_int64(self.name, "labels", labels)
+        if isinstance(labels, Tensor):
+            check_tensor(self.name, "labels", labels)
+            rows = labels[..., None].shape[0]  # 1 of a scalar, which is not valid
         check_integers(self.name, "labels", labels, rows, "labels", levels=True)
         parts = []
         if self.has_classes:
+            if labels.ndim == 2:
+                check_nesting(self.name, to_host(labels))
             parts.append(finest(labels)[:, None].long())
         for name in self.reads:
-            values = self._entry(batch, name)
-            check_integers(self.name, name, values, rows, "labels", device=labels.device, levels=True)
+            values = as_int64(self.name, name, self._entry(batch, name))
+            levels = not self.reads_single
+            check_integers(self.name, name, values, rows, "labels", device=labels.device, levels=levels)
             parts.append(values.reshape(rows, -1).long())
         return torch.cat(parts, 1)
 
@@ -104,11 +114,15 @@ class Relevance(ABC):
         names = list(self.reads)
         if self.has_classes:
             names.insert(0, "labels")
-        if columns.ndim != 2 or columns.shape[1] < len(names):
+        wanted = str(len(names))
+        if not self.reads_single:
+            wanted += " or more"
+        has_excess = self.reads_single and columns.shape[1:] > (len(names),)
+        if columns.ndim != 2 or columns.shape[1] < len(names) or has_excess:
             raise ValueError(
-                f"{owner}: `{name}` must be the columns that {self.name} reads, of shape (rows, {len(names)} or more) "
-                f"for {', '.join(names) or 'any entries'}, got {tuple(columns.shape)}; pass "
-                f"{self.name}.columns(labels, batch)."
+                f"{owner}: `{name}` must be the columns that {self.name} reads, of shape (rows, {wanted}) for "
+                f"{', '.join(names) or 'any entries'}, got {tuple(columns.shape)}; pass {self.name}.columns(labels, "
+                "batch)."
             )
 
     def lists(
@@ -199,6 +213,7 @@ class OtherCamera(Relevance):
     """
 
     reads = ("cameras",)
+    reads_single = True
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
         relevant = queries[:, None, 0] == references[:, 0]
@@ -223,6 +238,7 @@ class GalleryOnly(Relevance):
     """
 
     reads = ("roles",)
+    reads_single = True
 
     def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
         super().check_columns(owner, name, columns)
@@ -239,6 +255,7 @@ class SharedTags(Relevance):
 
     Reads the entry `tags` of a batch: (batch, T) integers >= 0, in any order; -1 fills rows with fewer than T tags.
     A tag that occurs twice in a row counts once. T must be the same in all batches of a memory or of an evaluation.
+    Multi-hot labels are accepted as they are: (batch, T) of bool, or 0 and 1 for at least three tags.
 
     Args:
         at_least: number of tags that relevant images share, >= 1.
@@ -260,6 +277,12 @@ class SharedTags(Relevance):
     def __init__(self, at_least: int = 1) -> None:
         self.at_least = check_integer(self.name, "at_least", at_least, least=1)
 
+    def columns(self, labels: Int[Tensor, "row ..."], batch: Any) -> Int[Tensor, "row tag"]:
+        tags = self._entry(batch, "tags")
+        if isinstance(tags, Tensor) and tags.dtype == torch.bool and tags.ndim == 2:
+            batch = {"tags": tags_of_multi_hot(tags)}
+        return super().columns(labels, batch)
+
     def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
         super().check_columns(owner, name, columns)
         if bool((columns.long() < NO_TAG).any()):  # uint8 has no NO_TAG
@@ -268,6 +291,8 @@ class SharedTags(Relevance):
             )
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, None]:
+        if is_multi_hot(queries, references):
+            return queries.float() @ references.float().T >= self.at_least, None
         shared = torch.zeros(len(queries), len(references), dtype=torch.int16, device=queries.device)
         rows = max(1, _TABLE_ELEMENTS // max(1, queries.shape[1] * len(references)))
         for begin in range(0, len(queries), rows):
@@ -277,6 +302,20 @@ class SharedTags(Relevance):
             for of_queries in position.unbind(1):
                 shared_of_part += has_tag.index_select(0, of_queries)
         return shared >= min(self.at_least, queries.shape[1] + 1), None
+
+
+def is_multi_hot(*tables: Int[Tensor, "_ tag"]) -> bool:
+    """Whether all these tables hold 0 and 1 for each of at least three tags, instead of the numbers of tags."""
+    for rows in tables:
+        if rows.shape[1] < _FEWEST_MULTI_HOT or bool(((rows != 0) & (rows != 1)).any()):
+            return False
+    return True
+
+
+def tags_of_multi_hot(rows: Integer[Tensor, "row tag"] | Bool[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:
+    """The numbers of the tags of multi-hot rows; `NO_TAG` for the tags that a row does not have."""
+    numbers = torch.arange(rows.shape[1], device=rows.device)
+    return numbers.where(rows.bool(), NO_TAG)
 
 
 def without_repeated(rows: Int[Tensor, "row tag"]) -> Int[Tensor, "row tag"]:

@@ -22,6 +22,8 @@ from lightning_retrieval.ranking.relevance import (
     OtherCamera,
     Relevance,
     SharedTags,
+    is_multi_hot,
+    tags_of_multi_hot,
     without_repeated,
 )
 
@@ -165,6 +167,8 @@ class _TaggedImages:
     def __init__(
         self, query_tags: Int[Tensor, "query tag"], gallery_tags: Int[Tensor, "gallery tag"], at_least: int
     ) -> None:
+        if is_multi_hot(gallery_tags, query_tags):
+            gallery_tags, query_tags = tags_of_multi_hot(gallery_tags), tags_of_multi_hot(query_tags)
         gallery_tags, query_tags = without_repeated(gallery_tags), without_repeated(query_tags)
         row, position = (gallery_tags != NO_TAG).nonzero(as_tuple=True)
         tags, order = gallery_tags[row, position].sort(stable=True)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integers, check_tensor
+from lightning_retrieval.checks import as_int64, check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search import conditions
@@ -25,6 +25,7 @@ def integer_ids(owner: str, ids: Any) -> NDArray[np.int64]:
         ValueError: if the ids are not one-dimensional.
         TypeError: if the ids are not a tensor of integers.
     """
+    ids = as_int64(owner, "ids", ids)
     check_tensor(owner, "ids", ids)
     if ids.ndim != 1:
         raise ValueError(f"{owner}: `ids` must have shape (rows,), got {tuple(ids.shape)}.")
@@ -40,6 +41,7 @@ def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
         ValueError: if the number of ids differs from the number of rows, or an id is negative or occurs twice.
         TypeError: if the ids are not integers.
     """
+    ids = as_int64(owner, "ids", ids)
     check_integers(owner, "ids", ids, rows, "embeddings")
     new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64, copy=False)
     if rows > 0 and new.min() < 0:

@@ -34,6 +34,7 @@ from lightning_retrieval.checkpoints import (
     remove_sharded_checkpoint,
 )
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
+from lightning_retrieval.csv_rows import csv_rows
 from lightning_retrieval.files import temporary_path
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import (
@@ -310,6 +311,8 @@ def _read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
         raise FileNotFoundError(f"{owner}: `hparams_file` must be an existing file, got {path}.")
     try:
         if path.suffix.lower() == ".csv":
+            with path.open(newline="", encoding="utf-8") as lines:
+                list(csv_rows(lines))  # raises for a stray quote, which would hide the lines after it
             content = load_hparams_from_tags_csv(path)
         else:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))

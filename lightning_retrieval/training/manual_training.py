@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, TrainerFn, pl
+from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, TrainerFn, pl, rank_zero_warn
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.plain_data import rebuild_factory
@@ -327,11 +327,13 @@ class ManualTraining(OptimizedModule):
         return super().configure_callbacks()
 
     def on_train_start(self) -> None:
-        """Raise if weights are missing, or a `ReduceLROnPlateau` has no validation at the end of an epoch."""
+        """Raise if weights are missing, a scheduler ends too early, or a `ReduceLROnPlateau` gets no validation."""
         check_filled(self)
         trainer: Any = self.trainer
         check_optimizer_states(type(self).__name__, trainer.optimizers)
         check_links(type(self).__name__, trainer.callbacks)
+        for config in trainer.lr_scheduler_configs:
+            check_scheduler_length(type(self).__name__, trainer, config)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
         interval = getattr(trainer, "val_check_interval", "a time")
@@ -405,6 +407,60 @@ def steps_of_run(trainer: Any) -> float:
     if trainer.max_steps != -1:
         most = min(most, trainer.max_steps)
     return most
+
+
+def fraction_of_run(trainer: Any) -> float:
+    """The fraction of the optimizer steps of a run that are done, from 0 to 1; 0 if the run has no known end.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    steps = steps_of_run(trainer)
+    if steps <= 0:
+        return 0.0
+    return float(min(trainer.global_step / steps, 1.0))
+
+
+def check_scheduler_length(owner: str, trainer: Any, config: Any) -> None:
+    """Compare the length of a learning-rate scheduler with what is left of a run, which may have been resumed.
+
+    Args:
+        owner: prefix of messages.
+        trainer: a `pytorch_lightning.Trainer` in a run.
+        config: the scheduler with its interval and frequency, as in `trainer.lr_scheduler_configs`.
+
+    Raises:
+        ValueError: if the scheduler is a `OneCycleLR` that would raise in the middle of the run. A `CosineAnnealingLR`
+            of a resumed run whose rate would rise again causes a warning.
+    """
+    scheduler, left = config.scheduler, _scheduler_steps_left(trainer, config)
+    if left is None:
+        return
+    name, last = type(scheduler).__name__, scheduler.last_epoch + left
+    if isinstance(scheduler, OneCycleLR) and last > scheduler.total_steps:
+        raise ValueError(
+            f"{owner}: `lr_scheduler` must last until the run ends, got {name} with total_steps="
+            f"{scheduler.total_steps} for {last} steps; a resumed run has the total_steps of its checkpoint, so end "
+            "it there, or begin a new run with the weights of the checkpoint."
+        )
+    is_resumed = trainer.global_step > 0
+    if isinstance(scheduler, CosineAnnealingLR) and is_resumed and last > scheduler.T_max:
+        rank_zero_warn(
+            f"{owner}: the learning rate rises again, because this run goes on to step {last} of {name}, which has "
+            f"T_max={scheduler.T_max} in the checkpoint; end the run there, or begin a new run with the weights of the "
+            "checkpoint."
+        )
+
+
+def _scheduler_steps_left(trainer: Any, config: Any) -> int | None:
+    """How often a scheduler is stepped until a run ends; None if this is unknown."""
+    left = (steps_of_run(trainer) - trainer.global_step) / max(len(trainer.optimizers), 1)
+    if config.interval == "epoch":
+        left /= trainer.num_training_batches
+    is_known = math.isfinite(left) and config.frequency == 1 and hasattr(config.scheduler, "last_epoch")
+    if not is_known or isinstance(config.scheduler, ReduceLROnPlateau):
+        return None
+    return math.floor(left)
 
 
 def _count_begun_epoch(trainer: Any) -> None:

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import (
+    as_int64,
     check_auto,
     check_bool,
     check_finite,
@@ -200,6 +201,7 @@ class CrossBatchMemory(nn.Module):
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
         """Validate a batch and convert it to the dtypes of the memory. Whether embeddings are finite is not checked."""
         check_matrix("CrossBatchMemory", "embeddings", embeddings)
+        labels, ids = as_int64("CrossBatchMemory", "labels", labels), as_int64("CrossBatchMemory", "ids", ids)
         rows, device = len(embeddings), embeddings.device
         check_integers("CrossBatchMemory", "labels", labels, rows, "embeddings", device=device, levels=True)
         if ids is None:

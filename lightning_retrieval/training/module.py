@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive, check_tensor
+from lightning_retrieval.checks import (
+    check_bool,
+    check_choice,
+    check_finite_number,
+    check_integer,
+    check_positive,
+    check_tensor,
+)
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
@@ -29,7 +36,7 @@ from lightning_retrieval.training.full_sharding import (
     start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
+from lightning_retrieval.training.manual_training import ManualTraining, fraction_of_run, steps_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import (
     FrozenBackbone,
@@ -37,7 +44,7 @@ from lightning_retrieval.training.optimizers import (
     trainable_parameters,
 )
 from lightning_retrieval.training.random_state import seed_or_default, step_random_state
-from lightning_retrieval.training.run_report import report_first_step
+from lightning_retrieval.training.run_report import report_first_step, report_resumed_phase
 from lightning_retrieval.training.sides import (
     SIDES,
     Directions,
@@ -76,6 +83,8 @@ from lightning_retrieval.training.trainer_checks import (
     check_relevance,
     check_schedule,
 )
+
+FRACTION = "training_fraction"  # key of a checkpoint: the fraction of the training that is done
 
 
 class RetrievalModule(ManualTraining):
@@ -139,7 +148,8 @@ class RetrievalModule(ManualTraining):
             scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
         eval_scales_pooling: how the embeddings of the scales are combined: `"mean"`, or `"gem"` as in AP-GeM's code.
         whitening: a `PCAWhitening` or `SupervisedWhitening`, applied in evaluation and prediction once it has been
-            fitted by its method `fit` or by the callback `LearnWhitening`.
+            fitted by its method `fit` or by the callback `LearnWhitening`; until then, a warning says that embeddings
+            are not whitened.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -220,6 +230,7 @@ class RetrievalModule(ManualTraining):
         self.gather_dtype = check_gather_dtype(owner, gather, gather_dtype)
         self._set_clipping(gradient_clip_val, gradient_clip_algorithm)
         self._set_rates(head_lr_factor, layer_decay, freeze_backbone_epochs)
+        self._fraction = 0.0  # fraction of the training that is done
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
         self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
             "queries": ChunkSizeSearch(),
@@ -393,8 +404,11 @@ class RetrievalModule(ManualTraining):
         Freeze the backbone if `freeze_backbone_epochs` are not over.
         """
         super().on_train_start()
-        check_memory_start(self)
+        check_memory_start(self, steps_of_run(self.trainer))
         check_schedule(self, steps_of_run(self.trainer))
+        if self.global_step == 0:  # a new run, perhaps of a module that was trained before
+            self._fraction = 0.0
+        report_resumed_phase(self, self._fraction, fraction_of_run(self.trainer))
         self._freeze_backbones()
 
     def on_train_epoch_start(self) -> None:
@@ -472,13 +486,30 @@ class RetrievalModule(ManualTraining):
             memory=self.memory,
             memory_mode=self.memory_mode,
             memory_weight=self.memory_weight,
-            fraction=min(self.global_step / steps_of_run(self.trainer), 1.0),
+            fraction=self._advance_fraction(),
             relevance=self.relevance,
             check_batch=check_batch,
             candidates=candidates[0] if candidates else None,
             directions=self.directions,
             dimensions=self._dimensions,
         )
+
+    def _advance_fraction(self) -> float:
+        """The fraction of the training that is done; it never decreases, also in a run resumed with more steps."""
+        self._fraction = max(self._fraction, fraction_of_run(self.trainer))
+        return self._fraction
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Complete the checkpoint, with the fraction of the training that is done."""
+        super().on_save_checkpoint(checkpoint)
+        if self._trainer is not None:
+            checkpoint[FRACTION] = self._advance_fraction()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Prepare the module for the weights of a checkpoint, and restore the fraction of the training."""
+        super().on_load_checkpoint(checkpoint)
+        fraction = checkpoint.get(FRACTION, 0.0)
+        self._fraction = check_finite_number(type(self).__name__, FRACTION, fraction, least=0, most=1)
 
     def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""

@@ -177,6 +177,23 @@ def step_traffic(
     return {**traffic, "all-reduce": 2 * others * parameters * bytes_}
 
 
+def report_resumed_phase(module: Any, reached: float, done: float) -> None:
+    """Say that weights of the loss do not go back if a run is resumed with more steps than it had before.
+
+    Args:
+        module: a `RetrievalModule` at the start of a run.
+        reached: the fraction of the training that was done before.
+        done: number of steps that are done divided by the number of steps of this run.
+    """
+    weights = module.loss.scheduled_weights()
+    if weights and reached > done:
+        rank_zero_info(
+            f"{type(module).__name__}: the training goes on with more steps than it had before, of which the fraction "
+            f"{reached:.3g} was done; the weights of {', '.join(weights)} in `loss` remain those of this fraction "
+            "until a larger one is done, so that no phase begins again."
+        )
+
+
 def report_first_step(module: Any, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
     """Log the length of lists and the traffic of a step, warn of what may go wrong, and log settings.
 

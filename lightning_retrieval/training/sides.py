@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_auto, check_choice, short_repr
+from lightning_retrieval.checks import as_int64, check_auto, check_choice, short_repr
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
@@ -154,6 +154,8 @@ def normalized_inputs(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Te
 def embed_at_scales(module: Any, embed: Callable[[Tensor], Tensor], inputs: Tensor, whiten: bool = True) -> Tensor:
     """Embed normalised inputs at each of a module's `eval_scales`, then apply its `whitening`.
 
+    A whitening that has learned nothing is not applied, with a warning unless a callback will learn it in this run.
+
     Args:
         module: a `RetrievalModule` or a `RetrievalNetwork`.
         embed: maps inputs of one side to embeddings.
@@ -165,9 +167,12 @@ def embed_at_scales(module: Any, embed: Callable[[Tensor], Tensor], inputs: Tens
         embeddings = embed(inputs)
     else:
         embeddings = multi_scale(embed, inputs, module.eval_scales, **SCALE_POOLING[module.eval_scales_pooling])
-    if whiten and module.whitening is not None and module.whitening.learned is not None:
-        embeddings = module.whitening(embeddings)
-    return embeddings
+    if not whiten or module.whitening is None:
+        return embeddings
+    if module.whitening.learned is None:
+        module.whitening.warn_of_plain(embeddings)
+        return embeddings
+    return module.whitening(embeddings)
 
 
 class RetrievalNetwork(nn.Module):
@@ -259,6 +264,7 @@ def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
     number = SIDES.index(side)
     labels = output["labels"]
     roles = torch.full(labels.shape[:1], number + 1, device=labels.device)
+    output = {name: as_int64("RetrievalModule", name, values) for name, values in output.items()}
     if "roles" in output:
         roles[output["roles"] == Role.JUNK] = int(Role.JUNK)
     embeddings = output["embeddings"]

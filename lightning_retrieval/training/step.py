@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.backend import rank_zero_info
-from lightning_retrieval.checks import is_integer
+from lightning_retrieval.checks import as_int64, is_integer, short_repr
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.ranking.relevance import Relevance
@@ -108,11 +108,12 @@ def gather_labels(
             also if they differ in their number of rows; unless `may_be_empty`, also if one of them has no rows.
         TypeError: on all processes, if labels or ids are not integers on one of them.
     """
+    sides = [_signed(owner, rows) for rows in sides]
     if world_size() == 1:
         if not may_be_empty:
             _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
         return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
-    local_forms = to_device([list(map(_form_of, sides))], sides[0].labels.device)
+    local_forms = to_device([list(map(_form_of, sides))], sides[0].inputs.device)
     forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
     if not may_be_empty:
         _check_not_empty(owner, forms_of_processes[:, :, 0].tolist())
@@ -120,6 +121,11 @@ def gather_labels(
     for rows, forms in zip(sides, forms_of_processes.unbind(1)):
         gathered.append(_gather_side(owner, rows, _Forms(*forms.unbind(1)), gather))
     return gathered
+
+
+def _signed(owner: str, rows: LocalRows) -> LocalRows:
+    """The rows with labels and ids of signed types."""
+    return rows._replace(labels=as_int64(owner, "labels", rows.labels), ids=as_int64(owner, "ids", rows.ids))
 
 
 def gather_embeddings(
@@ -161,9 +167,9 @@ def _form_of(rows: LocalRows) -> tuple[int, int, bool, bool, int]:
     """The properties of this process's batch, in the order of `_Forms`."""
     labels, ids, inputs = rows
     label_levels = 0
-    if labels.ndim == 2:
-        label_levels = labels.shape[1]
     are_integers = is_integer(labels) and labels.ndim in (1, 2)
+    if are_integers and labels.ndim == 2:
+        label_levels = labels.shape[1]
     if ids is not None:
         are_integers = are_integers and is_integer(ids) and ids.shape == labels.shape[:1]
     return len(labels), label_levels, ids is not None, are_integers, hash(inputs.shape[1:])
@@ -173,12 +179,9 @@ def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> Gl
     """Gather the labels and ids of one side; raise if the processes' batches do not match."""
     labels, ids, _ = rows
     if not forms.are_integers.all():
-        came = "None"
-        if ids is not None:
-            came = f"{ids.dtype} {tuple(ids.shape)}"
         raise TypeError(
             f"{owner}: labels must be integers of shape (rows,) or (rows, levels) and ids integers of shape (rows,), "
-            f"on every process, got labels {labels.dtype} {tuple(labels.shape)} and ids {came} on rank {rank()}."
+            f"on every process, got labels {_form_in_words(labels)} and ids {_form_in_words(ids)} on rank {rank()}."
         )
     kinds = list(zip(forms.label_levels.tolist(), forms.has_ids.tolist()))
     if len(set(kinds)) > 1:
@@ -195,6 +198,12 @@ def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> Gl
             f"equal size, got {counts} rows in rank order; keep gather=True, or drop the uneven batch."
         )
     return GlobalRows(labels, ids, counts, tuple(forms.input_shape.tolist()))
+
+
+def _form_in_words(values: Any) -> str:
+    if isinstance(values, Tensor):
+        return f"{values.dtype} {tuple(values.shape)}"
+    return short_repr(values)
 
 
 def _check_not_empty(owner: str, counts: Sequence[list[int]]) -> None:

@@ -1,6 +1,7 @@
 """Checks for settings of a module and flags of a Trainer that do not work with ranked lists of the global batch."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -209,24 +210,35 @@ def check_filled(module: Any) -> None:
         )
 
 
-def check_memory_start(module: Any) -> None:
-    """Raise if a memory has `start_step="auto"` but no callback decides when it begins.
+def check_memory_start(module: Any, steps: float) -> None:
+    """Raise if a memory has `start_step="auto"` but no callback decides when it begins; warn if it begins too late.
 
     Args:
         module: a `RetrievalModule` in a run.
+        steps: the number of steps of the run; inf if it is unknown.
 
     Raises:
         ValueError: if there is no such callback. The message names a callback to add.
     """
     memory = module.memory
-    if memory is None or memory.start_step != "auto" or memory.started:
+    if memory is None or memory.started:
         return
-    if not any(getattr(callback, "begins_memory", False) for callback in module.trainer.callbacks):
-        raise ValueError(
-            f"{type(module).__name__}: CrossBatchMemory(start_step='auto') begins when MemoryMonitor finds that the "
-            "embeddings no longer change fast, but the Trainer has no such callback; give "
-            "Trainer(callbacks=[MemoryMonitor()]), or a number as start_step."
-        )
+    if any(getattr(callback, "begins_memory", False) for callback in module.trainer.callbacks):
+        return
+    if memory.start_step != "auto":
+        left = (steps - module.global_step) / max(len(module.trainer.optimizers), 1)
+        if memory.steps + left <= memory.start_step + 1 and not module.trainer.fast_dev_run:
+            rank_zero_warn(
+                f"{type(module).__name__}: the memory is never ranked in this run, which ends after "
+                f"{memory.steps + left:.0f} batches, because its first batch is stored after start_step="
+                f"{memory.start_step}; give CrossBatchMemory a smaller start_step, or train longer."
+            )
+        return
+    raise ValueError(
+        f"{type(module).__name__}: CrossBatchMemory(start_step='auto') begins when MemoryMonitor finds that the "
+        "embeddings no longer change fast, but the Trainer has no such callback; give "
+        "Trainer(callbacks=[MemoryMonitor()]), or a number as start_step."
+    )
 
 
 def check_schedule(module: Any, steps: float) -> None:
@@ -405,6 +417,14 @@ def _check_model_checkpoint(owner: str, callback: Any) -> None:
             "every_n_train_steps."
         )
     monitor = callback.monitor
+    folders = re.findall(r"\{([^{}:]*/[^{}:]*)", callback.filename or "")
+    if folders and callback.auto_insert_metric_name:
+        metric = folders[0]
+        rank_zero_warn(
+            f"{owner}: ModelCheckpoint(filename={callback.filename!r}) of Lightning would write each checkpoint into a "
+            f"folder, since it inserts the name {metric!r}, which has a slash; give filename='{{epoch}}-"
+            f"{metric.rpartition('/')[2]}={{{metric}:.3f}}' and auto_insert_metric_name=False."
+        )
     if callback._every_n_train_steps and monitor is not None and not monitor.startswith("train/"):
         raise ValueError(
             f"{owner}: ModelCheckpoint(monitor={monitor!r}, every_n_train_steps={callback._every_n_train_steps}) of "

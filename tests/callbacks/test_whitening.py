@@ -191,7 +191,7 @@ def test_loaders_without_a_data_module(tmp_path, root):
 def test_learning_does_not_change_the_training(tmp_path, root):
     weights = []
     for callbacks in ([], [LearnWhitening()]):
-        model = module()
+        model = module(whitening=PCAWhitening(dim=3) if callbacks else None)
         trainer(tmp_path, *callbacks, max_epochs=2).fit(model, datamodule=folder_data(root))
         weights.append(torch.cat([value.detach().flatten() for value in model.embedder.state_dict().values()]))
     assert torch.equal(*weights)

@@ -140,6 +140,20 @@ def test_a_column_that_holds_no_tags(tmp_path):
         HuggingFaceImages(tmp_path / "set", label_column=None)
 
 
+@refusal
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_an_empty_text_is_neither_a_class_nor_a_tag(tmp_path, empty):
+    rows(["a", "a", "b", empty]).save_to_disk(tmp_path / "set")
+    sentence = rf"^HuggingFaceImages: `label_column` must not be empty in any row, got '{empty}' in row 3 of train,"
+    with pytest.raises(ValueError, match=sentence):
+        HuggingFaceImages(tmp_path / "set").splits  # noqa: B018
+    words = rows([*"aabb"]).add_column("words", [["x", empty], [empty], ["x"], []])
+    words.save_to_disk(tmp_path / "words")
+    data = HuggingFaceImages(tmp_path / "words", tag_column="words", test_fraction=0.5)
+    for index in data.splits.values():
+        assert list(index.tag_names) == ["x"]
+
+
 def test_a_split_for_evaluation_alone_is_used_as_it_is(tmp_path):
     save_to_disk(tmp_path / "set")
     data = HuggingFaceImages(tmp_path / "set", split_names={"test": "validation"})

@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import warnings
 
 import numpy as np
 import pyarrow
@@ -15,6 +16,9 @@ from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES
 from lightning_retrieval.datamodules.image_table import ImageTable
+from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.datamodules.text_table import TextTable
+from lightning_retrieval.models import NgramTokenizer
 from tests.datamodules.trees import write_image, write_text
 from tests.datamodules.trees_more import QUICK, begin_with_byte_order_mark, fit_and_validate, write_images
 from tests.quiet_trainer import quiet_trainer
@@ -231,6 +235,108 @@ def test_tags_are_separated_by_semicolons_and_numbered_for_all_splits_together(t
     assert list(train.tag_names) == list(test.tag_names) == ["blue,green", "long dress", "red", "sale"]
     assert train.tags.tolist() == [[2, 1, -1], [-1, -1, -1], [2, -1, -1]]
     assert test.tags.tolist() == [[0, 1, 3], [-1, -1, -1]]  # a distractor is relevant to no query
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("tags", "warned"),
+    [
+        (("red|dress", "red"), "'red|dress' at line 2 .* (1 such rows)"),
+        (("red; blue", "red|dress"), "'red|dress' at line 3 .* (1 such rows)"),
+        (("red, dress", "red, hat"), "'red, dress' at line 2 .* (2 such rows)"),
+        (("red; blue, dark", "red"), None),
+        (("red dress", "clothes/hat"), None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_tags_with_another_separator_are_warned_of(tmp_path, kind, tags, warned):
+    rows = [(f"{number}.jpg", "x", text, "train") for number, text in enumerate(tags)]
+    root = write_csv(tmp_path, ("image", "label", "tags", "split"), *rows, ("9.jpg", "y", "", "test"))
+    data = ImageTable(root, "images.csv")
+    if kind == "texts":
+        write_text(root / "images.csv", (root / "images.csv").read_text().replace("image,", "text,"))
+        data = TextTable(root / "images.csv", tokenizer=NgramTokenizer())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.splits  # noqa: B018
+    found = [str(warning.message) for warning in caught if "separated by ';'" in str(warning.message)]
+    assert len(found) == (warned is not None)
+    for text in found:
+        assert all(part in text for part in warned.split(" .* "))
+
+
+def forty_rows(columns=("image", "label", "note")):
+    """Lines of a table whose first row is in line 2."""
+    values = {"label": "{0}", "note": "note {0}", "price": "{1}", "text": "text {1}", "split": "train"}
+    lines = [",".join(columns)]
+    for number in range(40):
+        row = {"image": f"{number}.jpg", **{name: text.format(number % 4, number) for name, text in values.items()}}
+        lines.append(",".join(row[name] for name in columns))
+    return lines
+
+
+def with_quotes(lines, column, **quotes):
+    """Write a quote at the start of the field in one line, and at the end of the field in another, if it is given."""
+    changed = list(lines)
+    for place, line in quotes.items():
+        fields = changed[line - 1].split(",")
+        fields[column] = f'"{fields[column]}' if place == "start" else f'{fields[column]}"'
+        changed[line - 1] = ",".join(fields)
+    return "\n".join(changed) + "\n"
+
+
+STRAY = {
+    "one quote": ((2, {"start": 5}), "unexpected end of data in line 41, in the row that begins in line 5"),
+    "two at the start": ((2, {"start": 5, "again": 9}), None),
+    "label": ((1, {"start": 5, "end": 9}), "`label` must not hold other rows, .* in lines 5 to 9 of"),
+    "image": ((0, {"start": 5, "end": 6}), "`image` must not hold other rows, .* in lines 5 to 6 of"),
+    "other column": ((2, {"start": 5, "end": 9}), "`note` must not hold other rows, .* in lines 5 to 9 of"),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("case", STRAY)
+def test_a_stray_quote_hides_no_row(tmp_path, case):
+    (column, quotes), sentence = STRAY[case]
+    if sentence is None:
+        lines = with_quotes(forty_rows(), column, start=5).splitlines()
+        text, sentence = with_quotes(lines, column, start=9), "',' expected after .* in line 9, in the row .* in line 5"
+    else:
+        text = with_quotes(forty_rows(), column, **quotes)
+    write_text(tmp_path / "images.csv", text)
+    with pytest.raises(ValueError, match=f"^ImageTable: .*{sentence}"):
+        read(tmp_path)
+
+
+def test_quotes_that_hide_no_row_are_read(tmp_path):
+    rows = [
+        ("image", "label", "note"),
+        ("a, b.jpg", "two\twords", "one\nline, or\ntwo\nlines"),
+        ("c.jpg", 'of 27"', "x"),
+    ]
+    root = write_csv(tmp_path, *rows, *((f"{number}.jpg", "x", "") for number in range(4)))
+    found = read_table(root / "images.csv", all_columns=True).columns
+    assert [tuple(column[:2]) for column in found.values()] == list(zip(*rows[1:]))
+    write_text(root / "images.csv", 'image,label\na.jpg,of 27" wide\n')  # a quote within a field without quotes
+    assert read_table(root / "images.csv").columns["label"] == ['of 27" wide']
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("columns", [("text", "label"), ("label", "text"), ("label", "text", "split")])
+def test_texts_of_several_lines_are_read_unless_they_hold_rows(tmp_path, columns):
+    poem = 'roses are red,\nviolets, blue\n\nand "this", too'
+    rows = [{"text": poem, "label": "poem", "split": "train"}, {"text": "a sofa", "label": "sofa", "split": "test"}]
+    table = tmp_path / "t.csv"
+    with table.open("w", newline="") as stream:
+        csv.writer(stream).writerows([columns, *([row[name] for name in columns] for row in rows)])
+    assert read_table(table, ("text", "label")).columns["text"] == [poem, "a sofa"]
+    assert {text for part in TextTable(table, tokenizer=len).splits.values() for text in part.texts} == {poem, "a sofa"}
+    column = columns.index("text")
+    for end in (6, 7, 9):
+        write_text(table, with_quotes(forty_rows(columns), column, start=5, end=end))
+        sentence = rf"^TextTable: `text` must not hold other rows, .* in lines 5 to {end} of"
+        with pytest.raises(ValueError, match=sentence):
+            TextTable(table, tokenizer=len).splits  # noqa: B018
 
 
 def test_without_a_column_label_the_files_are_split_and_boxes_of_one_file_stay_together(tmp_path):

@@ -460,6 +460,30 @@ class Sizes(Items):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("convert", [list, tuple, torch.tensor, np.array])
+def test_tags_of_different_lengths_raise_with_the_cure(convert):
+    class Tagged(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(LABELS)
+
+        def __getitem__(self, index):
+            return {
+                "images": torch.rand(3),
+                "labels": label(index),
+                "tags": convert([0] * (2 + index % 2)),
+                "name": "a" * index,
+            }
+
+    sampler = PKSampler(LABELS, classes_per_batch=2, samples_per_class=4)
+    loader = RetrievalDataLoader(Tagged(), batch_sampler=sampler)
+    sentence = (
+        r"^RetrievalDataLoader: `tags` must have the same length in all items, got the lengths .*; fill .* with -1"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        next(iter(loader))
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize(("form", "which"), [("dict", "id"), ("triple", "id"), ("pair", "position")])
 def test_images_of_different_sizes_raise(form, which):
     sampler = PKSampler(LABELS, classes_per_batch=7, samples_per_class=4)

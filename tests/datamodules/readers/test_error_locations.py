@@ -216,6 +216,8 @@ INVALID = {
     "people sighting": ("IJBC", MIXED, ",106,", ",,", "`SIGHTING_ID` must not be empty in line 12 of .*probe_mixed"),
     "people box of text": ("IJBC", G1, "2.5,3.0", "2.5,x", "got '2.5,x,20.25,25.0' in line 2"),
     "people box beyond any image": ("IJBC", G1, "2.5,3.0", "2.5,3e12", "got '2.5,3e12,20.25,25.0' in line 2 of .*G1"),
+    "people stray quote": ("IJBC", G1, "img/10.jpg", '"img/10.jpg', "G1.csv must be a CSV file, .* begins in line 2"),
+    "faces stray quotes": ("VGGFace2, boxes", LOOSE, "n000002/", '"n000002/', "must be a CSV file, got .* in line "),
     "people no CSV": ("IJBC", G1, "img/10.jpg", "img/\r10.jpg", "G1.csv must be a CSV file, got .* in line 2"),
 }
 

@@ -69,7 +69,8 @@ def test_a_head_learns_which_dimensions_count(checkpoint, tmp_path, hidden_dim):
 def test_features_that_cannot_be_improved_are_reported(checkpoint, tmp_path, capsys):
     folder = folder_of(tmp_path / "e", checkpoint, *points(noise=0.0))
     output = tmp_path / "a.ckpt"
-    code, out, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, "--max_epochs=3")
+    output.write_text("a file to replace")
+    code, out, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, "--max_epochs=3", "--overwrite")
     assert (code, err) == (0, "")
     assert out.startswith(f"{output}: mAP of 12 held-out classes ")
     assert "\nno better than the features: use the checkpoint that made the embeddings" in out
@@ -178,6 +179,7 @@ def test_what_cannot_be_adapted_raises(checkpoint, tmp_path, capsys):
         f"--labels={some}": "`--labels` must have a label for each image",
         f"--output={tmp_path}": "`--output` must be a file in an existing folder",
         f"--output={checkpoint}": "`--output` must not be the checkpoint that made the embeddings",
+        f"--output={some}": f"`--output` must be a new file, got {some}, which exists; give `--overwrite`",
     }
     for option, rule in options.items():
         code, _, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, option)

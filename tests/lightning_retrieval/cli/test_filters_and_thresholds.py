@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -136,6 +137,7 @@ def test_an_index_of_embeddings_has_metadata(glyphs, embeddings, table, tmp_path
     assert index.columns(index.ids)["code"] == [f"{paths.index(path):03d}" for path in index.paths(index.ids)]
 
 
+@pytest.mark.filterwarnings("ignore:me. the column 'a' of `metadata` holds text:UserWarning")
 @pytest.mark.parametrize(
     ("texts", "values"),
     [
@@ -155,6 +157,21 @@ def test_a_column_of_a_table_is_numbers_or_text(texts, values, tmp_path):
     table.write_text("image,a\n" + "".join(f"{row}.jpg,{text}\n" for row, text in enumerate(texts)))
     found = read_metadata("me", table, ["1.jpg", "0.jpg"])
     assert found == {"a": (values or texts)[::-1]}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("other", "line"), [("n/a", 3), ("", 5), ("007", 2), ("1,5", 4), ("1e999", 2)])
+def test_a_column_of_numbers_with_one_text_is_warned_of(other, line, tmp_path):
+    texts = ["1.5", "2", "3", "4"]
+    texts[line - 2] = other
+    rows = [("image", "price", "name"), *((f"{row}.jpg", text, "ab3d"[row]) for row, text in enumerate(texts))]
+    with (tmp_path / "t.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows(rows)
+    where = f"1 of its 4 values .* {re.escape(repr(other))} at line {line} of {re.escape(str(tmp_path / 't.csv'))}"
+    with pytest.warns(UserWarning, match=f"^me: the column 'price' of `metadata` holds text, .* {where}") as caught:
+        found = read_metadata("me", tmp_path / "t.csv", ["0.jpg", "1.jpg", "2.jpg", "3.jpg"])
+    assert len(caught) == 1
+    assert found["price"] == texts
 
 
 @pytest.mark.refusal

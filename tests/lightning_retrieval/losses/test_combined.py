@@ -8,6 +8,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss
 from torch.nn.functional import normalize
 
+from lightning_retrieval import CrossBatchMemory, OtherCamera, SupervisedWhitening
 from lightning_retrieval.losses import (
     After,
     Before,
@@ -31,6 +32,7 @@ from tests.lightning_retrieval.losses.oracles import TABLE, batch, labels_for, m
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 0, 1, 1, 1, 2])
 R, Z = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 1, 2, 2])
+T = (1.0, SmoothAPLoss())  # a term
 IDS, REF_IDS = torch.arange(6), torch.tensor([9, 2, 8, 7, 6])
 
 
@@ -273,6 +275,19 @@ def test_losses_that_count_different_positives_do_not_share_their_reads():
             r"`losses` must have a weight .* got \{'a': Ramp\(.* all 0 at the fraction 0 of",
             {"losses": {"a": (Ramp(0.0, 1.0), SmoothAPLoss())}},
         ),
+        *[
+            (
+                WeightedSum,
+                ValueError,
+                f"`losses` must not have the names of .* got '{name}'; give",
+                {"losses": {name: T}},
+            )
+            for name in ("forward", "training", "keys", "type", "half", "pop", "_modules")
+        ],
+        *[
+            (WeightedSum, ValueError, "`losses` must have names .* no dot, got", {"losses": {name: T}})
+            for name in ("", "a.b", 3)
+        ],
         (Before, ValueError, r"`end` must be from 0 to 1, got 20", {"end": 20}),
         (After, ValueError, r"`start` must be from 0 to 1, got -0\.5", {"start": -0.5}),
         (Ramp, ValueError, r"`first` must be a finite number >= 0, got -1", {"first": -1, "last": 0}),
@@ -311,6 +326,38 @@ def test_bad_settings(cls, error, match, arguments):
 def test_bad_levels(match, arguments):
     with pytest.raises(ValueError, match=f"^HAPLoss: .*{match}"):
         HAPLoss()(*arguments)
+
+
+ONE_HOT = torch.nn.functional.one_hot(Y, 3)
+MULTI_HOT = torch.tensor([[0, 0, 1], [0, 1, 1], [1, 0, 0], [1, 1, 0], [0, 1, 0], [0, 0, 1]])
+
+
+def with_memory(labels):
+    return SmoothAPLoss().of_batch(CrossBatchMemory(9).references(X, labels, IDS))
+
+
+def with_rule(labels):
+    return SmoothAPLoss()(X, OtherCamera().columns(labels, {"cameras": IDS}), relevance=OtherCamera())
+
+
+CALLS = {
+    "memory": with_memory,
+    "rule": with_rule,
+    "references": lambda labels: SmoothAPLoss()(X, labels, R, labels[:5]),
+    "nested": lambda labels: NestedLoss(SmoothAPLoss(), (2, 4))(X, labels),
+    "whitening": lambda labels: SupervisedWhitening().fit(X, labels),
+    **{name: lambda labels, name=name: as_batch_loss(loss_of(name))(X, labels) for name in (*OWN, *THIRD_PARTY)},
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("labels", [ONE_HOT, MULTI_HOT], ids=["one-hot", "multi-hot"])
+@pytest.mark.parametrize("name", CALLS)
+def test_one_hot_and_multi_hot_labels_raise(name, labels):
+    """Their first column is not the finest level of a class."""
+    cure = r"give one-hot labels as labels.argmax\(1\), and multi-hot labels as tags with the rule SharedTags"
+    with pytest.raises(ValueError, match=rf"^\w+: label levels must nest, .*; {cure}"):
+        CALLS[name](labels)
 
 
 class Calling(torch.nn.Module):

@@ -159,7 +159,7 @@ def test_columns_of_a_wrong_form():
     for words, rule, columns in (
         (r"`labels` must be tags >= 0, or -1 in rows with fewer tags, got -2", SharedTags(), pairs - 2),
         (r"`labels` must be the columns that SharedTags reads, .* for tags, got \(3,\);", SharedTags(), pairs[:, 0]),
-        (r"`labels` .* shape \(rows, 2 or more\) for labels, cameras, got \(3, 1\);", OtherCamera(), pairs[:, :1]),
+        (r"`labels` .* shape \(rows, 2\) for labels, cameras, got \(3, 1\);", OtherCamera(), pairs[:, :1]),
         (r"`roles` must be from 0 to 3 .* got 1 to 4", GalleryOnly(), torch.tensor([[0, 1], [0, 4], [1, 2]])),
     ):
         with pytest.raises(ValueError, match=f"^SmoothAPLoss: {words}"):

@@ -195,6 +195,38 @@ def test_subclasses_rank_as_their_bases_and_namesakes_do_not():
     assert ThirdPartyLoss(nn.MSELoss()).terms_without_references
 
 
+WITH_CLASSES = {
+    name: {"num_classes": 3, "embedding_size": 4}
+    for name in (
+        "ArcFaceLoss",
+        "CosFaceLoss",
+        "LargeMarginSoftmaxLoss",
+        "NormalizedSoftmaxLoss",
+        "ProxyAnchorLoss",
+        "ProxyNCALoss",
+        "SoftTripleLoss",
+        "SphereFaceLoss",
+        "SubCenterArcFaceLoss",
+    )
+}
+WITH_CLASSES["MarginLoss"] = {"num_classes": 3, "learn_beta": True}
+WITH_CLASSES["P2SGradLoss"] = {"num_classes": 3, "descriptors_dim": 4}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", WITH_CLASSES)
+def test_a_label_that_a_loss_has_no_class_for_raises(name):
+    loss = as_batch_loss(getattr(pml, name)(**WITH_CLASSES[name]))
+    embeddings, labels = torch.randn(6, 4, requires_grad=True), torch.tensor([0, 0, 1, 1, 2, 2])
+    loss(embeddings, labels[:, None] if name == "P2SGradLoss" else labels)
+    for wrong, found in ((labels + 1, "1 to 3"), (labels - 1, "-1 to 1")):
+        rule = (
+            rf"^{name}: `labels` must be from 0 to 2, since the loss has num_classes=3, got {found}; number the classes"
+        )
+        with pytest.raises(ValueError, match=rule):
+            loss(embeddings, wrong)
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize("loss", [NCALoss(), SelfSupervisedLoss(NTXentLoss()), nn.MSELoss()])
 def test_other_losses_raise(loss):

@@ -128,3 +128,10 @@ def test_invalid_rates_and_thresholds():
         scores.threshold("much")
     with pytest.raises(TypeError, match=r"NearestScores: `thresholds` must .*'0.5'"):
         scores.miss_rates("0.5")
+    for value in (math.nan, math.inf, -math.inf):
+        for rates in (scores.false_match_rates, scores.miss_rates):
+            for given in (value, torch.tensor(value), torch.tensor([[0.5, value]])):
+                with pytest.raises(ValueError, match=r"NearestScores: `thresholds` must .*finite number"):
+                    rates(given)
+        with pytest.raises(ValueError, match=r"NearestScores: `positives` must hold finite numbers"):
+            NearestScores(torch.tensor([0.1]), torch.tensor([value]))

@@ -179,6 +179,22 @@ def test_an_image_model_and_a_missing_tokenizer_are_one_sentence(tmp_path):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("kind", ["bert", "siglip", "ngram_net"])
+def test_tokens_of_another_tokenizer_raise(kind, tmp_path):
+    name, settings = kind, {"backbone_args": {"buckets": 100}}
+    if kind in TEXT_MODELS:
+        write_text_folder(tmp_path, kind)
+        name, settings = f"hf/{tmp_path}", {}
+    embedder = TextEmbedder(name, 8, **settings)
+    largest = embedder.backbone.vocabulary - 1
+    embedder(torch.tensor([[0, -1], [largest, -1]]))
+    for smallest, token in ((-1, largest + 1), (-2, 1)):
+        rule = rf"^TextEmbedder: `tokens` must be from 0 to {largest}, .*, got {smallest} to {token}; use the `token"
+        with pytest.raises(ValueError, match=rule):
+            embedder(torch.tensor([[0, 1], [smallest, token]]))
+
+
+@pytest.mark.refusal
 def test_images_are_not_tokens():
     with pytest.raises(TypeError, match=r"^TextEmbedder: `tokens` must be a matrix of int64 .*, got torch.float32"):
         TextEmbedder("ngram_net")(torch.zeros(2, 3))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_retrieval import GalleryOnly, OtherCamera, Relevance, SharedTags
+from lightning_retrieval import GalleryOnly, OtherCamera, Relevance, RetrievalMetrics, SharedTags, SmoothAPLoss
 from lightning_retrieval.ranking import relevance
 from tests.lightning_retrieval.relevance_rules import RULES, masks_by_pairs, random_columns
 
@@ -36,6 +36,31 @@ def test_many_tags_against_sets(at_least, monkeypatch):
     assert not SharedTags(2**63 - 1).masks(tags, tags)[0].any()
     monkeypatch.setattr(relevance, "_TABLE_ELEMENTS", 3 * 50 * 40)
     assert torch.equal(SharedTags(at_least).masks(tags, tags)[0], expected)
+
+
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_multi_hot_labels_are_tags(at_least):
+    hot = torch.rand(40, 7, generator=torch.Generator().manual_seed(0)) < 0.3
+    hot[3] = False  # an image without a tag is relevant to none
+    rule, embeddings = SharedTags(at_least), torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
+    sets = [set(row.nonzero()[:, 0].tolist()) for row in hot]
+    wanted = torch.tensor([[len(one & other) >= at_least for other in sets] for one in sets])
+    tags = torch.full((40, 7), -1)
+    for row, of_image in enumerate(sets):
+        tags[row, : len(of_image)] = torch.tensor(sorted(of_image))
+    ap = {}
+    for name, columns in (
+        ("tags", tags),
+        ("integers", hot.int()),
+        ("entry", rule.columns(torch.zeros(40).long(), {"tags": hot.long()})),
+        ("bool entry", rule.columns(torch.zeros(40).long(), {"tags": hot})),
+    ):
+        assert torch.equal(rule.masks(columns[:9], columns)[0], wanted[:9])
+        metrics = RetrievalMetrics(relevance=rule)
+        metrics.update(embeddings, columns)
+        ap[name] = (SmoothAPLoss()(embeddings, columns, relevance=rule).item(), metrics.compute()["mAP"].item())
+    assert len(set(ap.values())) == 1
+    assert 0 < ap["tags"][1] < 1
 
 
 def test_columns_hold_the_finest_label_and_the_entries():
@@ -74,10 +99,34 @@ def test_a_batch_without_what_a_rule_reads():
             labels,
             {"cameras": labels.new(3)},
         ),
+        (
+            ValueError,
+            r"OtherCamera: `cameras` must have shape \(2,\), .* got \(2, 2\)",
+            OtherCamera(),
+            labels,
+            {"cameras": torch.tensor([[7, 8], [7, 9]])},
+        ),
+        (ValueError, r"GalleryOnly: `roles` .* got \(2, 1\)", GalleryOnly(), labels, {"roles": cameras[:, None]}),
         (TypeError, r"OtherCamera: `labels` must be integers, got", OtherCamera(), labels / 2, {"cameras": cameras}),
     ):
         with pytest.raises(error, match=f"^{words}"):
             rule.columns(of_images, batch)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("rule", "width", "wanted"), [(OtherCamera(), 3, "2"), (GalleryOnly(), 3, "2"), (OtherCamera(), 1, "2")]
+)
+def test_columns_of_another_rule_raise(rule, width, wanted):
+    columns = torch.ones(4, width, dtype=torch.int64)
+    sentence = (
+        rf"`labels` must be the columns that {rule.name} reads, of shape \(rows, {wanted}\) .* got \(4, {width}\)"
+    )
+    with pytest.raises(ValueError, match=f"^SmoothAPLoss: {sentence}"):
+        SmoothAPLoss()(torch.eye(4), columns, relevance=rule)
+    metrics = RetrievalMetrics(relevance=rule)
+    with pytest.raises(ValueError, match=f"^RetrievalMetrics: {sentence}"):
+        metrics.update(torch.eye(4), columns)
 
 
 @pytest.mark.refusal

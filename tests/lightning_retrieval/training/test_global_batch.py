@@ -74,6 +74,8 @@ def messages_of_batches_that_do_not_match(this):
         "rows": message_of(*more_rows, None, gather=False),
         "labels that are not integers": message_of(embeddings, floats_but_on_the_first, labels),
         "ids of another shape": message_of(embeddings, labels, column_but_on_the_first),
+        "labels that are texts": message_of(embeddings, ("a", "b"), labels),
+        "ids that are texts": message_of(embeddings, labels, ("a", "b")),
     }
 
 
@@ -131,7 +133,10 @@ def test_batches_that_do_not_match_raise_on_every_rank(ranks, case, sentence):
         assert re.match(f"Owner: .*{sentence}", message)
 
 
-@pytest.mark.parametrize("case", ["labels that are not integers", "ids of another shape"])
+INVALID = ["labels that are not integers", "ids of another shape", "labels that are texts", "ids that are texts"]
+
+
+@pytest.mark.parametrize("case", INVALID)
 def test_labels_and_ids_that_are_invalid_on_one_rank_raise_on_every_rank(ranks, case):
     for this, result in enumerate(ranks):
         error, message = result["messages"][case]

@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -430,6 +431,17 @@ def test_a_memory_from_step_0_of_random_weights_is_warned_of_once(make, start_st
     words = "the memory begins at step 0 of a network with random weights"
     assert len(warnings_with(words, fit, module, data)) == warns
     assert not warnings_with(words, fit, module, data)
+
+
+@pytest.mark.parametrize(("start_step", "warns"), [(9, True), (3, True), (2, False)])
+def test_a_memory_that_no_batch_of_the_run_ranks_is_warned_of(start_step, warns):
+    """Of four batches, the one with the index `start_step` is the first that is stored, and the next one ranks it."""
+    module = RetrievalModule(net(), SmoothAPLoss(), memory=CrossBatchMemory(16, start_step), optimizer=SGD)
+    data = batches()[:2]
+    words = f"never ranked in this run, which ends after 4 batches, because .* start_step={start_step}"
+    found = warnings_with("never ranked", fit, module, data, max_epochs=2)
+    assert len(found) == warns
+    assert all(re.search(words, text) for text in found)
 
 
 @pytest.mark.parametrize(("frozen_side", "warns"), [("candidates", False), ("queries", True)])

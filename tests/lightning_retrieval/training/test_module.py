@@ -18,6 +18,7 @@ from lightning_retrieval import (
     PCAWhitening,
     RetrievalModule,
     SmoothAPLoss,
+    SupervisedWhitening,
     WeightedSum,
     multi_scale,
 )
@@ -25,6 +26,7 @@ from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.losses import After, Before
 from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.preparation.serialised import serialise_transform
+from lightning_retrieval.training.checkpoint_files import restored_network
 from tests.csv_logs import logged
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
@@ -38,6 +40,7 @@ from tests.lightning_retrieval.training.small_training import (
     net,
     train_plainly,
     trainer,
+    warnings_with,
 )
 
 
@@ -261,7 +264,8 @@ def test_evaluation_and_prediction_take_scales_and_whitening():
     model = with_dots(eval_scales=SCALES, whitening=PCAWhitening(dim=3))
     with torch.no_grad():
         plain = multi_scale(model.embedder.eval(), IMAGES, SCALES)
-    torch.testing.assert_close(predicted(model), plain)  # not yet whitened
+    with pytest.warns(UserWarning, match=r"^PCAWhitening: nothing has been learned yet, .* with 4 dimensions; give"):
+        torch.testing.assert_close(predicted(model), plain)  # not yet whitened
     model.whitening.fit(plain)
     expected = model.whitening(plain)
     torch.testing.assert_close(predicted(model), expected)
@@ -273,6 +277,21 @@ def test_evaluation_and_prediction_take_scales_and_whitening():
         torch.testing.assert_close(model.embed(IMAGES, whiten=False), plain)
         model = with_dots()
         assert torch.equal(model.embed(IMAGES), model(IMAGES))
+
+
+@pytest.mark.parametrize("whitening", [PCAWhitening, SupervisedWhitening])
+def test_embeddings_that_a_declared_whitening_does_not_change_are_warned_of(whitening, tmp_path):
+    """In the validation of a fit, in an evaluation, and by the network that `index` reads from the checkpoint."""
+    words, model = f"{whitening.__name__}: nothing has been learned yet", with_dots(whitening=whitening(dim=3))
+    evaluation = [RetrievalEvaluation(ks=(1,))]
+    assert warnings_with(words, fit, model, TWO_BATCHES, TWO_BATCHES, callbacks=evaluation)
+    run = trainer(callbacks=evaluation)
+    assert warnings_with(words, run.validate, model, DataLoader(TWO_BATCHES, batch_size=None), verbose=False)
+    run.save_checkpoint(tmp_path / "model.ckpt")
+    network = restored_network(torch.load(tmp_path / "model.ckpt", weights_only=True))
+    assert warnings_with(words, network.eval().embed, IMAGES)
+    network.whitening.fit(network.embedder(IMAGES).detach(), LABELS)
+    assert not warnings_with(words, network.embed, IMAGES)
 
 
 def test_training_is_the_same_with_scales_and_whitening():

@@ -6,15 +6,27 @@ import inspect
 import re
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR
 
 from lightning_retrieval import CrossBatchMemory, Embedder, PCAWhitening, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.losses import After, Before, FastAPLoss, WeightedSum
 from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
 from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
-from tests.lightning_retrieval.training.small_training import SGD, Gives, Log, PointData, assert_same, fit, net, trainer
+from tests.lightning_retrieval.training.small_training import (
+    SGD,
+    Gives,
+    Log,
+    PointData,
+    assert_same,
+    fit,
+    net,
+    trainer,
+    warnings_with,
+)
 
 
 def resumable() -> RetrievalModule:
@@ -55,6 +67,91 @@ def test_a_run_resumed_between_or_in_epochs_continues_as_it_would_have(tmp_path)
         assert (rest.rates, steps) == (log.rates[step:], 12)
         assert rest.losses == log.losses[step:]
         assert_same(part, whole)
+
+
+class LoggedWeights(pl.Callback):
+    """Keeps the scheduled weights that each step logs."""
+
+    def __init__(self):
+        self.weights = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.weights.append(tuple(float(trainer.callback_metrics[f"train/weight/{name}"]) for name in ("a", "b")))
+
+
+def in_phases() -> RetrievalModule:
+    terms = {"a": (Before(0.5), FastAPLoss()), "b": (After(0.5), SmoothAPLoss(tau=0.1))}
+    return RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
+
+
+def weights_of(module, run, checkpoint=None):
+    seen = LoggedWeights()
+    run.callbacks.append(seen)
+    run.fit(module, datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
+    run.callbacks.remove(seen)
+    return seen.weights
+
+
+def test_a_run_resumed_with_more_epochs_begins_no_phase_again(tmp_path, caplog):
+    """Two epochs of three batches with the phases a and b, then four epochs in all."""
+    a, b = (1.0, 0.0), (0.0, 1.0)
+    flags = {"limit_val_batches": 0, "enable_checkpointing": True}
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    module, run = in_phases(), trainer(callbacks=[saving], max_epochs=2, **flags)
+    assert weights_of(module, run) == [a] * 3 + [b] * 3
+    resumed = trainer(max_epochs=4, **flags)
+    with caplog.at_level("INFO"):
+        assert weights_of(in_phases(), resumed, tmp_path / "step=6.ckpt") == [b] * 6
+    assert "the weights of a, b in `loss` remain those of this fraction" in caplog.text
+    # In the middle of the first phase, which goes on; and in the second one, which does not end.
+    assert weights_of(in_phases(), trainer(max_epochs=4, **flags), tmp_path / "step=1.ckpt") == [a] * 5 + [b] * 6
+    resumed = trainer(max_epochs=4, callbacks=[ModelCheckpoint(tmp_path / "second", every_n_train_steps=1)], **flags)
+    assert weights_of(in_phases(), resumed, tmp_path / "step=4.ckpt") == [b] * 8
+    # The number survives a second checkpoint, a longer run of the same objects, and no new run.
+    (second,) = (tmp_path / "second").glob("*.ckpt")
+    assert weights_of(in_phases(), trainer(max_epochs=8, **flags), second) == [b] * 12
+    run.fit_loop.max_epochs = 3
+    assert weights_of(module, run) == [b] * 3
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "step=6.ckpt", weights_only=True, embedder=net())
+    assert weights_of(loaded, trainer(max_epochs=2, **flags)) == [a] * 3 + [b] * 3
+
+
+@pytest.mark.refusal
+def test_a_scheduler_that_ends_before_its_run_raises_at_the_start(tmp_path):
+    """`resumable` has a schedule of 12 steps, which a checkpoint keeps."""
+    sentence = r"^RetrievalModule: `lr_scheduler` must last .* OneCycleLR with total_steps=12 for 15 steps"
+    with pytest.raises(ValueError, match=sentence):
+        run_from(None, resumable(), max_epochs=5)
+    run_from(None, resumable(), tmp_path, max_epochs=4)
+    with pytest.raises(ValueError, match=sentence):
+        run_from(tmp_path / "step=12.ckpt", resumable(), max_epochs=5)
+
+
+def test_a_cosine_that_rises_again_in_a_resumed_run_is_warned_of(tmp_path):
+    def cosine(steps):
+        schedule = functools.partial(CosineAnnealingLR, T_max=steps)
+        return RetrievalModule(
+            net(), SmoothAPLoss(tau=0.1), optimizer=SGD, lr_scheduler=schedule, lr_scheduler_interval="step"
+        )
+
+    words = "the learning rate rises again, because this run goes on to step 6 of CosineAnnealingLR, which has T_max=3"
+    assert not warnings_with(words, run_from, None, cosine(3), tmp_path, max_epochs=1)
+    assert warnings_with(words, run_from, tmp_path / "step=3.ckpt", cosine(6), max_epochs=2)
+    assert not warnings_with(words, run_from, tmp_path / "step=2.ckpt", cosine(3), max_epochs=1)
+
+
+@pytest.mark.refusal
+def test_a_stray_quote_in_a_file_of_hyperparameters_hides_no_line(tmp_path):
+    saved(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), tmp_path / "m.ckpt")
+    for text, where in (
+        ('key,value\nseed,"7\nkeep_graphs,2\n', "line 3"),
+        ('key,value\nseed,"7\na,2"\n', "lines 2 to 3"),
+    ):
+        (tmp_path / "h.csv").write_text(text)
+        with pytest.raises(
+            ValueError, match=rf"^RetrievalModule: `hparams_file` must be .* plain values, got .*{where}"
+        ):
+            RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", hparams_file=tmp_path / "h.csv")
 
 
 def test_a_run_in_double_precision_is_resumed_bit_by_bit(tmp_path):

@@ -1,18 +1,34 @@
 """Settings and flags of the Trainer that raise; tests/test_lightning.py and tests/test_full_sharding.py have runs."""
 
 import pytest
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, OnExceptionCheckpoint
+import torch
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed import fsdp
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_retrieval import FSDP2Strategy, PCAWhitening, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks import LearnWhitening
+from lightning_retrieval import (
+    CrossBatchMemory,
+    FSDP2Strategy,
+    OtherCamera,
+    PCAWhitening,
+    RetrievalModule,
+    SmoothAPLoss,
+)
+from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.losses import After, Before, BlackboxMAPLoss, CalibrationLoss, WeightedSum
 from lightning_retrieval.training.trainer_checks import check_processes, check_trainer
-from tests.lightning_retrieval.training.small_training import SGD, Unfreeze, assert_same, batches, fit, net
+from tests.lightning_retrieval.training.small_training import (
+    SGD,
+    Unfreeze,
+    assert_same,
+    batches,
+    fit,
+    net,
+    warnings_with,
+)
 from tests.quiet_trainer import quiet_trainer
 
 FILE = {"tensor_parallel_size": 1, "save_distributed_checkpoint": False}
@@ -120,6 +136,48 @@ def test_the_seed_is_that_of_seed_everything(monkeypatch):
     assert RetrievalModule(net(), SmoothAPLoss(), seed=2).seed == 2
     monkeypatch.delenv("PL_GLOBAL_SEED")
     assert RetrievalModule(net(), SmoothAPLoss()).seed == 0
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "settings", [{}, {"gather": False}, {"memory": CrossBatchMemory(16)}, {"relevance": OtherCamera()}]
+)
+@pytest.mark.parametrize("name", ["labels", "ids", "cameras"])
+def test_texts_instead_of_numbers_raise_with_the_same_sentence_in_fit_and_validate(name, settings):
+    if name == "cameras" and "relevance" not in settings:
+        pytest.skip("only the rule of relevance reads cameras in training")
+    images, labels, ids = batches(1)[0][0], torch.arange(10) // 2, torch.arange(10)
+    batch = {"images": images, "labels": labels, "ids": ids, "cameras": ids % 2}
+    batch[name] = [f"{number}.jpg" for number in range(10)]
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
+    sentence = rf": `{name}` must be integers, got texts such as '0.jpg'; number them in the data set"
+    with pytest.raises(TypeError, match=sentence):
+        fit(module, [batch])
+    run = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))])
+    with pytest.raises(TypeError, match=sentence):
+        run.validate(module, DataLoader([batch], batch_size=None), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("filename", "settings", "warned"),
+    [
+        ("{val/mAP:.3f}", {}, True),
+        ("{epoch}-{val/R@1}", {}, True),
+        ("{epoch}-mAP={val/mAP:.3f}", {"auto_insert_metric_name": False}, False),
+        ("best/{epoch}", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_metric_name_that_would_make_folders_of_checkpoints_is_warned_of(filename, settings, warned, tmp_path):
+    saving = ModelCheckpoint(tmp_path, filename=filename, monitor="val/mAP", mode="max", **settings)
+    module, data = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=SGD), batches(1)
+    evaluation = {"callbacks": [saving, RetrievalEvaluation(ks=(1,))], "enable_checkpointing": True}
+    found = warnings_with("would write each checkpoint into a folder", fit, module, data, data, **evaluation)
+    assert len(found) == warned
+    for text in found:
+        assert "auto_insert_metric_name=False" in text
+    made_folders = [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "best"]
+    assert bool(made_folders) == warned
 
 
 @pytest.mark.refusal
