@@ -14,7 +14,7 @@ from pytorch_lightning.loggers.csv_logs import CSVLogger, ExperimentWriter
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lightning_retrieval.checkpoints import checksums_of, find_damage, saved_at
+from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_damage, saved_at
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.files import new_file
@@ -56,7 +56,7 @@ def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
     """
     checkpoints: list[Path] = []
     for folder in folders:
-        checkpoints += Path(folder).glob("*.ckpt")
+        checkpoints += checkpoints_in(Path(folder))
     checkpoints.sort(key=saved_at, reverse=True)
     for path in checkpoints:
         damage = find_damage(path)

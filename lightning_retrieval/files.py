@@ -4,11 +4,14 @@ All files whose loss would matter are written by `new_file`: such a file always 
 its complete new content.
 """
 
+import ctypes
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +21,11 @@ from typing import IO, Any, BinaryIO
 LOCK = "lock"
 TEMPORARY = ".tmp"  # suffix of a file that is being written
 READ_BYTES = 1 << 20  # bytes read at a time
-UNCHANGED = "what was saved there before is unchanged, so free space on the disk and save again"
+UNCHANGED = "what was saved there before is unchanged, so "
+FREE_SPACE = "free space on the disk and save again"
+OTHER_PLACE = "give a path that may be written to"
+NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+WORKING_FOLDER, EXCHANGE = -100, 2  # `AT_FDCWD` and `RENAME_EXCHANGE` of Linux
 
 _locks: set[IO[str]] = set()  # open files whose locks this process holds
 
@@ -57,6 +64,35 @@ def move_file(source: Path, path: Path) -> None:
         flush(path.parent)
 
 
+def exchange_names(first: Path, second: Path) -> bool:
+    """Exchange the names of two files or folders of one file system in one step.
+
+    Returns:
+        False if the system (other than Linux) or the file system (such as NFS) cannot do this; nothing has changed then.
+
+    Raises:
+        OSError: if the names cannot be changed.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(WORKING_FOLDER, os.fsencode(first), WORKING_FOLDER, os.fsencode(second), EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a folder that has a temporary name. What cannot be deleted does no harm."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
+
+
 def is_temporary(path: Path) -> bool:
     """Whether a path was made by `temporary_path`."""
     return bool(re.fullmatch(rf"\.[0-9a-f]{{16}}{TEMPORARY}", path.name))
@@ -84,6 +120,41 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror
     return " ".join(text.split()) or type(error).__name__
+
+
+@contextmanager
+def writing(owner: str, what: object) -> Iterator[None]:
+    """Context in which a failure to write is raised as one sentence with the path, the reason and a cure.
+
+    Args:
+        owner: prefix of the message.
+        what: path of the file or folder, which the block must leave unchanged if it fails.
+
+    Raises:
+        OSError: in place of an `OSError`, or of a `RuntimeError`, which torch and faiss raise if a file cannot be
+            written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise not_written(owner, what, error) from None
+
+
+def not_written(owner: str, what: object, error: BaseException) -> OSError:
+    """The error for a file that cannot be written.
+
+    Args:
+        owner: prefix of the message.
+        what: path of the file, which is unchanged.
+        error: the error, which may have been raised while the error of the operating system was handled.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    cure = FREE_SPACE
+    if cause is not None and cause.errno in NOT_PERMITTED:
+        cure = OTHER_PLACE
+    return OSError(f"{owner}: {what} cannot be written ({reason(cause or error)}); {UNCHANGED}{cure}.")
 
 
 def file_digest(path: Path) -> str:
@@ -150,10 +221,9 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], objec
             if file_digest(temporary) != digest.hexdigest():
                 raise OSError("not all of it has reached the disk")
     except (OSError, RuntimeError) as error:
-        cause: BaseException = error
         if digest is not None and digest.error is not None:
-            cause = digest.error
-        raise OSError(f"{owner}: {path} cannot be written ({reason(cause)}); {UNCHANGED}.") from None
+            error = digest.error
+        raise not_written(owner, path, error) from None
     return digest.hexdigest()
 
 
