@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ def exchange_names(first: Path, second: Path) -> bool:
     """Exchange the names of two files or folders of one file system in one step.
 
     Returns:
-        False if the system (other than Linux) or the file system (such as NFS) cannot do this; nothing has changed then.
+        False if the system or the file system (such as NFS) cannot do this; then nothing has changed.
 
     Raises:
         OSError: if the names cannot be changed.
@@ -91,6 +91,64 @@ def delete(path: Path) -> None:
         return
     with suppress(OSError):
         path.unlink()
+
+
+@contextmanager
+def new_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Context with an empty folder, whose files replace all files of these names in `folder` on exit.
+
+    If there is nothing else in `folder`, the two folders exchange their names in one step. Otherwise, or if the system
+    cannot do that, the earlier files are deleted first, and the new ones get their names in reverse order: a killed
+    process leaves some files of one version, and the first file only if all others are there, but never a mix.
+
+    Args:
+        folder: path of the folder, which is created if it does not exist.
+        names: names of all files that this writer may write; first the one without which the others are not used.
+
+    Raises:
+        OSError: if a folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    new = temporary_path(folder / "new")
+    new.mkdir()
+    try:
+        yield new
+        for path in (*new.iterdir(), new):
+            flush(path)
+        if not _exchange_folders(new, folder.resolve(), names):
+            _replace_files(new, folder, names)
+    finally:
+        delete(new)
+
+
+def _exchange_folders(new: Path, folder: Path, names: Sequence[str]) -> bool:
+    """Let a new folder within another one take its name; False if it cannot, or if the other one has further files."""
+    others = [path for path in folder.iterdir() if path.name not in names and not is_temporary(path)]
+    owners = [(status.st_uid, status.st_gid) for status in (new.stat(), folder.stat())]
+    if others or owners[0] != owners[1] or Path.cwd().is_relative_to(folder):
+        return False
+    beside = temporary_path(folder)
+    try:
+        shutil.copymode(folder, new)
+        os.rename(new, beside)
+    except OSError:  # the folder above cannot be written to, or is on another file system
+        return False
+    if not exchange_names(beside, folder):
+        os.rename(beside, new)
+        return False
+    with suppress(OSError):  # as in `move_file`
+        flush(folder.parent)
+    delete(beside)
+    return True
+
+
+def _replace_files(new: Path, folder: Path, names: Sequence[str]) -> None:
+    """Delete the files of these names, and give new ones their names in reverse order."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    for name in reversed(names):
+        if (new / name).exists():
+            move_file(new / name, folder / name)
 
 
 def is_temporary(path: Path) -> bool:
@@ -131,12 +189,13 @@ def writing(owner: str, what: object) -> Iterator[None]:
         what: path of the file or folder, which the block must leave unchanged if it fails.
 
     Raises:
-        OSError: in place of an `OSError`, or of a `RuntimeError`, which torch and faiss raise if a file cannot be
-            written.
+        OSError: in place of an `OSError`, or of a `RuntimeError` that torch raises because of one.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
+        if _error_of_system(error) is None:
+            raise
         raise not_written(owner, what, error) from None
 
 
@@ -146,15 +205,21 @@ def not_written(owner: str, what: object, error: BaseException) -> OSError:
     Args:
         owner: prefix of the message.
         what: path of the file, which is unchanged.
-        error: the error, which may have been raised while the error of the operating system was handled.
+        error: the error that has been raised, perhaps because of an error of the operating system.
     """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__context__
+    cause = _error_of_system(error)
     cure = FREE_SPACE
     if cause is not None and cause.errno in NOT_PERMITTED:
         cure = OTHER_PLACE
     return OSError(f"{owner}: {what} cannot be written ({reason(cause or error)}); {UNCHANGED}{cure}.")
+
+
+def _error_of_system(error: BaseException) -> OSError | None:
+    """The error of the operating system that has led to an error; None if it has another cause."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause
 
 
 def file_digest(path: Path) -> str:
@@ -221,9 +286,10 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], objec
             if file_digest(temporary) != digest.hexdigest():
                 raise OSError("not all of it has reached the disk")
     except (OSError, RuntimeError) as error:
+        cause: BaseException = error
         if digest is not None and digest.error is not None:
-            error = digest.error
-        raise not_written(owner, path, error) from None
+            cause = digest.error
+        raise not_written(owner, path, cause) from None
     return digest.hexdigest()
 
 

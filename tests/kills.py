@@ -2,7 +2,8 @@
 
 `killed_everywhere` starts a function in a process of its own, again and again. The n-th process is killed (SIGKILL)
 before its n-th event below the watched folder: a file that is opened for writing, copied to, renamed, deleted or
-flushed, a folder that is created or deleted, and an exchange of two names. It ends with the first process that is not killed.
+flushed, a folder that is created or deleted, and an exchange of two names. It ends with the first process that is not
+killed.
 """
 
 import os
@@ -48,7 +49,7 @@ class Killer:
 
     def on_event(self, event, arguments):
         if event == "open":
-            path, mode, flags = arguments
+            path, _, flags = arguments
             if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
                 self.on_change(path)
         elif event in CHANGES:

@@ -1,7 +1,6 @@
 """A process that is killed at any moment leaves what was there before, or what is new, and never a mix of both."""
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lightning_retrieval.checkpoints import find_damage, is_checkpoint, torch_wr
 from tests.kills import killed_everywhere
 
 needs_shards = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch >= 2.9")
-OTHER_FILE_SYSTEM = Path("/dev/shm")  # noqa: S108
+OTHER_FILE_SYSTEM = Path("/dev/shm")
 
 
 def new_module(value):
