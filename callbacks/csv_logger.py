@@ -17,7 +17,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_damage, saved_at
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import gather_objects
-from lightning_retrieval.files import new_file
+from lightning_retrieval.files import new_file, writing
 
 
 def run_folder(trainer: Any) -> Path:
@@ -187,11 +187,12 @@ class _ContinuedFile(ExperimentWriter):
             return
         replaces = any(self._replaces(row) for row in self.metrics)
         new_columns = self._record_new_keys()
-        if replaces or new_columns or not self._file.exists():
-            self._rewrite()
-        else:
-            with self._file.open("a", newline="") as file:
-                csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+        with writing("ResumableCSVLogger", self._file):
+            if replaces or new_columns or not self._file.exists():
+                self._rewrite()
+            else:
+                with self._file.open("a", newline="") as file:
+                    csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
         self.metrics = []
 
     def _replaces(self, row: Mapping[str, Any]) -> bool:

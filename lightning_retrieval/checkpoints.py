@@ -31,6 +31,7 @@ from lightning_retrieval.distributed import rank, together
 from lightning_retrieval.files import (
     Manifest,
     delete,
+    error_of_system,
     exchange_names,
     file_digest,
     flush,
@@ -210,12 +211,20 @@ def write_checkpoint(owner: str, path: Path, content: Any) -> None:
     with writing(owner, f"the checkpoint {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with new.open("xb") as file:
-                torch.save(content, file)
+            _save(content, new)
             _give_name(new, path)
         except BaseException:
             delete(new)
             raise
+
+
+def _save(content: Any, path: Path) -> None:
+    """Write a file with `torch.save`. An error of the operating system is raised as such."""
+    with path.open("xb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            raise error_of_system(error) or error from None
 
 
 def _give_name(new: Path, path: Path) -> None:
@@ -324,7 +333,7 @@ def _save_rest(saved: Path, rest: Any) -> list[tuple[str, str]]:
     """Save everything but the shards on the first process; names and checksums of all files of this process."""
     files = list(saved.glob(f"shard-{rank() + 1:05}-*"))
     if rank() == 0:
-        torch.save(rest, saved / REST)
+        _save(rest, saved / REST)
         flush(saved / REST)
         files.append(saved / REST)
     return [(f"{saved.name}/{file.name}", file_digest(file)) for file in files]

@@ -23,7 +23,8 @@ TEMPORARY = ".tmp"  # suffix of a file that is being written
 READ_BYTES = 1 << 20  # bytes read at a time
 UNCHANGED = "what was saved there before is unchanged, so "
 FREE_SPACE = "free space on the disk and save again"
-OTHER_PLACE = "give a path that may be written to"
+OTHER_PLACE = "give another path, or change its permissions"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 WORKING_FOLDER, EXCHANGE = -100, 2  # `AT_FDCWD` and `RENAME_EXCHANGE` of Linux
 
@@ -194,7 +195,7 @@ def writing(owner: str, what: object) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if _error_of_system(error) is None:
+        if error_of_system(error) is None:
             raise
         raise not_written(owner, what, error) from None
 
@@ -207,14 +208,14 @@ def not_written(owner: str, what: object, error: BaseException) -> OSError:
         what: path of the file, which is unchanged.
         error: the error that has been raised, perhaps because of an error of the operating system.
     """
-    cause = _error_of_system(error)
+    cause = error_of_system(error)
     cure = FREE_SPACE
     if cause is not None and cause.errno in NOT_PERMITTED:
         cure = OTHER_PLACE
     return OSError(f"{owner}: {what} cannot be written ({reason(cause or error)}); {UNCHANGED}{cure}.")
 
 
-def _error_of_system(error: BaseException) -> OSError | None:
+def error_of_system(error: BaseException) -> OSError | None:
     """The error of the operating system that has led to an error; None if it has another cause."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

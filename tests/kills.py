@@ -2,8 +2,7 @@
 
 `killed_everywhere` starts a function in a process of its own, again and again. The n-th process is killed (SIGKILL)
 before its n-th event below the watched folder: a file that is opened for writing, copied to, renamed, deleted or
-flushed, a folder that is created or deleted, and an exchange of two names. It ends with the first process that is not
-killed.
+flushed, a folder that is created or deleted, and an exchange of two names.
 """
 
 import os
@@ -12,10 +11,9 @@ import signal
 import sys
 
 from lightning_retrieval import files
-from tests.processes import start_processes
+from tests.processes import load, start_processes
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.move"}
-MOST_EVENTS = 400  # a function with more of them is too large for a test
 
 
 class Killer:
@@ -69,15 +67,18 @@ class Killer:
 
 
 def run_until(rank, world_size, file, name, args, folder, number):
-    """Call a function of a test file; the process is killed before its `number`-th change below a folder."""
-    from tests.processes import load
+    """Call a function of a test file; the process is killed before its `number`-th change below a folder.
 
+    Returns the number of changes of a process that is not killed.
+    """
     function = getattr(load(file), name)
-    Killer(folder, number).watch()
+    killer = Killer(folder, number)
+    killer.watch()
     function(*args)
+    return killer.changes
 
 
-def killed_everywhere(function, *args, folder, before, processes):
+def killed_everywhere(function, *args, folder, before, processes, last=None):
     """Yield the number of each kill, when `folder` is as the kill has left it; at last None, after a complete run.
 
     Args:
@@ -85,25 +86,27 @@ def killed_everywhere(function, *args, folder, before, processes):
         folder: the folder that it changes; it is a copy of `before` at the start of each process.
         before: a folder with what was there before.
         processes: a new folder for the files of the processes.
+        last: if given, only as many kills, before the last changes.
     """
     processes.mkdir()
     file = sys.modules[function.__module__].__file__
-    for number in range(1, MOST_EVENTS):
+
+    def run(number):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(before, folder, symlinks=True)
-        job = (file, function.__name__, args, folder, number)
-        (started,) = start_processes(run_until, 1, *job, folder=_new(processes / str(number)))
+        of_process = processes / str(number)
+        of_process.mkdir()
+        (started,) = start_processes(run_until, 1, file, function.__name__, args, folder, number, folder=of_process)
         code = started.wait(120)
         started.end()
-        if code == 0:
-            assert number > 1, "nothing was changed below the folder"
-            yield None
-            return
-        assert code == -signal.SIGKILL, started.output()
+        assert code == (-signal.SIGKILL if number else 0), started.output()
+        return started
+
+    changes = run(0).result()
+    assert changes > 1, "nothing was changed below the folder"
+    for number in range(max(1, changes + 1 - (last or changes)), changes + 1):
+        run(number)
         yield number
-    raise AssertionError(f"{function.__name__} changes files more than {MOST_EVENTS} times")
-
-
-def _new(folder):
-    folder.mkdir()
-    return folder
+    shutil.rmtree(processes / "0")
+    run(0)
+    yield None

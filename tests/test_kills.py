@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, checkpoints, files
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, torch_writes_shards, write_sharded_checkpoint
+from lightning_retrieval.cli.export import export_model
+from lightning_retrieval.files import new_files
+from lightning_retrieval.preparation import prepare
 from tests.kills import killed_everywhere
 
 needs_shards = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch >= 2.9")
@@ -69,10 +72,10 @@ def save_shards(path, value):
     write_sharded_checkpoint("test", path, {"pytorch-lightning_version": pl.__version__, **content})
 
 
-def save_in_two_steps(save, path, value):
+def save_in_two_steps(save, *args):
     """As on a file system that cannot exchange two names."""
     files.exchange_names = checkpoints.exchange_names = lambda first, second: False
-    save(path, value)
+    save(*args)
 
 
 def shards_in_two_steps(path, value):
@@ -117,3 +120,107 @@ def test_a_checkpoint_that_replaces_another_one(first, then, run_alone, tmp_path
 
 def call(rank, world_size, function, *args):
     function(*args)
+
+
+def save_model(folder, name, size):
+    torch.manual_seed(0)
+    embedder = Embedder(name, size)
+    nn.init.constant_(embedder.head.linear.weight, size)
+    embedder.save_pretrained(folder)
+
+
+def save_model_in_steps(*args):
+    save_in_two_steps(save_model, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("save", "users_file"), [(save_model, False), (save_model, True), (save_model_in_steps, False)]
+)
+def test_a_saved_model_that_replaces_another_one(save, users_file, tmp_path):
+    """Where both folders can exchange their names, one of the models is always there; else, both or none."""
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    save_model(before / "model", "glyph_net", 4)
+    if users_file:
+        (before / "model" / "README.md").write_text("the user's")
+    found = []
+    for kill in killed_everywhere(
+        save, folder / "model", "glyph_net", 8, folder=folder, before=before, processes=tmp_path / "processes"
+    ):
+        try:
+            embedder = Embedder.from_pretrained(folder / "model")
+        except FileNotFoundError:
+            assert users_file or save is save_model_in_steps, kill
+            continue
+        assert (embedder.head.linear.weight == embedder.embedding_dim).all()
+        found.append(embedder.embedding_dim)
+        assert (folder / "model" / "README.md").exists() == users_file
+    assert found == sorted(found)
+    assert set(found) == {4, 8}
+    assert len(list((folder / "model").iterdir())) == 2 + users_file
+    assert list(folder.iterdir()) == [folder / "model"]
+
+
+def export(folder, checkpoint, settings):
+    export_model(checkpoint, folder, **settings)
+
+
+@pytest.mark.slow
+def test_an_export_that_replaces_another_one(run_alone, tmp_path):
+    """The folder has all files of one export, also if a kill comes before the new one is complete."""
+    pytest.importorskip("onnxruntime")
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    for value in (1.0, 2.0):
+        run_alone(call, save_file, tmp_path / f"{value}.ckpt", value)
+    run_alone(call, export, before / "model", tmp_path / "1.0.ckpt", {"input_type": "float"})
+    (before / "model" / "model.int8.onnx").write_bytes((before / "model" / "model.onnx").read_bytes())
+    old, found = set(os.listdir(before / "model")), []
+    for kill in killed_everywhere(
+        export,
+        folder / "model",
+        tmp_path / "2.0.ckpt",
+        {},
+        folder=folder,
+        before=before,
+        processes=tmp_path / "processes",
+        last=12,
+    ):
+        found.append(prepare.read_settings(folder / "model")["input"])
+        files_of_it = old if found[-1] == "float" else old - {"model.int8.onnx"}
+        assert {name for name in os.listdir(folder / "model") if not name.endswith(".tmp")} == files_of_it, kill
+    assert found == sorted(found)
+    assert set(found) == {"float", "uint8"}
+
+
+def write_letters(folder, letter):
+    with new_files(folder, ("first", "second", "third")) as new:
+        for name in ("first", "second"):
+            (new / name).write_text(letter)
+
+
+def write_letters_in_steps(folder, letter):
+    save_in_two_steps(write_letters, folder, letter)
+
+
+@pytest.mark.parametrize("write", [write_letters, write_letters_in_steps])
+@pytest.mark.parametrize("users_file", [False, True])
+def test_files_of_one_folder_are_never_mixed(write, users_file, tmp_path):
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    (before / "files" / "inner").mkdir(parents=True)
+    for name in ("first", "second", "third"):
+        (before / "files" / name).write_text("a")
+    if users_file:
+        (before / "files" / "inner" / "own").write_text("the user's")
+    else:
+        (before / "files" / "inner").rmdir()
+    for kill in killed_everywhere(
+        write, folder / "files", "b", folder=folder, before=before, processes=tmp_path / "processes"
+    ):
+        there = {path.name: path.read_text() for path in (folder / "files").iterdir() if path.is_file()}
+        assert len(set(there.values())) <= 1, kill
+        if "first" in there:
+            assert there.keys() == {"first", "second", *(["third"] if there["first"] == "a" else [])}, kill
+        elif write is write_letters:
+            assert users_file, kill
+        assert (folder / "files" / "inner" / "own").exists() == users_file
+    assert there == {"first": "b", "second": "b"}

@@ -275,12 +275,8 @@ class PretrainedModule(nn.Module):
             )
         safetensors = load_safetensors()
         path = check_path("Embedder", "folder", folder)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ValueError(
-                f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one."
-            ) from None
+        if not path.is_dir() and any(above.is_file() for above in (path, *path.parents)):
+            raise ValueError(f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one.")
         tensors: dict[str, Tensor] = {}
         for name, value in merged.state_dict().items():
             tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors rejects shared storages
