@@ -1,9 +1,11 @@
 """A process that is killed at any moment leaves what was there before, or what is new, and never a mix of both."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -11,12 +13,15 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, checkpoints, files
+from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss, checkpoints, files
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, torch_writes_shards, write_sharded_checkpoint
 from lightning_retrieval.cli.export import export_model
 from lightning_retrieval.files import new_files
 from lightning_retrieval.preparation import prepare
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 from tests.kills import killed_everywhere
+from tests.lightning_retrieval.search.vectors import built, vectors
+from tests.processes import start_processes
 
 needs_shards = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch >= 2.9")
 OTHER_FILE_SYSTEM = Path("/dev/shm")
@@ -202,6 +207,7 @@ def write_letters_in_steps(folder, letter):
     save_in_two_steps(write_letters, folder, letter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [write_letters, write_letters_in_steps])
 @pytest.mark.parametrize("users_file", [False, True])
 def test_files_of_one_folder_are_never_mixed(write, users_file, tmp_path):
@@ -224,3 +230,90 @@ def test_files_of_one_folder_are_never_mixed(write, users_file, tmp_path):
             assert users_file, kill
         assert (folder / "files" / "inner" / "own").exists() == users_file
     assert there == {"first": "b", "second": "b"}
+
+
+def save_index(folder, rows):
+    built(rows=rows, shards=2).save(folder)
+
+
+@pytest.mark.slow
+def test_an_index_that_replaces_another_one(tmp_path):
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    save_index(before / "index", 50)
+    found = []
+    for kill in killed_everywhere(
+        save_index, folder / "index", 60, folder=folder, before=before, processes=tmp_path / "processes", last=16
+    ):
+        index = RetrievalIndex.load(folder / "index")
+        found.append(len(index))
+        assert torch.equal(index.search(vectors(50)[:1], 1)[1], built(rows=50).search(vectors(50)[:1], 1)[1]), kill
+    assert found == sorted(found)
+    assert set(found) == {50, 60}
+
+
+def write_shards(path, file_format, value):
+    manifest = EmbeddingManifest(
+        images=4,
+        images_sha256="list",
+        model_sha256="model",
+        preparation={},
+        dim=3,
+        shard_size=2,
+        file_format=file_format,
+    )
+    folder = EmbeddingFolder.create("test", path, manifest)
+    for shard in range(2):
+        ids = np.array(folder.positions(shard))
+        embeddings = np.full((2, 3), value, dtype=np.float32)
+        folder.write(shard, ShardRows(ids, embeddings, [f"{value} {position}.jpg" for position in ids], [None] * 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["npy", "parquet"])
+def test_embeddings_that_are_written_again(file_format, tmp_path):
+    """Each shard is the old one, the new one, or missing, which the next run writes."""
+    if file_format == "parquet":
+        pytest.importorskip("pyarrow")
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    write_shards(before / "e", file_format, 1.0)
+    for kill in killed_everywhere(
+        write_shards, folder / "e", file_format, 2.0, folder=folder, before=before, processes=tmp_path / "processes"
+    ):
+        write_shards(folder / "missing", file_format, 3.0)  # reads nothing of the other folder
+        begun = EmbeddingFolder("test", folder / "e", EmbeddingFolder.load("test", folder / "missing").manifest)
+        for shard in set(range(2)) - set(begun.missing()):
+            rows = begun.read(shard)
+            assert {path.split()[0] for path in rows.paths} == {str(rows.embeddings[0, 0].item())}, kill
+            assert len(set(rows.embeddings.flatten().tolist())) == 1, kill
+    assert begun.missing() == []
+    assert rows.embeddings[0, 0] == 2.0
+
+
+def save_shards_of_two(rank, world_size, path, value):
+    """The second process is killed when the first one has given the new checkpoint its name."""
+    real = checkpoints._replace
+
+    def replace(*args):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(*args)
+
+    checkpoints._replace = replace
+    save_shards(path, value)
+
+
+@needs_shards
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore")
+def test_another_process_that_is_killed_after_the_checkpoint_has_its_name(run_alone, tmp_path):
+    run_alone(call, save_shards, tmp_path / "last.ckpt", 1.0)
+    (tmp_path / "processes").mkdir()
+    arguments = (save_shards_of_two, 2, tmp_path / "last.ckpt", 2.0)
+    started = start_processes(*arguments, folder=tmp_path / "processes", backend="gloo")
+    codes = [one.wait(120) for one in started]
+    for one in started:
+        one.end()
+    assert codes == [1, -signal.SIGKILL], started[0].output()
+    assert find_damage(tmp_path / "last.ckpt") is None
+    assert value_of(tmp_path / "last.ckpt") == 2.0
