@@ -16,10 +16,10 @@ from lightning_retrieval.backend import (
     pl,
     rank_zero_only,
 )
-from lightning_retrieval.checkpoints import checksums_of, find_damage, saved_at
+from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_damage, saved_at
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import gather_objects
-from lightning_retrieval.files import new_file
+from lightning_retrieval.files import new_file, writing
 
 
 def run_folder(trainer: Any) -> Path:
@@ -58,7 +58,7 @@ def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
     """
     checkpoints: list[Path] = []
     for folder in folders:
-        checkpoints += Path(folder).glob("*.ckpt")
+        checkpoints += checkpoints_in(Path(folder))
     checkpoints.sort(key=saved_at, reverse=True)
     for path in checkpoints:
         damage = find_damage(path)
@@ -189,11 +189,12 @@ class _ContinuedFile(ExperimentWriter):
             return
         replaces = any(self._replaces(row) for row in self.metrics)
         new_columns = self._record_new_keys()
-        if replaces or new_columns or not self._file.exists():
-            self._rewrite()
-        else:
-            with self._file.open("a", newline="") as file:
-                csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+        with writing("ResumableCSVLogger", self._file):
+            if replaces or new_columns or not self._file.exists():
+                self._rewrite()
+            else:
+                with self._file.open("a", newline="") as file:
+                    csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
         self.metrics = []
 
     def _replaces(self, row: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from lightning_retrieval.checks import check_integer, check_string
-from lightning_retrieval.files import new_file
+from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.ranking.rows import to_float64
@@ -50,9 +50,10 @@ def save_and_log(trainer: pl.Trainer, path: Path, key: str, drawing: Drawing) ->
         drawing: an image, or a figure of matplotlib.
     """
     image = _as_image(drawing)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(path) as file:
-        image.save(file, format="PNG")
+    with writing("save_and_log", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path) as file:
+            image.save(file, format="PNG")
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)

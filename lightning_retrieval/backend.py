@@ -64,6 +64,7 @@ _OF_TRAINER = {
     "WandbLogger": "loggers",
     "WeightAveraging": "callbacks",
     "XLAStrategy": "strategies.xla",
+    "_WrappingCheckpointIO": "plugins.io.wrapper",
     "_default_map_location": "core.saving",
     "_given_hyperparameters_context": "core.mixins.hparams_mixin",
     "_restricted_classmethod": "utilities.model_helpers",
@@ -79,6 +80,7 @@ _OF_FABRIC = {
     "Fabric": "fabric",
     "FabricDDPStrategy": "strategies.ddp",
     "MisconfigurationException": "utilities.exceptions",
+    "TorchCheckpointIO": "plugins.io.torch_io",
     "_load": "utilities.cloud_io",
     "convert_tensors_to_scalars": "utilities.apply_func",
     "get_filesystem": "utilities.cloud_io",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     from lightning_fabric.fabric import Fabric as Fabric
     from lightning_fabric.loggers.logger import rank_zero_experiment as rank_zero_experiment
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO as CheckpointIO
+    from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as TorchCheckpointIO
     from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars as convert_tensors_to_scalars
     from lightning_fabric.utilities.cloud_io import _load as _load
     from lightning_fabric.utilities.cloud_io import get_filesystem as get_filesystem
@@ -128,6 +131,7 @@ if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     from pytorch_lightning.loggers.logger import Logger as Logger
     from pytorch_lightning.plugins import BitsandbytesPrecision as BitsandbytesPrecision
     from pytorch_lightning.plugins import TransformerEnginePrecision as TransformerEnginePrecision
+    from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as _WrappingCheckpointIO
     from pytorch_lightning.strategies import DDPStrategy as DDPStrategy
     from pytorch_lightning.strategies import DeepSpeedStrategy as DeepSpeedStrategy
     from pytorch_lightning.strategies import ModelParallelStrategy as ModelParallelStrategy

@@ -7,6 +7,9 @@
   unpickles objects that can run code. Everything else is in the file `rest.pt`, in which tensors on the meta device
   stand for the sharded tensors. The manifest `checkpoint.json` names these files, with their checksums. It is written
   last, so a folder whose manifest exists is complete.
+- A new checkpoint is written beside the earlier one, and then gets its name in one step. A file and a folder exchange
+  their names; a system that cannot do this moves the earlier one away first. If the process is killed in between, the
+  new one is complete and is called `NAME.new`; whatever reads the checkpoint `NAME` then gives it its name.
 """
 
 import copy
@@ -25,7 +28,20 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.distributed import rank, together
-from lightning_retrieval.files import UNCHANGED, Manifest, file_digest, flush, new_file, reason, temporary_path
+from lightning_retrieval.files import (
+    Manifest,
+    delete,
+    error_of_system,
+    exchange_names,
+    file_digest,
+    flush,
+    move_file,
+    new_file,
+    not_written,
+    reason,
+    temporary_path,
+    writing,
+)
 from lightning_retrieval.optional_packages import optional_import
 
 ZIP_START = b"PK\x03\x04"
@@ -34,6 +50,7 @@ MANIFEST = Manifest(content="sharded checkpoint", name="checkpoint.json", comman
 REST = "rest.pt"
 MOST_DEPTH, MOST_VALUES = 100, 50_000_000  # limits for the containers in a checkpoint
 MOST_REPEATED_BYTES = 2**26  # by which the tensors of a checkpoint may be larger than what is stored
+PENDING = ".new"  # suffix of a complete checkpoint that is about to get its name
 SAVED = re.compile(r"[0-9a-f]{16}")  # name of the folder with the files that were saved together
 PART = re.compile(rf"{re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors")  # name of a file in it
 FILE = re.compile(rf"{SAVED.pattern}/({PART.pattern})")
@@ -46,6 +63,7 @@ def is_sharded_checkpoint(path: Any) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is that of a file or of a sharded checkpoint."""
+    finish_replacement(path)
     return path.is_file() or is_sharded_checkpoint(path)
 
 
@@ -60,6 +78,13 @@ def holds_checkpoint(path: Path) -> bool:
             return any(re.fullmatch("[^/]+/data.pkl", name) for name in archive.namelist())
     except Exception:  # a file of another kind can raise errors of many types
         return False
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, which may not exist, by the suffix of their names."""
+    for pending in folder.glob(f"*.ckpt{PENDING}"):
+        finish_replacement(pending.with_suffix(""))
+    return sorted(folder.glob("*.ckpt"))
 
 
 def saved_at(path: Path) -> int:
@@ -93,6 +118,7 @@ def find_damage(checkpoint: Any, part: slice = slice(None)) -> str | None:
     """
     if isinstance(checkpoint, (str, Path)):
         path = Path(checkpoint)
+        finish_replacement(path)
         if path.is_dir():
             return _damage_of_folder(path, part)
         if not path.is_file():
@@ -226,6 +252,77 @@ def _repeated_bytes(tensor: Tensor) -> int:
     return max(0, tensor.numel() * tensor.element_size() - tensor.untyped_storage().nbytes())
 
 
+def write_checkpoint(owner: str, path: Path, content: Any) -> None:
+    """Write a checkpoint of one file. An earlier checkpoint, a file or a folder, is replaced when it is complete.
+
+    Args:
+        owner: prefix of error messages.
+        path: path of the file; its folder is created if it does not exist.
+        content: the checkpoint.
+
+    Raises:
+        OSError: if the file cannot be written; an earlier checkpoint is unchanged.
+    """
+    new = temporary_path(path)
+    with writing(owner, f"the checkpoint {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _save(content, new)
+            _give_name(new, path)
+        except BaseException:
+            delete(new)
+            raise
+
+
+def _save(content: Any, path: Path) -> None:
+    """Write a file with `torch.save`. An error of the operating system is raised as such."""
+    with path.open("xb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            raise error_of_system(error) or error from None
+
+
+def _give_name(new: Path, path: Path) -> None:
+    """Replace what is at a path by a complete checkpoint; a file and a sharded checkpoint may replace each other."""
+    finish_replacement(path)
+    try:
+        move_file(new, path)
+        return
+    except (IsADirectoryError, NotADirectoryError):
+        if path.is_dir() and not holds_checkpoint(path):
+            raise
+    if not exchange_names(new, path):
+        pending = path.with_name(path.name + PENDING)
+        if is_checkpoint(pending):  # a process was killed before it moved the earlier one away
+            delete(pending)
+        os.replace(new, pending)
+        os.replace(path, new)
+        os.replace(pending, path)
+    with suppress(OSError):  # as in `move_file`
+        flush(path.parent)
+    if is_sharded_checkpoint(new):
+        remove_sharded_checkpoint(new)  # but not what else a user has put into its folder
+    else:
+        delete(new)
+
+
+def finish_replacement(path: Path) -> None:
+    """Give a complete checkpoint its name if the process that replaced another one by it was killed in between."""
+    pending = path.with_name(path.name + PENDING)
+    if os.path.lexists(path) or not os.path.lexists(pending):
+        return
+    if not (pending.is_file() or is_sharded_checkpoint(pending)):
+        return
+    with suppress(FileNotFoundError):  # another process of the run was faster
+        os.replace(pending, path)
+        warnings.warn(
+            f"checkpoint: {path} was complete but without its name, because a process was killed while it replaced an "
+            "earlier checkpoint; it has its name now.",
+            stacklevel=2,
+        )
+
+
 def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
     """Write a checkpoint; each process writes its shards. All processes must call this function.
 
@@ -256,13 +353,13 @@ def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
         digests = together(lambda: _save_rest(saved, rest))
         together(lambda: _replace(path, saved, {file: digest for of_rank in digests for file, digest in of_rank}))
     except Exception as error:  # of any type: an object in the checkpoint may fail to be pickled
-        if rank() == 0:
+        if rank() == 0 and not _is_published(path, saved):
             shutil.rmtree(saved, ignore_errors=True)
             if saved.parent != path:
                 shutil.rmtree(saved.parent, ignore_errors=True)
         if not isinstance(error, (OSError, RuntimeError)):
             raise
-        raise OSError(f"{owner}: the checkpoint {path} cannot be written ({reason(error)}); {UNCHANGED}.") from None
+        raise not_written(owner, f"the checkpoint {path}", error) from None
 
 
 def _places(path: Path) -> tuple[Path, Path]:
@@ -295,7 +392,7 @@ def _save_rest(saved: Path, rest: Any) -> list[tuple[str, str]]:
     """Save everything but the shards on the first process; names and checksums of all files of this process."""
     files = list(saved.glob(f"shard-{rank() + 1:05}-*"))
     if rank() == 0:
-        torch.save(rest, saved / REST)
+        _save(rest, saved / REST)
         flush(saved / REST)
         files.append(saved / REST)
     return [(f"{saved.name}/{file.name}", file_digest(file)) for file in files]
@@ -309,8 +406,7 @@ def _replace(path: Path, saved: Path, digests: dict[str, str]) -> None:
     with new_file(saved.parent / MANIFEST.name) as file:
         file.write(MANIFEST.encode({"files": digests}))
     if saved.parent != path:
-        path.unlink(missing_ok=True)
-        saved.parent.rename(path)
+        _give_name(saved.parent, path)
         return
     _remove_saved(path, but=saved)
 
@@ -335,6 +431,14 @@ def remove_sharded_checkpoint(path: Path) -> None:
     _remove_saved(path)
     with suppress(OSError):
         path.rmdir()
+
+
+def _is_published(path: Path, saved: Path) -> bool:
+    """Whether the checkpoint at a path has these files: another process may end after the first one has named them."""
+    try:
+        return saved.name in {name.partition("/")[0] for name in _digests(path)}
+    except (OSError, ValueError):
+        return False
 
 
 def torch_writes_shards() -> bool:

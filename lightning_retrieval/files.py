@@ -4,12 +4,15 @@ All files whose loss would matter are written by `new_file`: such a file always 
 its complete new content.
 """
 
+import ctypes
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,12 @@ from typing import IO, Any, BinaryIO
 LOCK = "lock"
 TEMPORARY = ".tmp"  # suffix of a file that is being written
 READ_BYTES = 1 << 20  # bytes read at a time
-UNCHANGED = "what was saved there before is unchanged, so free space on the disk and save again"
+UNCHANGED = "what was saved there before is unchanged, so "
+FREE_SPACE = "free space on the disk and save again"
+OTHER_PLACE = "give another path, or change its permissions"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+WORKING_FOLDER, EXCHANGE = -100, 2  # `AT_FDCWD` and `RENAME_EXCHANGE` of Linux
 
 _locks: set[IO[str]] = set()  # open files whose locks this process holds
 
@@ -57,6 +65,93 @@ def move_file(source: Path, path: Path) -> None:
         flush(path.parent)
 
 
+def exchange_names(first: Path, second: Path) -> bool:
+    """Exchange the names of two files or folders of one file system in one step.
+
+    Returns:
+        False if the system or the file system (such as NFS) cannot do this; then nothing has changed.
+
+    Raises:
+        OSError: if the names cannot be changed.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(WORKING_FOLDER, os.fsencode(first), WORKING_FOLDER, os.fsencode(second), EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a folder that has a temporary name. What cannot be deleted does no harm."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
+
+
+@contextmanager
+def new_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Context with an empty folder, whose files replace all files of these names in `folder` on exit.
+
+    If there is nothing else in `folder`, the two folders exchange their names in one step. Otherwise, or if the system
+    cannot do that, the earlier files are deleted first, and the new ones get their names in reverse order: a killed
+    process leaves some files of one version, and the first file only if all others are there, but never a mix.
+
+    Args:
+        folder: path of the folder, which is created if it does not exist.
+        names: names of all files that this writer may write; first the one without which the others are not used.
+
+    Raises:
+        OSError: if a folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    new = temporary_path(folder / "new")
+    new.mkdir()
+    try:
+        yield new
+        for path in (*new.iterdir(), new):
+            flush(path)
+        if not _exchange_folders(new, folder.resolve(), names):
+            _replace_files(new, folder, names)
+    finally:
+        delete(new)
+
+
+def _exchange_folders(new: Path, folder: Path, names: Sequence[str]) -> bool:
+    """Let a new folder within another one take its name; False if it cannot, or if the other one has further files."""
+    others = [path for path in folder.iterdir() if path.name not in names and not is_temporary(path)]
+    owners = [(status.st_uid, status.st_gid) for status in (new.stat(), folder.stat())]
+    if others or owners[0] != owners[1] or Path.cwd().is_relative_to(folder):
+        return False
+    beside = temporary_path(folder)
+    try:
+        shutil.copymode(folder, new)
+        os.rename(new, beside)
+    except OSError:  # the folder above cannot be written to, or is on another file system
+        return False
+    if not exchange_names(beside, folder):
+        os.rename(beside, new)
+        return False
+    with suppress(OSError):  # as in `move_file`
+        flush(folder.parent)
+    delete(beside)
+    return True
+
+
+def _replace_files(new: Path, folder: Path, names: Sequence[str]) -> None:
+    """Delete the files of these names, and give new ones their names in reverse order."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    for name in reversed(names):
+        if (new / name).exists():
+            move_file(new / name, folder / name)
+
+
 def is_temporary(path: Path) -> bool:
     """Whether a path was made by `temporary_path`."""
     return bool(re.fullmatch(rf"\.[0-9a-f]{{16}}{TEMPORARY}", path.name))
@@ -84,6 +179,48 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror
     return " ".join(text.split()) or type(error).__name__
+
+
+@contextmanager
+def writing(owner: str, what: object) -> Iterator[None]:
+    """Context in which a failure to write is raised as one sentence with the path, the reason and a cure.
+
+    Args:
+        owner: prefix of the message.
+        what: path of the file or folder, which the block must leave unchanged if it fails.
+
+    Raises:
+        OSError: in place of an `OSError`, or of a `RuntimeError` that torch raises because of one.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if error_of_system(error) is None:
+            raise
+        raise not_written(owner, what, error) from None
+
+
+def not_written(owner: str, what: object, error: BaseException) -> OSError:
+    """The error for a file that cannot be written.
+
+    Args:
+        owner: prefix of the message.
+        what: path of the file, which is unchanged.
+        error: the error that has been raised, perhaps because of an error of the operating system.
+    """
+    cause = error_of_system(error)
+    cure = FREE_SPACE
+    if cause is not None and cause.errno in NOT_PERMITTED:
+        cure = OTHER_PLACE
+    return OSError(f"{owner}: {what} cannot be written ({reason(cause or error)}); {UNCHANGED}{cure}.")
+
+
+def error_of_system(error: BaseException) -> OSError | None:
+    """The error of the operating system that has led to an error; None if it has another cause."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause
 
 
 def file_digest(path: Path) -> str:
@@ -153,7 +290,7 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], objec
         cause: BaseException = error
         if digest is not None and digest.error is not None:
             cause = digest.error
-        raise OSError(f"{owner}: {path} cannot be written ({reason(cause)}); {UNCHANGED}.") from None
+        raise not_written(owner, path, cause) from None
     return digest.hexdigest()
 
 

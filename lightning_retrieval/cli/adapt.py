@@ -29,6 +29,7 @@ from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
+from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_report import quiet_trainer
 from lightning_retrieval.training.trainer_checks import adapt_loss
@@ -159,6 +160,7 @@ def adapt_head(
         FileNotFoundError: if the embeddings, the table or the checkpoint do not exist.
         ValueError: if `output` exists and `overwrite` is False, an image has no label, there are too few classes, the
             embeddings were not made by this checkpoint's network alone, or an argument is out of range.
+        OSError: if the checkpoint cannot be written; an earlier file at `output` is unchanged.
 
     Cost:
         Memory for all embeddings and for the scores of one list.
@@ -353,4 +355,5 @@ def _save(embedder: AdaptedEmbedder, loss: nn.Module, source: RetrievalModule, o
     with quiet_trainer():
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         trainer.strategy.connect(module)
+        trainer.strategy.checkpoint_io = VerifiedCheckpoints(OWNER, trainer.strategy.checkpoint_io)
         trainer.save_checkpoint(output, weights_only=True)

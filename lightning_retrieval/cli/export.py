@@ -2,9 +2,9 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage, list_images
-from lightning_retrieval.export.onnx_file import OnnxModel, load_onnx, write_onnx
+from lightning_retrieval.export.onnx_file import METADATA, OnnxModel, load_onnx, write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram, InputType, export_program, largest_difference
 from lightning_retrieval.export.quantization import quantize_onnx
-from lightning_retrieval.files import move_file
+from lightning_retrieval.files import new_files, writing
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation import prepare
 from lightning_retrieval.preparation.preparation import Preparation
@@ -28,6 +28,7 @@ OWNER = "export_model"
 FORMAT = "lightning-retrieval model"
 ONNX, TORCH, INT8 = "model.onnx", "model.pt2", "model.int8.onnx"
 PREPARATION, PREPARE = "preparation.json", "prepare.py"
+FILES = (PREPARATION, ONNX, TORCH, INT8, PREPARE)  # all files that an export may write
 TOLERANCE = 1e-5  # largest allowed difference from torch in float32
 CHECKED_BATCHES = (1, 3)  # batch sizes with which a program is compared
 CALIBRATION_IMAGES = 256
@@ -115,8 +116,9 @@ def export_model(
     """Export the model of a checkpoint to ONNX and to a program of `torch.export`, and compare both with the model.
 
     The programs include the whitening and the scales of the model. `preparation.json` describes the preparation of
-    images for the programs; the metadata of the ONNX file hold the same values. `prepare.py` prepares an image as these
-    values say, with Pillow and NumPy alone.
+    images for the programs; the metadata of the programs hold the same values. `prepare.py` prepares an image as these
+    values say, with Pillow and NumPy alone. All files of an earlier export to the folder are replaced or deleted, when
+    the new ones are complete.
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
@@ -132,6 +134,7 @@ def export_model(
         FileNotFoundError: if the checkpoint or the images do not exist.
         ModuleNotFoundError: if onnx, onnxscript or onnxruntime is missing.
         ValueError: if the model cannot be traced, a program differs from the model, or an argument is invalid.
+        OSError: if the folder cannot be written to; the files of an earlier export are unchanged.
     """
     load_onnx()  # raises before any work is done, if a package is missing
     if output.exists() and not output.is_dir():
@@ -151,11 +154,11 @@ def export_model(
     program = EmbeddingProgram(embedder.module, preparation, input_type).eval()
     about = _about(program, embedder)
     made = ExportedModel(about)
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".") as folder:
-        new = Path(folder)
+    with writing(OWNER, output), new_files(output, FILES) as new:
         exported = export_program(program)
-        torch.export.save(exported, new / TORCH)
+        content = io.BytesIO()  # on a full disk, torch would end the process
+        torch.export.save(exported, content, extra_files={METADATA: json.dumps(about)})
+        (new / TORCH).write_bytes(content.getbuffer())
         write_onnx(exported, new / ONNX, about)
         programs: dict[str, Callable[[Tensor], Tensor]] = {
             ONNX: OnnxModel(new / ONNX).embed,
@@ -167,8 +170,6 @@ def export_model(
             made.int8 = _write_int8(new, embedder, program, listed)
         (new / PREPARATION).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         shutil.copyfile(prepare.__file__, new / PREPARE)
-        for file in new.iterdir():
-            move_file(file, output / file.name)
     return made
 
 

@@ -38,7 +38,7 @@ from lightning_retrieval.cli.embedding import find_checkpoint
 from lightning_retrieval.cli.options import did_you_mean, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
-from lightning_retrieval.files import folder_lock, new_file, reason
+from lightning_retrieval.files import folder_lock, new_file, reason, writing
 from lightning_retrieval.plain_data import add_named_packages, constructor_parameters, is_variadic, load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
@@ -309,6 +309,10 @@ class RetrievalCLI(LightningCLI):
                 if self.trainer.interrupted:
                     sys.exit(EXIT_CODE)
                 raise
+            except OSError as error:  # a full disk, or a folder that cannot be written to
+                if not (_is_ours(error) and "cannot be written" in str(error)):
+                    raise
+                self.parser.error(str(error))
 
     @contextmanager
     def _locked_run_folder(self) -> Iterator[None]:
@@ -556,7 +560,9 @@ class _SaveConfig(SaveConfigCallback):
             config = self.parser.dump(self.config, skip_none=False)
             if self.model is not None:
                 config = yaml.safe_dump({**yaml.safe_load(config), "model": self.model}, sort_keys=False)
-            folder.mkdir(parents=True, exist_ok=True)
-            with new_file(folder / self.config_filename) as file:
-                file.write(config.encode())
+            path = folder / self.config_filename
+            with writing("fit", path):
+                folder.mkdir(parents=True, exist_ok=True)
+                with new_file(path) as file:
+                    file.write(config.encode())
         self.already_saved = True

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER_PLACE, reason
+
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # the same names as in `Preparation.NAMES`
 HELP_WIDTH = 78  # columns of a description
 SHOWN = 100  # number of characters that are shown of a path that is too long
@@ -75,6 +77,11 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         shown = printable(str(error.filename))[:SHOWN]
         return f"{command}: a path must have names of at most 255 bytes, got {shown}..., which is longer; shorten it."
+    if isinstance(error, OSError) and error.errno in (*NO_SPACE, *NOT_PERMITTED):
+        shown, cure = printable(str(error.filename or "a file")), OTHER_PLACE
+        if error.errno in NO_SPACE:
+            cure = FREE_SPACE
+        return f"{command}: {shown} cannot be used ({reason(error)}); {cure}."
     message = str(error)
     owner, separator, sentence = message.partition(": ")
     if owner in OWNERS:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
-from lightning_retrieval.checkpoints import saved_at
+from lightning_retrieval.checkpoints import checkpoints_in, saved_at
 
 CONFIG = "config.yaml"
 COMPARED = ("model", "data")  # sections of a config that must be equal
@@ -40,7 +40,7 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
         return None
     checkpoints: list[Path] = []
     for path in [*map(Path, folders_of_callbacks), *(run / "checkpoints" for run in same)]:
-        checkpoints += path.glob("*.ckpt")
+        checkpoints += checkpoints_in(path)
     if checkpoints:
         return max(checkpoints, key=saved_at)
     is_first_run = bool(folders_of_callbacks) and not same

@@ -56,19 +56,18 @@ def write_onnx(exported: ExportedProgram, path: Path, about: Mapping[str, Any]) 
 
     Raises:
         ValueError: if an operation of the program has no counterpart in ONNX.
+        OSError: if the file cannot be written.
     """
     onnx, _ = load_onnx()
     try:
         with _quiet():
-            torch.onnx.export(
-                exported, (), path, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, external_data=False
-            )
+            program: Any = torch.onnx.export(exported, (), input_names=[INPUT], output_names=[OUTPUT], dynamo=True)
     except Exception as error:  # the exporter raises errors of many types
         raise ValueError(
             f"{OWNER}: the model must consist of operations that ONNX has, got an error ({first_line(error)}); use "
             "the program of torch.export."
         ) from None
-    model = onnx.load(path)
+    model = program.model_proto
     onnx.helper.set_model_props(model, {METADATA: json.dumps(about)})
     onnx.save(model, path)
 

@@ -8,11 +8,13 @@ An embedder can be saved to a folder, loaded from a folder or from the Hugging F
     FOLDER/config.json        the constructor's arguments, and the preparation of images
     FOLDER/model.safetensors  the weights
 
-Both files are plain data: loading runs no code in them. Only `push_to_hub`, and loading by a name that is not a folder,
+The weights record the checksum of the arguments, so files of two models are not loaded together. Both files are plain
+data: loading runs no code in them. Only `push_to_hub`, and loading by a name that is not a folder,
 need a network connection.
 """
 
 import copy
+import hashlib
 import json
 import os
 import tempfile
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
-from lightning_retrieval.files import new_file
+from lightning_retrieval.files import new_files, writing
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
 
@@ -39,6 +41,7 @@ PREFIXES = ("module.", "_orig_mod.", "embedder.", "model.", "backbone.")
 RUNNING_STATISTICS = ("running_mean", "running_var")
 SHOWN_NAMES = 3  # number of names that an error message shows
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG_DIGEST = "config_sha256"  # key of the metadata of the weights
 FORMAT, VERSION = "lightning-retrieval embedder", 1
 
 _rebuilding: ContextVar[bool] = ContextVar("rebuilding_from_a_file", default=False)
@@ -256,10 +259,11 @@ class PretrainedModule(nn.Module):
 
         Args:
             folder: path of the folder, which is created if it does not exist; `config.json` and `model.safetensors` in
-                it are replaced.
+                it are replaced when both are complete.
 
         Raises:
             ValueError: if the backbone was given as a module, which a file cannot describe, or the folder is a file.
+            OSError: if the folder cannot be written to; the earlier files are unchanged.
             ModuleNotFoundError: if safetensors is not installed.
         """
         merged = copy.deepcopy(self).merge_lora()
@@ -271,21 +275,17 @@ class PretrainedModule(nn.Module):
             )
         safetensors = load_safetensors()
         path = check_path("Embedder", "folder", folder)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ValueError(
-                f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one."
-            ) from None
+        if not path.is_dir() and any(above.is_file() for above in (path, *path.parents)):
+            raise ValueError(f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one.")
         tensors: dict[str, Tensor] = {}
         for name, value in merged.state_dict().items():
             tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors rejects shared storages
         config = {"format": FORMAT, "version": VERSION, "init_args": arguments}
-        # `safetensors.torch.save_file` would create files that other users cannot read.
-        with new_file(path / WEIGHTS) as file:
-            file.write(safetensors.save(tensors, metadata={"format": "pt"}))
-        with new_file(path / CONFIG) as file:
-            file.write((json.dumps(config, indent=1) + "\n").encode())
+        metadata = {"format": "pt", CONFIG_DIGEST: _digest_of(arguments)}
+        with writing("Embedder", path), new_files(path, (CONFIG, WEIGHTS)) as new:
+            # `safetensors.torch.save_file` would create files that other users cannot read.
+            (new / WEIGHTS).write_bytes(safetensors.save(tensors, metadata=metadata))
+            (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls: type[Self], name: str | Path, *, revision: str | None = None) -> Self:
@@ -298,7 +298,7 @@ class PretrainedModule(nn.Module):
         Raises:
             FileNotFoundError: if a file is missing, or the hub cannot be reached or has no such model.
             ValueError: if a file is damaged, does not belong to an embedder, or has an argument that a file may not
-                set.
+                set, or if the two files are of different models.
             ModuleNotFoundError: if safetensors is not installed or, for a name on the hub, huggingface_hub.
         """
         config, weights = find_files(name, revision)
@@ -315,6 +315,7 @@ class PretrainedModule(nn.Module):
                 f"({first_line(error)})."
             ) from None
         safetensors = load_safetensors()
+        _check_same_model(config, weights, arguments)
         try:
             embedder.load_state_dict(safetensors.load_file(weights))
         except Exception as error:  # safetensors raises its own type of error
@@ -352,6 +353,28 @@ class PretrainedModule(nn.Module):
                     f"({first_line(error)}); log in with `hf auth login`, or use save_pretrained without a network."
                 ) from None
         return str(commit)
+
+
+def _digest_of(arguments: Mapping[str, Any]) -> str:
+    """SHA-256 of the constructor's arguments in a config."""
+    return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()
+
+
+def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
+    """Raise if the weights were saved with another config. Earlier releases, and other programs, do not record it."""
+    load_safetensors()
+    import safetensors
+
+    try:
+        with safetensors.safe_open(weights, framework="pt") as file:
+            recorded = (file.metadata() or {}).get(CONFIG_DIGEST)
+    except Exception:  # a damaged file, which is named when its tensors are read
+        return
+    if recorded is not None and recorded != _digest_of(arguments):
+        raise ValueError(
+            f"Embedder: {weights} must be of the model that {config} describes, but was saved with another config; "
+            "save the model again with save_pretrained."
+        )
 
 
 def load_hub() -> Any:

@@ -20,7 +20,9 @@ an eighth of their size, which libjpeg does much faster than at full size. libjp
 like a box filter, so the pixels after resizing differ from those at full size.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 Size = tuple[int, int]  # height and width
 
+PROGRAMS = ("model.onnx", "model.int8.onnx", "model.pt2")  # files of an export that hold the values about it
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112  # number of the EXIF tag
 TRANSPOSED = (5, 6, 7, 8)  # values of the EXIF tag for which height and width are swapped
@@ -37,12 +40,34 @@ DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
+def read_settings(folder: str | Path) -> dict[str, Any]:
+    """The values in `preparation.json` in the folder of an export, with which all programs there were exported.
+
+    Args:
+        folder: the folder, with any of the programs.
+
+    Raises:
+        FileNotFoundError: if the folder has no `preparation.json`, because it is no export or not a complete one.
+        ValueError: if a program in the folder is of another export.
+    """
+    about: dict[str, Any] = json.loads(Path(folder, "preparation.json").read_text(encoding="utf-8"))
+    settings = json.dumps(about).encode()  # in the form in which the programs hold them
+    for name in PROGRAMS:
+        file = Path(folder, name)
+        if file.exists() and settings not in file.read_bytes():
+            raise ValueError(
+                f"read_settings: {file} must be of the export that wrote preparation.json beside it, but is of another "
+                "one; export the model again."
+            )
+    return about
+
+
 def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     """The input of an exported model for one image: an array (channels, height, width) of uint8 or float32.
 
     Args:
         image: an image of any mode, as `PIL.Image.open` returns it. A converted image keeps no EXIF orientation.
-        about: the values in `preparation.json`, which are also in the metadata of the ONNX file.
+        about: what `read_settings` returns, which is also in the metadata of the ONNX file.
 
     Raises:
         ValueError: if the range of the pixel values is unknown (see `to_rgb`).

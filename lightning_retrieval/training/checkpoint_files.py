@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_retrieval.checkpoints import (
     check_content,
     find_damage,
+    finish_replacement,
     is_sharded_checkpoint,
     map_tensors,
     read_rest,
@@ -92,6 +93,7 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
     if is_stream or is_address:
         return
     path = check_path(owner, name, checkpoint)
+    finish_replacement(path)
     if path.is_dir() and not is_sharded_checkpoint(path):
         raise ValueError(f"{owner}: `{name}` must be the path of a checkpoint, got the folder {path}.")
     if not path.exists():

@@ -4,23 +4,27 @@
 is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
 """
 
-import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import fsspec
+import yaml
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.backend import (
     BaseFinetuning,
     CheckpointIO,
+    TorchCheckpointIO,
     _default_map_location,
     _given_hyperparameters_context,
     _load,
     _restricted_classmethod,
+    _WrappingCheckpointIO,
     load_hparams_from_tags_csv,
     pl,
     rank_zero_warn,
@@ -28,14 +32,13 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.checkpoints import (
     check_content,
-    holds_checkpoint,
     is_sharded_checkpoint,
     read_checkpoint,
     remove_sharded_checkpoint,
+    write_checkpoint,
 )
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.csv_rows import csv_rows
-from lightning_retrieval.files import temporary_path
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import (
     DescriptionReader,
@@ -68,18 +71,12 @@ class VerifiedCheckpoints(CheckpointIO):
         self.checkpoint_io = checkpoint_io
         self.trainer = trainer
         self._saved: set[str] = set()
+        _write_beside_target(owner, checkpoint_io)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint. A sharded checkpoint of the same name is removed when the new file is complete."""
+        """Write a checkpoint. A local file of Lightning's own `CheckpointIO` gets its name when it is complete."""
         self._saved.add(str(path))
-        replaces_folder = is_sharded_checkpoint(path) and holds_checkpoint(Path(path))
-        if not replaces_folder:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return
-        new = temporary_path(Path(path))
-        self.checkpoint_io.save_checkpoint(checkpoint, new, storage_options=storage_options)
-        shutil.rmtree(path)
-        new.replace(path)
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify a checkpoint and load it. With `weights_only` None or True, nothing in it can run code.
@@ -115,6 +112,30 @@ class VerifiedCheckpoints(CheckpointIO):
         self.checkpoint_io.teardown()
 
 
+def _write_beside_target(owner: str, checkpoint_io: CheckpointIO | None) -> None:
+    """Let Lightning's own `CheckpointIO` write a local file beside its target, also within one such as the async one.
+
+    Lightning writes it to the folder for temporary files first. If that is on another file system, the target is then
+    overwritten in place, and a killed process leaves neither the old nor the new checkpoint.
+    """
+    while isinstance(checkpoint_io, _WrappingCheckpointIO):
+        checkpoint_io = checkpoint_io.checkpoint_io
+    if checkpoint_io is not None and type(checkpoint_io).save_checkpoint is TorchCheckpointIO.save_checkpoint:
+        save = partial(_save_checkpoint, owner, partial(TorchCheckpointIO.save_checkpoint, checkpoint_io))
+        checkpoint_io.save_checkpoint = save  # type: ignore[method-assign]
+
+
+def _save_checkpoint(
+    owner: str, save: Callable[..., None], checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+) -> None:
+    """Write a local file by `write_checkpoint`, and leave a remote address to Lightning."""
+    file_system, local = fsspec.core.url_to_fs(str(path))
+    if storage_options is None and isinstance(file_system, LocalFileSystem):
+        write_checkpoint(owner, Path(local), checkpoint)
+    else:
+        save(checkpoint, path, storage_options=storage_options)
+
+
 class CheckpointedModule(pl.LightningModule):
     """A module whose checkpoints hold plain values, for `weights_only=True`, and are verified before loading."""
 
@@ -146,6 +167,11 @@ class CheckpointedModule(pl.LightningModule):
 
     def configure_callbacks(self) -> Any:
         """Let the Trainer verify the checkpoints that it loads."""
+        self._verify_checkpoints()
+        return super().configure_callbacks()
+
+    def _verify_checkpoints(self) -> None:
+        """Let the Trainer's strategy write and read checkpoints by `VerifiedCheckpoints`."""
         strategy = self.trainer.strategy
         if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
             strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io, self.trainer)
@@ -199,6 +225,8 @@ class CheckpointedModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
+        if self._trainer is not None:  # `Trainer.save_checkpoint` may be called before `fit`
+            self._verify_checkpoints()
         checkpoint_files.remove_base_weights(self, checkpoint)
         if _has_finetuning(self):
             checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]

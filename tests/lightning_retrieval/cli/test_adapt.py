@@ -2,6 +2,8 @@
 
 import csv
 import json
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -218,3 +220,22 @@ def test_a_model_with_whitening_or_scales_cannot_be_adapted(tmp_path):
         folder = folder_of(tmp_path / str(number), made, rows, labels)
         with pytest.raises(ValueError, match=r"adapt_head: `embeddings` must be of a model without whitening"):
             adapt_head(folder, tmp_path / "a.ckpt", loss=SmoothAPLoss())
+
+
+def adapt_on_full_disk(rank, world_size, embeddings, output):
+    """The message of `adapt_head` when no file may be longer than a limit."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(OSError, match=r"^adapt_head: ") as error:
+        adapt_head(embeddings, output, loss=SmoothAPLoss(), max_epochs=1)
+    return str(error.value)
+
+
+@pytest.mark.refusal
+def test_a_full_disk_leaves_no_part_of_a_checkpoint(checkpoint, tmp_path, run_alone):
+    embeddings = folder_of(tmp_path / "e", checkpoint, *points(1.0))
+    message = run_alone(adapt_on_full_disk, embeddings, tmp_path / "head.ckpt")
+    assert message.startswith(
+        f"adapt_head: the checkpoint {tmp_path / 'head.ckpt'} cannot be written (File too large);"
+    )
+    assert [path.name for path in tmp_path.iterdir() if path.name != "e"] == []

@@ -17,9 +17,10 @@ from lightning_retrieval.cli import export as export_module
 from lightning_retrieval.cli.embedding import ImageEmbedder, list_images
 from lightning_retrieval.cli.export import check_program, export_model
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.export.onnx_file import can_write_onnx
+from lightning_retrieval.export.onnx_file import OnnxModel, can_write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation import prepare
 from tests.datamodules.pictures import write_pictures_of_all_kinds
 from tests.lightning_retrieval.cli.glyph_commands import paths_of, run, save_checkpoint
 
@@ -166,6 +167,30 @@ def test_int8_says_what_it_costs(glyphs, exported):
     (found,) = session.run(None, {"images": pixels_of(glyphs, preparation).numpy()})
     cosines = torch.nn.functional.cosine_similarity(torch.from_numpy(found), glyphs[1])
     assert cosines.min() > 0.98
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("mixed", ["model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"])
+def test_files_of_two_exports_are_noticed(mixed, glyphs, exported, tmp_path):
+    export_model(glyphs[0] / "model.ckpt", tmp_path, input_type="float")
+    about = prepare.read_settings(tmp_path)
+    assert about["input"] == "float"
+    assert about == OnnxModel(tmp_path / "model.onnx").about
+    (tmp_path / mixed).write_bytes((exported / mixed).read_bytes())
+    with pytest.raises(
+        ValueError, match=r"^read_settings: .* must be of the export that wrote preparation.json beside"
+    ):
+        prepare.read_settings(tmp_path)
+
+
+def test_a_later_export_leaves_no_file_of_an_earlier_one(glyphs, exported, tmp_path):
+    for name in ("model.int8.onnx", "model.onnx", "preparation.json"):
+        (tmp_path / name).write_bytes((exported / name).read_bytes())
+    (tmp_path / "notes.txt").write_text("the user's")
+    export_model(glyphs[0] / "model.ckpt", tmp_path, input_type="float")
+    written = {"model.onnx", "model.pt2", "preparation.json", "prepare.py"}
+    assert {path.name for path in tmp_path.iterdir()} == written | {"notes.txt"}
+    assert prepare.read_settings(tmp_path)["input"] == "float"
 
 
 @pytest.mark.refusal

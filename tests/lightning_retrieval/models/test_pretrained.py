@@ -229,6 +229,32 @@ def test_invalid_folders(saved, tmp_path):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("mixed", ["config.json", "model.safetensors"])
+def test_files_of_two_models_are_not_loaded_together(mixed, tmp_path, safetensors):
+    for name, pooling in (("a", "avg"), ("b", "gem")):
+        Embedder("glyph_net", 8, pooling=pooling, image_size=32).save_pretrained(tmp_path / name)
+    (tmp_path / "a" / mixed).write_bytes((tmp_path / "b" / mixed).read_bytes())
+    with pytest.raises(ValueError, match=r"^Embedder: .*model\.safetensors must be of the model that .*config\.json"):
+        Embedder.from_pretrained(tmp_path / "a")
+
+
+def test_weights_that_do_not_record_their_config_are_loaded(tmp_path, safetensors):
+    """As earlier releases and other programs write them."""
+    import safetensors.torch
+
+    embedder = Embedder("glyph_net", 8)
+    embedder.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"further": 1, **config}))
+    Embedder.from_pretrained(tmp_path)
+    config["init_args"]["image_size"] = 48
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    assert Embedder.from_pretrained(tmp_path).preparation.image_size == 48
+
+
+@pytest.mark.refusal
 def test_a_hub_that_cannot_be_reached(saved, monkeypatch):
     class Unreachable:
         def __getattr__(self, name):

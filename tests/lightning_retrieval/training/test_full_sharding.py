@@ -722,6 +722,10 @@ DAMAGES = {
     "no manifest": (lambda path, _: (path / "checkpoint.json").unlink(), "it is a folder without checkpoint.json"),
     "changed manifest": (lambda path, _: flip(path / "checkpoint.json"), "its checkpoint.json is not as it was"),
     "flipped bit": (lambda _, saved: flip(min(saved.glob("*.safetensors"))), "the checksum of its file .*shard-00001"),
+    "shards of another run": (
+        lambda _, saved: shutil.copy(min(saved.glob("*.safetensors")), max(saved.glob("*.safetensors"))),
+        "the checksum of its file .*shard-00002",
+    ),
     "missing shards": (lambda _, saved: max(saved.glob("*.safetensors")).unlink(), "it has no file .*shard-00002"),
     "flipped bit of the rest": (lambda _, saved: flip(saved / "rest.pt"), "the checksum of its file .*rest.pt"),
     "another folder": (with_files(lambda files: {**files, "../x": ""}), "its checkpoint.json is not as it was"),

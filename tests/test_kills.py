@@ -1,0 +1,319 @@
+"""A process that is killed at any moment leaves what was there before, or what is new, and never a mix of both."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss, checkpoints, files
+from lightning_retrieval.checkpoints import find_damage, is_checkpoint, torch_writes_shards, write_sharded_checkpoint
+from lightning_retrieval.cli.export import export_model
+from lightning_retrieval.files import new_files
+from lightning_retrieval.preparation import prepare
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
+from tests.kills import killed_everywhere
+from tests.lightning_retrieval.search.vectors import built, vectors
+from tests.processes import start_processes
+
+needs_shards = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch >= 2.9")
+OTHER_FILE_SYSTEM = Path("/dev/shm")
+
+
+def new_module(value):
+    module = RetrievalModule(Embedder("glyph_net", 4), SmoothAPLoss())
+    nn.init.constant_(module.embedder.head.linear.weight, value)
+    return module
+
+
+def value_of(path):
+    """The value that `new_module` gave the weights of the checkpoint at a path, after it was verified."""
+    return RetrievalModule.load_from_checkpoint(path).embedder.head.linear.weight[0, 0].item()
+
+
+def settled(plugins=()):
+    return pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, plugins=list(plugins)
+    )
+
+
+def save_file(path, value, plugins=(), connect=False):
+    """Save a checkpoint by a Trainer whose folder for temporary files is on another file system."""
+    if OTHER_FILE_SYSTEM.is_dir():
+        os.environ["TMPDIR"] = str(OTHER_FILE_SYSTEM)
+        tempfile.tempdir = None
+    trainer, module = settled(plugins), new_module(value)
+    if connect:
+        module.trainer = trainer
+        trainer.strategy.connect(module)
+    else:
+        trainer.validate(
+            module, DataLoader([(torch.rand(8, 1, 32, 32), torch.arange(8) // 2)], batch_size=None), verbose=False
+        )
+    trainer.save_checkpoint(path)
+    trainer.strategy.teardown()
+
+
+def save_file_asynchronously(path, value):
+    save_file(path, value, [AsyncCheckpointIO()])
+
+
+def save_file_before_fit(path, value):
+    save_file(path, value, connect=True)
+
+
+def save_shards(path, value):
+    module = new_module(value)
+    content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(content)
+    path.parent.mkdir(exist_ok=True)
+    write_sharded_checkpoint("test", path, {"pytorch-lightning_version": pl.__version__, **content})
+
+
+def save_in_two_steps(save, *args):
+    """As on a file system that cannot exchange two names."""
+    files.exchange_names = checkpoints.exchange_names = lambda first, second: False
+    save(*args)
+
+
+def shards_in_two_steps(path, value):
+    save_in_two_steps(save_shards, path, value)
+
+
+def file_in_two_steps(path, value):
+    save_in_two_steps(save_file, path, value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (save_file, save_file),
+        (save_file, save_file_asynchronously),
+        (save_file, save_file_before_fit),
+        pytest.param(save_shards, save_shards, marks=needs_shards),
+        pytest.param(save_file, save_shards, marks=needs_shards),
+        pytest.param(save_shards, save_file, marks=needs_shards),
+        pytest.param(file_in_two_steps, shards_in_two_steps, marks=needs_shards),
+        pytest.param(shards_in_two_steps, file_in_two_steps, marks=needs_shards),
+    ],
+)
+def test_a_checkpoint_that_replaces_another_one(first, then, run_alone, tmp_path):
+    """The name always has a checkpoint, the old or the new one, which can be loaded."""
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    run_alone(call, first, before / "last.ckpt", 1.0)
+    found = []
+    for kill in killed_everywhere(
+        then, folder / "last.ckpt", 2.0, folder=folder, before=before, processes=tmp_path / "processes"
+    ):
+        assert is_checkpoint(folder / "last.ckpt"), kill
+        assert find_damage(folder / "last.ckpt") is None, kill
+        found.append(value_of(folder / "last.ckpt"))
+    assert found == sorted(found)
+    assert found[0] == 1.0
+    assert found[-1] == 2.0
+    assert [path.name for path in folder.iterdir()] == ["last.ckpt"]
+
+
+def call(rank, world_size, function, *args):
+    function(*args)
+
+
+def save_model(folder, name, size):
+    torch.manual_seed(0)
+    embedder = Embedder(name, size)
+    nn.init.constant_(embedder.head.linear.weight, size)
+    embedder.save_pretrained(folder)
+
+
+def save_model_in_steps(*args):
+    save_in_two_steps(save_model, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("save", "users_file"), [(save_model, False), (save_model, True), (save_model_in_steps, False)]
+)
+def test_a_saved_model_that_replaces_another_one(save, users_file, tmp_path):
+    """Where both folders can exchange their names, one of the models is always there; else, both or none."""
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    save_model(before / "model", "glyph_net", 4)
+    if users_file:
+        (before / "model" / "README.md").write_text("the user's")
+    found = []
+    for kill in killed_everywhere(
+        save, folder / "model", "glyph_net", 8, folder=folder, before=before, processes=tmp_path / "processes"
+    ):
+        try:
+            embedder = Embedder.from_pretrained(folder / "model")
+        except FileNotFoundError:
+            assert users_file or save is save_model_in_steps, kill
+            continue
+        assert (embedder.head.linear.weight == embedder.embedding_dim).all()
+        found.append(embedder.embedding_dim)
+        assert (folder / "model" / "README.md").exists() == users_file
+    assert found == sorted(found)
+    assert set(found) == {4, 8}
+    assert len(list((folder / "model").iterdir())) == 2 + users_file
+    assert list(folder.iterdir()) == [folder / "model"]
+
+
+def export(folder, checkpoint, settings):
+    export_model(checkpoint, folder, **settings)
+
+
+@pytest.mark.slow
+def test_an_export_that_replaces_another_one(run_alone, tmp_path):
+    """The folder has all files of one export, also if a kill comes before the new one is complete."""
+    pytest.importorskip("onnxruntime")
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    for value in (1.0, 2.0):
+        run_alone(call, save_file, tmp_path / f"{value}.ckpt", value)
+    run_alone(call, export, before / "model", tmp_path / "1.0.ckpt", {"input_type": "float"})
+    (before / "model" / "model.int8.onnx").write_bytes((before / "model" / "model.onnx").read_bytes())
+    old, found = set(os.listdir(before / "model")), []
+    for kill in killed_everywhere(
+        export,
+        folder / "model",
+        tmp_path / "2.0.ckpt",
+        {},
+        folder=folder,
+        before=before,
+        processes=tmp_path / "processes",
+        last=12,
+    ):
+        found.append(prepare.read_settings(folder / "model")["input"])
+        files_of_it = old if found[-1] == "float" else old - {"model.int8.onnx"}
+        assert {name for name in os.listdir(folder / "model") if not name.endswith(".tmp")} == files_of_it, kill
+    assert found == sorted(found)
+    assert set(found) == {"float", "uint8"}
+
+
+def write_letters(folder, letter):
+    with new_files(folder, ("first", "second", "third")) as new:
+        for name in ("first", "second"):
+            (new / name).write_text(letter)
+
+
+def write_letters_in_steps(folder, letter):
+    save_in_two_steps(write_letters, folder, letter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_letters, write_letters_in_steps])
+@pytest.mark.parametrize("users_file", [False, True])
+def test_files_of_one_folder_are_never_mixed(write, users_file, tmp_path):
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    (before / "files" / "inner").mkdir(parents=True)
+    for name in ("first", "second", "third"):
+        (before / "files" / name).write_text("a")
+    if users_file:
+        (before / "files" / "inner" / "own").write_text("the user's")
+    else:
+        (before / "files" / "inner").rmdir()
+    for kill in killed_everywhere(
+        write, folder / "files", "b", folder=folder, before=before, processes=tmp_path / "processes"
+    ):
+        there = {path.name: path.read_text() for path in (folder / "files").iterdir() if path.is_file()}
+        assert len(set(there.values())) <= 1, kill
+        if "first" in there:
+            assert there.keys() == {"first", "second", *(["third"] if there["first"] == "a" else [])}, kill
+        elif write is write_letters:
+            assert users_file, kill
+        assert (folder / "files" / "inner" / "own").exists() == users_file
+    assert there == {"first": "b", "second": "b"}
+
+
+def save_index(folder, rows):
+    built(rows=rows, shards=2).save(folder)
+
+
+@pytest.mark.slow
+def test_an_index_that_replaces_another_one(tmp_path):
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    save_index(before / "index", 50)
+    found = []
+    for kill in killed_everywhere(
+        save_index, folder / "index", 60, folder=folder, before=before, processes=tmp_path / "processes", last=16
+    ):
+        index = RetrievalIndex.load(folder / "index")
+        found.append(len(index))
+        assert torch.equal(index.search(vectors(50)[:1], 1)[1], built(rows=50).search(vectors(50)[:1], 1)[1]), kill
+    assert found == sorted(found)
+    assert set(found) == {50, 60}
+
+
+def write_shards(path, file_format, value):
+    manifest = EmbeddingManifest(
+        images=4,
+        images_sha256="list",
+        model_sha256="model",
+        preparation={},
+        dim=3,
+        shard_size=2,
+        file_format=file_format,
+    )
+    folder = EmbeddingFolder.create("test", path, manifest)
+    for shard in range(2):
+        ids = np.array(folder.positions(shard))
+        embeddings = np.full((2, 3), value, dtype=np.float32)
+        folder.write(shard, ShardRows(ids, embeddings, [f"{value} {position}.jpg" for position in ids], [None] * 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["npy", "parquet"])
+def test_embeddings_that_are_written_again(file_format, tmp_path):
+    """Each shard is the old one, the new one, or missing, which the next run writes."""
+    if file_format == "parquet":
+        pytest.importorskip("pyarrow")
+    before, folder = tmp_path / "before", tmp_path / "folder"
+    write_shards(before / "e", file_format, 1.0)
+    for kill in killed_everywhere(
+        write_shards, folder / "e", file_format, 2.0, folder=folder, before=before, processes=tmp_path / "processes"
+    ):
+        write_shards(folder / "missing", file_format, 3.0)  # reads nothing of the other folder
+        begun = EmbeddingFolder("test", folder / "e", EmbeddingFolder.load("test", folder / "missing").manifest)
+        for shard in set(range(2)) - set(begun.missing()):
+            rows = begun.read(shard)
+            assert {path.split()[0] for path in rows.paths} == {str(rows.embeddings[0, 0].item())}, kill
+            assert len(set(rows.embeddings.flatten().tolist())) == 1, kill
+    assert begun.missing() == []
+    assert rows.embeddings[0, 0] == 2.0
+
+
+def save_shards_of_two(rank, world_size, path, value):
+    """The second process is killed when the first one has given the new checkpoint its name."""
+    real = checkpoints._replace
+
+    def replace(*args):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(*args)
+
+    checkpoints._replace = replace
+    save_shards(path, value)
+
+
+@needs_shards
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore")
+def test_another_process_that_is_killed_after_the_checkpoint_has_its_name(run_alone, tmp_path):
+    run_alone(call, save_shards, tmp_path / "last.ckpt", 1.0)
+    (tmp_path / "processes").mkdir()
+    arguments = (save_shards_of_two, 2, tmp_path / "last.ckpt", 2.0)
+    started = start_processes(*arguments, folder=tmp_path / "processes", backend="gloo")
+    codes = [one.wait(120) for one in started]
+    for one in started:
+        one.end()
+    assert codes == [1, -signal.SIGKILL], started[0].output()
+    assert find_damage(tmp_path / "last.ckpt") is None
+    assert value_of(tmp_path / "last.ckpt") == 2.0
