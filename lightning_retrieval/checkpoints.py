@@ -249,7 +249,8 @@ def _repeated_bytes(tensor: Tensor) -> int:
     """The number of bytes by which a tensor is larger than its storage."""
     if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
         return 0
-    return max(0, tensor.numel() * tensor.element_size() - tensor.untyped_storage().nbytes())
+    stored: int = tensor.untyped_storage().nbytes()
+    return max(0, tensor.numel() * tensor.element_size() - stored)
 
 
 def write_checkpoint(owner: str, path: Path, content: Any) -> None:

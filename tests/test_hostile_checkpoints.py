@@ -275,12 +275,12 @@ def test_another_folder(tmp_path, moved):
     if moved:
         folder = folder.rename(tmp_path / "moved")
         with pytest.warns(UserWarning, match=DROPPED):
-            run(tmp_path / "second", 2, folder / "last.ckpt", saving)
-        assert {callback.best_model_path for callback in saving} == {""}
+            run(tmp_path / "second", 4, folder / "last.ckpt", saving)
+        assert_own_paths(saving, tmp_path / "second")
     else:
         run(tmp_path / "second", 2, checkpoint, saving)
         assert all(Path(callback.best_model_path).parent == folder for callback in saving)
-    run(tmp_path / "second", 4, folder / "last.ckpt")
+        run(tmp_path / "second", 4, checkpoint)
     assert sorted(path.name for path in folder.iterdir()) == best
 
 

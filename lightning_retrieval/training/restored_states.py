@@ -175,7 +175,7 @@ def _is_number_like(like: Any, value: Any) -> bool:
     if type(like) is int:
         return type(value) is int and 0 <= value <= MOST_STEPS
     if type(like) is float:
-        return type(value) in (int, float) and 0 <= value <= MOST_STEPS
+        return isinstance(value, (int, float)) and 0 <= value <= MOST_STEPS
     return type(like) is type(value) or not isinstance(like, bool)
 
 
