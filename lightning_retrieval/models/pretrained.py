@@ -37,6 +37,7 @@ FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
 # Prefixes that wrappers add to the names of weights: DistributedDataParallel, torch.compile, and training modules.
 PREFIXES = ("module.", "_orig_mod.", "embedder.", "model.", "backbone.")
 RUNNING_STATISTICS = ("running_mean", "running_var")
+HUB_TIMEOUT = 10  # seconds after which the hub counts as unreachable
 SHOWN_NAMES = 3  # number of names that an error message shows
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT, VERSION = "lightning-retrieval embedder", 1
@@ -210,6 +211,36 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     return tensors
 
 
+@contextmanager
+def hub_access(*, allowed: bool) -> Iterator[None]:
+    """Context in which files of the Hugging Face hub come from the cache alone, unless the hub may and can be reached.
+
+    If the hub cannot be reached, huggingface_hub would repeat each request for a file that is not in the cache, for 23
+    seconds. It reads its constant at each request, so that a single request decides for all of them.
+
+    Args:
+        allowed: whether the hub may be reached.
+    """
+    try:
+        from huggingface_hub import constants
+        from huggingface_hub.utils import get_session
+    except ModuleNotFoundError:  # the libraries that download from the hub need it
+        yield
+        return
+    was_offline = constants.HF_HUB_OFFLINE
+    is_offline = not allowed
+    if allowed and not was_offline:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+        except Exception:  # the type depends on the library that huggingface_hub uses for requests
+            is_offline = True
+    constants.HF_HUB_OFFLINE = was_offline or is_offline
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
 def hub_error(argument: str, what: str, error: Exception) -> ValueError:
     """The error for a failed download from a hub, with advice for offline use.
 
@@ -218,10 +249,18 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
         what: a description of the requested data.
         error: the error of the hub.
     """
+    cure = (
+        "offline, give the path of a local file or folder, or download it once with a network, after which it is read "
+        "from the cache"
+    )
+    if is_rebuilding():
+        cure = (
+            "a file may not choose what is downloaded, so if you trust it, download it yourself (`hf download`), after "
+            "which it is read from the cache"
+        )
     return ValueError(
         f"Embedder: `{argument}` asks for {what}, which could not be loaded ({type(error).__name__}: "
-        f"{first_line(error)}); offline, give the path of a local file or folder, or download it once with a network, "
-        "after which it is read from the cache."
+        f"{first_line(error)}); {cure}."
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_string, short_repr
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import MOST_DIM, has_loaded_weights, note_loaded_weights
-from lightning_retrieval.models.hugging_face_backbones import build_text_model, source_of
+from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
 from lightning_retrieval.models.pretrained import are_skipped, is_local_file, is_rebuilding
 from lightning_retrieval.models.tokenizers import (
     PADDING,
@@ -305,7 +305,8 @@ class TextEmbedder(nn.Module):
         self.backbone = HuggingFaceTextBackbone(model)
         if are_skipped():
             return
-        self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), self.backbone.max_length)
+        with hub_of(request):
+            self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), self.backbone.max_length)
         most = self._tokenizer.max_length
         if self.max_length is not None:
             check_integer("TextEmbedder", "max_length", self.max_length, 1, most)

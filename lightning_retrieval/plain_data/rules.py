@@ -42,6 +42,7 @@ _PUBLIC_PARENTS = ("timm.data", "torch.nn")  # parent packages from which some o
 # Settings with which another library would run code, or read a file or an address that the description chooses.
 FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # parts of names that another library would look up elsewhere
+_IGNORED = str.maketrans("", "", "\t\r\n")  # characters that `urllib` removes from an address
 _MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # limits for plain data
 _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
 
@@ -157,7 +158,7 @@ def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...])
         return parts
     if not (value is None or isinstance(value, (bool, int, float, str))):
         raise TypeError(f"{owner}: `{name}` must be plain data, got {short_repr(value)} ({type(value).__name__}).")
-    if isinstance(value, str) and any(prefix in value.lower() for prefix in _ADDRESSES):
+    if isinstance(value, str) and any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
         raise ValueError(
             f"{owner}: `{name}` must not be an address, since a file may not choose what is downloaded, got "
             f"{short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
