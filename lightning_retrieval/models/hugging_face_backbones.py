@@ -24,8 +24,9 @@ from lightning_retrieval.models.backbone_request import (
     poolings_of_network,
 )
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
+from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data import check_plain_data, names_kernels
+from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data, names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
@@ -96,7 +97,8 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     transformers = load_transformers(request)
     with hub_of(request):
         config = _config(transformers, request, "vision_config")
-        model = _model(transformers, request, config)
+        with limited_to("Embedder", None):
+            model = _model(transformers, request, config)
         recorded = _folder_preparation(transformers, request)
     image_size = _image_size(config)
     main_input = getattr(model, "main_input_name", "pixel_values")
@@ -131,7 +133,8 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
     transformers = load_transformers(request)
     with hub_of(request):
         config = _config(transformers, request, "text_config")
-        model = _model(transformers, request, config)
+        with limited_to("Embedder", None):
+            model = _model(transformers, request, config)
     if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:
         raise ValueError(
             f"Embedder: `backbone` must be an encoder of texts, got hf/{request.name}, a {type(model).__name__}."
@@ -329,6 +332,7 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
                 f"config has the quantization_config {short_repr(value)}; take the weights before their quantisation."
             )
     check_plain_data("Embedder", argument, config)
+    check_integers_of_file("Embedder", argument, config)
 
 
 def _named_values(config: Any) -> Iterator[tuple[str, Any]]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
 from lightning_retrieval.files import new_file
+from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
 
@@ -345,21 +346,23 @@ class PretrainedModule(nn.Module):
         check_plain_data("Embedder", "init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
+        safetensors = load_safetensors()
         try:
-            with without_pretrained_weights():
+            tensors = safetensors.load_file(weights)
+        except Exception as error:  # safetensors raises its own type of error
+            raise _other_tensors(weights, error) from None
+        try:
+            with without_pretrained_weights(), limited_to("Embedder", tensors):
                 embedder = cls(**arguments)
         except TypeError as error:
             raise ValueError(
                 f"Embedder: {config} must hold arguments that this release of lightning-retrieval knows, got others "
                 f"({first_line(error)})."
             ) from None
-        safetensors = load_safetensors()
         try:
-            embedder.load_state_dict(safetensors.load_file(weights))
-        except Exception as error:  # safetensors raises its own type of error
-            raise ValueError(
-                f"Embedder: {weights} must hold the weights of its config's model ({first_line(error)})."
-            ) from None
+            embedder.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise _other_tensors(weights, error) from None
         return embedder.eval()
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, message: str = "Add the embedder") -> str:
@@ -391,6 +394,11 @@ class PretrainedModule(nn.Module):
                     f"({first_line(error)}); log in with `hf auth login`, or use save_pretrained without a network."
                 ) from None
         return str(commit)
+
+
+def _other_tensors(path: Path, error: Exception) -> ValueError:
+    """The error for a file that does not hold the weights of an embedder."""
+    return ValueError(f"Embedder: {path} must hold the weights of its config's model ({first_line(error)}).")
 
 
 def load_hub() -> Any:

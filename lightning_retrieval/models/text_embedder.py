@@ -21,7 +21,7 @@ from lightning_retrieval.models.tokenizers import (
     NgramTokenizer,
     read_hugging_face_tokenizer,
 )
-from lightning_retrieval.plain_data import check_plain_data
+from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
 
 NGRAM_NET = "ngram_net"
@@ -266,6 +266,7 @@ class TextEmbedder(nn.Module):
         name = self.backbone_name
         if is_rebuilding():
             check_plain_data("TextEmbedder", "backbone_args", self.backbone_args)
+            check_integers_of_file("TextEmbedder", "backbone_args", self.backbone_args)
         self._tokenizer = None
         try:
             if name == NGRAM_NET:

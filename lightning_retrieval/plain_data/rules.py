@@ -44,6 +44,7 @@ FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pre
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # parts of names that another library would look up elsewhere
 _IGNORED = str.maketrans("", "", "\t\r\n")  # characters that `urllib` removes from an address
 _MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # limits for plain data
+MOST_INTEGER = 1 << 22  # largest size or number of layers that a file may give to the builder of a network
 _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
 
 named_by_user: set[str] = set()  # modules named by the user, not by a file
@@ -70,6 +71,31 @@ def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...
         if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # nested shared lists may expand exponentially
             raise ValueError(f"{owner}: `{name}` must be plain data, got lists or dicts that are nested too deeply.")
         pending += [(key, part, depth + 1) for key, part in _checked_parts(owner, inner, item, packages)]
+
+
+def check_integers_of_file(owner: str, name: str, value: Any) -> None:
+    """Raise if a file asks for a size or a number of layers that no network has.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that the value belongs to.
+        value: plain data.
+
+    Raises:
+        ValueError: if an integer is larger than 2^22.
+    """
+    pending = [(name, value)]
+    while pending:
+        inner, item = pending.pop()
+        if isinstance(item, Mapping):
+            pending += [(str(key), part) for key, part in item.items()]
+        elif isinstance(item, (list, tuple)):
+            pending += [(inner, part) for part in item]
+        elif isinstance(item, int) and abs(item) > MOST_INTEGER:
+            raise ValueError(
+                f"{owner}: `{name}` must have integers up to {MOST_INTEGER:,} in a file, got {short_repr(item)} for "
+                f"{inner}; build the network in Python, and pass it."
+            )
 
 
 def find_class(

@@ -33,6 +33,7 @@ from lightning_retrieval.checks import check_path, short_repr
 from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
+from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, class_path, describe
 from lightning_retrieval.preparation.serialised import check_serialised_transform
@@ -40,7 +41,6 @@ from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, 
 from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
-BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
 MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
 ONLY_TRAINED = ("loss.", "memory.")  # names of the states of a module that its networks do not have begin with these
 # LightningCLI stores one of these names in the hyperparameters.
@@ -259,7 +259,8 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     reader = DescriptionReader(MODULE.rpartition(".")[2])
     reader.settings(TrainingObjects, settings)
     checked = reader.settings(RetrievalNetwork, settings)
-    with without_pretrained_weights():  # pretrained weights would be downloaded, only to be replaced
+    # Pretrained weights would be downloaded, only to be replaced.
+    with without_pretrained_weights(), limited_to(reader.owner, weights_of(checkpoint)):
         network = RetrievalNetwork(**checked.arguments())
     add_base_weights(reader.owner, network, checkpoint)
     load_preparations(reader.owner, network, checkpoint)

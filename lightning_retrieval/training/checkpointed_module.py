@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.files import temporary_path
+from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, describe, unsharded_class, without_sources
 from lightning_retrieval.training import checkpoint_files
@@ -301,7 +302,8 @@ def module_of_checkpoint(
     if isinstance(argument, str) and argument not in ("", "kwargs"):
         used = {argument: used}
     settings = DescriptionReader(owner).settings(cls, used)
-    with without_pretrained_weights():  # pretrained weights would be downloaded, only to be replaced
+    # Pretrained weights would be downloaded, only to be replaced.
+    with without_pretrained_weights(), limited_to(owner, weights_of(checkpoint)):
         if instantiator is None:
             return settings.cls(**settings.plain, **given)
         arguments = {**settings.arguments(), **given}
