@@ -3,14 +3,21 @@
 Each case runs in a process of its own, whose time and memory are limited, so that a file that is obeyed fails the test.
 """
 
+import base64
+import json
 import resource
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
+from torchvision.transforms import v2
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models.adapted import embedder_of_checkpoint
+from lightning_retrieval.models.tokenizers import JSONTokenizer
+from lightning_retrieval.preparation.serialised import rebuild_transform, serialise_transform
+from lightning_retrieval.search.conditions import parse_where
 from lightning_retrieval.training.checkpoint_files import restored_network
 from lightning_retrieval.training.checkpointed_module import module_of_checkpoint
 from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
@@ -91,3 +98,133 @@ def test_a_checkpoint_describes_no_network_that_is_larger_than_its_weights(part,
             ": a file must describe a network of about the size of its weights (2 tensors with 10 numbers)" in error
             or ("must have integers up to 4,194,304 in a file" in error)
         )
+
+
+def step(name, **arguments):
+    return described(f"torchvision.transforms.{name}", **arguments)
+
+
+TRANSFORMS = [
+    step("AugMix", mixture_width=10**7),
+    step("v2.AugMix", chain_depth=10**7),
+    step("RandAugment", num_ops=10**9),
+    step("Pad", padding=10**6),
+    step("Pad", padding=[1, 10**9]),
+    step("Compose", transforms=[step("Pad", padding=10**4)] * 50),
+    step("Resize", size=10**7),
+    step("Resize", size=[10**30, 4]),
+    step("CenterCrop", size=float("inf")),
+    step("GaussianBlur", kernel_size=10**7 + 1),
+    step("v2.ElasticTransform", sigma=1e12),
+    step("Compose", transforms=[step("ToTensor")] * 10**5),
+    step("Compose", transforms=[step("RandomRotation", degrees=45, expand=True)] * 60),
+    step("Compose", transforms=[step("v2.RandomZoomOut", side_range=[1, 10])] * 30),
+    {"albumentations": {"transform": {"__class_fullname__": "Resize", "height": 10**7, "width": 10**7}}},
+    {"preparation": {"image_size": 10**7}},
+    {"preparation": {"resize": 10**7}},
+]
+
+
+def errors_of_transforms(rank, world_size, transforms):
+    limited()
+    errors = []
+    nested = step("ToTensor")
+    for _ in range(500):
+        nested = step("Compose", transforms=[nested])
+    for transform in (*transforms, nested):
+        with pytest.raises(ValueError, match=r"^Test: ") as raised:
+            rebuild_transform("Test", transform)(Image.new("RGB", (64, 64)))
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_a_recorded_transform_does_not_ask_for_endless_work(run_alone):
+    for error in run_alone(errors_of_transforms, TRANSFORMS, timeout=SECONDS):
+        assert len(error) < 700
+
+
+def test_a_usual_transform_is_rebuilt():
+    usual = v2.Compose([v2.RandomZoomOut(), v2.RandAugment(), v2.AugMix(), v2.Pad(8), v2.Resize(512), v2.ToImage()])
+    serialised = serialise_transform(usual)
+    assert serialise_transform(rebuild_transform("Test", serialised)) == serialised
+
+
+COLUMNS = {"price": "number", "brand": "text"}
+
+
+def errors_of_conditions(rank, world_size, conditions):
+    limited()
+    errors = []
+    for where in conditions:
+        with pytest.raises(ValueError, match=r"^Test: `where` must ") as raised:
+            parse_where("Test", where, COLUMNS)
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_a_condition_does_not_ask_for_endless_work(run_alone):
+    conditions = [
+        " or ".join(["price == 1"] * 200_000),
+        " or ".join(["price == 1"] * 201),
+        f"price in {list(range(1_000_000))}",
+        "(" * 10_000 + "price == 1" + ")" * 10_000,
+        "not " * 20_000 + "price == 1",
+        "price == " + "-" * 90_000 + "1",
+        "price == " + "9" * 90_000,
+        "brand == '" + "x" * 200_000 + "'",
+        "price" + "." * 90_000,
+    ]
+    for error in run_alone(errors_of_conditions, conditions, timeout=SECONDS):
+        assert len(error) < 500
+    assert parse_where("Test", f"price in {list(range(10_000))} and brand == 'a'", COLUMNS) is not None
+
+
+def tokenizer(**parts):
+    """The content of a tokenizer of one word."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model, **parts})
+
+
+def replacing(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def in_sequence(parts):
+    return {"type": "Sequence", "normalizers": parts}
+
+
+TENFOLD = [replacing({"String": "a"}, "a" * 10)] * 9
+TWICE = {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 10, "pair": [], "special_tokens": {}}
+MAP = base64.b64encode((0).to_bytes(4, "little") + b"x" * 10**6 + b"\0").decode()
+TOKENIZERS = [
+    tokenizer(normalizer=in_sequence(TENFOLD)),
+    tokenizer(normalizer=in_sequence([in_sequence([part]) for part in TENFOLD])),
+    tokenizer(normalizer=in_sequence([replacing({"Regex": "a"}, "a" * 10)] * 9)),
+    tokenizer(normalizer=in_sequence([replacing({"Regex": "(?=.)"}, "a")] * 30)),
+    tokenizer(normalizer=replacing({"String": "a"}, "a" * 10**6)),
+    tokenizer(normalizer=replacing({"Regex": "(a+)+b"}, "")),
+    tokenizer(
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a|aa)*b"}, "behavior": "Isolated", "invert": False}
+    ),
+    tokenizer(post_processor={"type": "Sequence", "processors": [{"type": "TemplateProcessing", **TWICE}] * 9}),
+    tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": MAP}),
+]
+
+
+def errors_of_tokenizers(rank, world_size, tokenizers):
+    limited()
+    errors = []
+    for text in tokenizers:
+        with pytest.raises(
+            ValueError, match=r"^JSONTokenizer: `text` must be a tokenizer that makes no text "
+        ) as raised:
+            JSONTokenizer(text, max_length=8)(["a" * 1000])
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_a_tokenizer_does_not_make_texts_grow_without_end(run_alone):
+    pytest.importorskip("tokenizers")
+    assert len(run_alone(errors_of_tokenizers, TOKENIZERS, timeout=SECONDS)) == len(TOKENIZERS)
+    usual = [replacing({"Regex": r"\s+"}, " "), replacing({"String": " "}, "\u2581"), {"type": "NFKC"}]
+    assert JSONTokenizer(tokenizer(normalizer=in_sequence(usual)), max_length=8)(["a"]).tolist() == [[0]]

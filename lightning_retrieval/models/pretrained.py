@@ -347,10 +347,11 @@ class PretrainedModule(nn.Module):
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
         safetensors = load_safetensors()
+        tensors, damage = None, None
         try:
             tensors = safetensors.load_file(weights)
         except Exception as error:  # safetensors raises its own type of error
-            raise _other_tensors(weights, error) from None
+            damage = error
         try:
             with without_pretrained_weights(), limited_to("Embedder", tensors):
                 embedder = cls(**arguments)
@@ -359,6 +360,8 @@ class PretrainedModule(nn.Module):
                 f"Embedder: {config} must hold arguments that this release of lightning-retrieval knows, got others "
                 f"({first_line(error)})."
             ) from None
+        if damage is not None:
+            raise _other_tensors(weights, damage)
         try:
             embedder.load_state_dict(tensors)
         except RuntimeError as error:
