@@ -89,7 +89,7 @@ def limited_to(owner: str, weights: Mapping[str, Any] | None) -> Iterator[None]:
         weights: the tensors of the file by name; None if they are elsewhere, as the pretrained weights below adapters.
 
     Raises:
-        ValueError: if the constructors make more tensors or numbers.
+        ValueError: if the constructors make more tensors or numbers, or raise an error of another type.
     """
     tensors, numbers, shown = UNKNOWN_TENSORS, UNKNOWN_NUMBERS, "the largest public networks"
     if weights is not None:
@@ -102,7 +102,15 @@ def limited_to(owner: str, weights: Mapping[str, Any] | None) -> Iterator[None]:
             yield
         except (MemoryError, OverflowError) as error:
             raise ValueError(f"{rule} more than the memory of this machine ({first_line(error)}).") from None
-        except (RuntimeError, TypeError) as error:
-            if not any(word in str(error) for word in ("memory", "Overflow", "overflow")):
+        except (OSError, ImportError, ValueError):
+            raise
+        except Exception as error:  # constructors raise errors of many types
+            text = first_line(error)
+            if any(word in text.lower() for word in ("memory", "overflow")):
+                raise ValueError(f"{rule} more than the memory of this machine ({text}).") from None
+            if isinstance(error, TypeError):
                 raise
-            raise ValueError(f"{rule} more than the memory of this machine ({first_line(error)}).") from None
+            raise ValueError(
+                f"{owner}: a file must describe a network that can be built, got one whose constructor raises "
+                f"{type(error).__name__} ({text})."
+            ) from None

@@ -247,7 +247,9 @@ class TextEmbedder(nn.Module):
             ValueError: if the state is not one of a tokenizer.
         """
         if self.backbone_name.startswith(HUGGING_FACE):
-            self._tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
+            tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
+            self._check_tokenizer(tokenizer)
+            self._tokenizer = tokenizer
             return
         is_empty = isinstance(state, Tensor) and state.numel() == 0
         if not is_empty:
@@ -284,6 +286,17 @@ class TextEmbedder(nn.Module):
                 raise type(error)(f"TextEmbedder:{problem}") from None
             raise
 
+    def _check_tokenizer(self, tokenizer: JSONTokenizer) -> None:
+        """Raise unless the model has a vector for each token of a tokenizer, and for each position of its texts."""
+        vectors = self.backbone.model.get_input_embeddings().num_embeddings  # type: ignore[union-attr, operator]
+        most = self.backbone.max_length  # type: ignore[union-attr]
+        if tokenizer.largest >= vectors or tokenizer.max_length > most:
+            raise ValueError(
+                f"TextEmbedder: the tokenizer of {self.backbone_name} must have tokens below {vectors} and at most "
+                f"{most} of them, as its model, got one with the token {tokenizer.largest} and max_length="
+                f"{tokenizer.max_length}; take the tokenizer of the model."
+            )
+
     def _build_ngram_net(self) -> None:
         if self.weights is not None:
             raise ValueError(f"TextEmbedder: `weights` must be None for 'ngram_net', got {short_repr(self.weights)}.")
@@ -308,6 +321,7 @@ class TextEmbedder(nn.Module):
             return
         with hub_of(request):
             self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), self.backbone.max_length)
+        self._check_tokenizer(self._tokenizer)
         most = self._tokenizer.max_length
         if self.max_length is not None:
             check_integer("TextEmbedder", "max_length", self.max_length, 1, most)

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_retrieval.checkpoints import (
     find_damage,
     is_sharded_checkpoint,
+    load_mapped,
     map_tensors,
     read_rest,
     read_shards,
@@ -71,6 +73,39 @@ def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> 
     damage = find_damage(checkpoint, part)
     if damage is not None:
         raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
+
+
+def check_state_of_trainer(owner: str, checkpoint: Any) -> None:
+    """Raise unless Lightning can read the version and the progress of the loops in a checkpoint.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: content of the checkpoint, with or without them.
+
+    Raises:
+        ValueError: if the version is no version, or a part of the progress is missing.
+    """
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(f"{owner}: a checkpoint must be a dict, as Lightning writes it, got {short_repr(checkpoint)}.")
+    version = checkpoint.get("pytorch-lightning_version", "0")
+    try:
+        Version(version)
+    except (InvalidVersion, TypeError):
+        raise ValueError(
+            f"{owner}: a checkpoint must have a version such as '2.6.0' as pytorch-lightning_version, got "
+            f"{short_repr(version)}; take another checkpoint."
+        ) from None
+    pending = [("loops", checkpoint.get("loops") or {})]
+    while pending:
+        name, value = pending.pop()
+        is_progress = name.endswith("progress") and not name.endswith("optim_progress")
+        if not isinstance(value, Mapping) or (is_progress and not {"total", "current"} <= value.keys()):
+            raise ValueError(
+                f"{owner}: a checkpoint must have dicts with the progress of its loops, got {short_repr(value)} for "
+                f"{name}; take another checkpoint, or load only the weights."
+            )
+        if name == "loops" or name.endswith(("_loop", "progress")):
+            pending += [(str(key), part) for key, part in value.items() if str(key).endswith(("_loop", "progress"))]
 
 
 def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
@@ -365,7 +400,8 @@ class ShardedRunCheckpoints:
         else:
             check_checkpoint_exists(self.owner, "ckpt_path", path)
             check_checkpoint(self.owner, path)
-            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            checkpoint = load_mapped(path, weights_only=weights_only)
+        check_state_of_trainer(self.owner, checkpoint)
         module = self.strategy.lightning_module
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)

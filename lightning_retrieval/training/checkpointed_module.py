@@ -66,8 +66,10 @@ class VerifiedCheckpoints(CheckpointIO):
             weights_only = True
         if is_sharded_checkpoint(path):
             content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
-            return content
-        return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
+        else:
+            content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
+        checkpoint_files.check_state_of_trainer(self.owner, content)
+        return content
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint."""
