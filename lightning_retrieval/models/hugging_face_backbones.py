@@ -6,6 +6,7 @@ a model can be rebuilt from a checkpoint without a network connection.
 """
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -344,7 +345,7 @@ def _named_values(config: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             pending += value.items()
         elif isinstance(value, (list, tuple)):
-            pending += [(name, item) for item in value]
+            pending += zip(itertools.repeat(name), value)
 
 
 def _without_pretrained_parts(config: Any) -> None:

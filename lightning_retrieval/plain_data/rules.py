@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import re
 import sys
 import types
@@ -88,9 +89,9 @@ def check_integers_of_file(owner: str, name: str, value: Any) -> None:
     while pending:
         inner, item = pending.pop()
         if isinstance(item, Mapping):
-            pending += [(str(key), part) for key, part in item.items()]
+            pending += item.items()
         elif isinstance(item, (list, tuple)):
-            pending += [(inner, part) for part in item]
+            pending += zip(itertools.repeat(inner), item)
         elif isinstance(item, int) and abs(item) > MOST_INTEGER:
             raise ValueError(
                 f"{owner}: `{name}` must have integers up to {MOST_INTEGER:,} in a file, got {short_repr(item)} for "

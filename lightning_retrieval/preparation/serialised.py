@@ -11,6 +11,7 @@ Classes are looked up in torchvision, timm and albumentations only. Other code i
 """
 
 import enum
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -268,9 +269,9 @@ def _named_values(serialised: Any) -> Iterator[tuple[str, Any]]:
     while pending:
         name, value = pending.pop()
         if isinstance(value, dict):
-            pending += [(str(key), item) for key, item in value.items()]
+            pending += value.items()
         elif isinstance(value, (list, tuple)):
-            pending += [(name, item) for item in value]
+            pending += zip(itertools.repeat(name), value)
         else:
             yield name, value
 

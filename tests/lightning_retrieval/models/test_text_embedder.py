@@ -197,7 +197,9 @@ def test_invalid_tokenizer_with_more_tokens_than_the_model(change, tmp_path):
     (name,) = (name for name in state if name.endswith("_extra_state"))
     content = json.loads(state[name].numpy().tobytes())
     if change == "token":
-        content["tokenizer"] = content["tokenizer"].replace('"red":4', '"red":40')
+        tokenizer = json.loads(content["tokenizer"])
+        tokenizer["model"]["vocab"]["red"] = 40
+        content["tokenizer"] = json.dumps(tokenizer)
     else:
         content["max_length"] = 13
     rule = r"TextEmbedder: the tokenizer of hf/.* must have tokens below 40 and at most 12 of them"
