@@ -141,7 +141,13 @@ def _damage_of_file(stream: Any) -> str | None:
     if start != ZIP_START:
         return "its first bytes are not those of a checkpoint"
     try:
+        size = stream.seek(0, os.SEEK_END)
         with zipfile.ZipFile(stream) as archive:
+            records = archive.infolist()
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                return "it has compressed records, which torch.save does not write"
+            if sum(record.file_size for record in records) > size:
+                return "its records claim to be larger than the file"
             record = archive.testzip()
     except Exception as error:  # a damaged archive can raise errors of many types
         text = " ".join(str(error).split())
@@ -495,7 +501,20 @@ def read_rest(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | N
     """The content of a sharded checkpoint, with tensors on the meta device in place of sharded tensors."""
     folder = Path(checkpoint)
     file = _saved_folder(folder, _digests(folder)) / REST
-    return torch.load(file, map_location=map_location, mmap=True, weights_only=weights_only)
+    return load_mapped(file, map_location, weights_only)
+
+
+def load_mapped(file: Path, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
+    """The content of a file that `torch.save` wrote, mapped into memory unless it is of before torch 1.6.
+
+    Args:
+        file: path of the file.
+        map_location: as for `torch.load`.
+        weights_only: as for `torch.load`.
+    """
+    with file.open("rb") as stream:
+        is_archive = stream.read(len(ZIP_START)) == ZIP_START
+    return torch.load(file, map_location=map_location, mmap=is_archive, weights_only=weights_only)
 
 
 def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Tensor], *, alone: bool = False) -> Any:

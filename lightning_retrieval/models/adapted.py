@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_bool, check_instance, check_integer, check_path, first_line, short_repr
 from lightning_retrieval.models.embedder import MOST_DIM
+from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
 from lightning_retrieval.plain_data import describe, rebuild
 from lightning_retrieval.preparation.of_model import wanted_settings
@@ -224,7 +225,7 @@ def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dic
         saved = read_checkpoint(checkpoint)
         settings = saved["hyper_parameters"]
         state = {name: value for name, value in saved["state_dict"].items() if name.startswith("embedder.")}
-        with without_pretrained_weights():
+        with without_pretrained_weights(), limited_to(owner, weights_of(saved)):
             embedder = rebuild(owner, "embedder", settings["embedder"], nn.Module)
         embedder.load_state_dict({name.removeprefix("embedder."): value for name, value in state.items()})
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types

@@ -6,7 +6,9 @@ a model can be rebuilt from a checkpoint without a network connection.
 """
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +25,9 @@ from lightning_retrieval.models.backbone_request import (
     poolings_of_network,
 )
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
+from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data import names_kernels
+from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data, names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
@@ -35,6 +38,10 @@ CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "poole
 MASK_TOKEN = "mask_token"  # some weights lack this parameter, which only pretraining uses
 # Entries of a config that do not describe the network.
 NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
+# Entries at the top of a config file that change no network: neither transformers nor timm acts on them.
+FOR_READERS = (*NOT_KEPT, "label_names", "pretrained_cfg")
+# Entries of a config whose value, if it is a string, is the name of a model that transformers looks up on the hub.
+OTHER_MODELS = ("backbone", "base_model_name_or_path")
 NO_CODE = {"trust_remote_code": False}  # transformers must not run code of a repository, and not ask at the terminal
 
 
@@ -89,9 +96,12 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
         ModuleNotFoundError: if transformers is not installed.
     """
     transformers = load_transformers(request)
-    config = _config(transformers, request, "vision_config")
+    with hub_of(request):
+        config = _config(transformers, request, "vision_config")
+        with limited_to("Embedder", None):
+            model = _model(transformers, request, config)
+        recorded = _folder_preparation(transformers, request)
     image_size = _image_size(config)
-    model = _model(transformers, request, config)
     main_input = getattr(model, "main_input_name", "pixel_values")
     if main_input != "pixel_values":
         raise ValueError(
@@ -103,7 +113,7 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     has_class_token = not _prefix_tokens(model).keys().isdisjoint(CLASS_TOKENS)
     pooling = request.checked_pooling(default, poolings_of_network(has_class_token))
     backbone = HuggingFaceBackbone(model, pooling, size)
-    preparation = {"image_size": image_size, **_folder_preparation(transformers, request)}
+    preparation = {"image_size": image_size, **recorded}
     return BuiltBackbone(backbone.train(), pooling, preparation, _kept(config))
 
 
@@ -122,8 +132,10 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
         ModuleNotFoundError: if transformers is not installed.
     """
     transformers = load_transformers(request)
-    config = _config(transformers, request, "text_config")
-    model = _model(transformers, request, config)
+    with hub_of(request):
+        config = _config(transformers, request, "text_config")
+        with limited_to("Embedder", None):
+            model = _model(transformers, request, config)
     if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:
         raise ValueError(
             f"Embedder: `backbone` must be an encoder of texts, got hf/{request.name}, a {type(model).__name__}."
@@ -161,6 +173,8 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
         part: the part that is taken of the config of a model of images and texts.
     """
     arguments = {name: value for name, value in request.arguments.items() if name not in NO_CODE}
+    if pretrained.is_rebuilding():
+        _check_config_of_file(request, "backbone_args", arguments)
     if "model_type" in arguments:
         kind = arguments.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
@@ -168,19 +182,26 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
                 f"Embedder: `backbone_args` must have a `model_type` of transformers, such as 'dinov2', got "
                 f"{short_repr(kind)}."
             )
-        if pretrained.is_rebuilding():
-            _check_no_other_model(request, arguments)
         config = transformers.AutoConfig.for_model(kind, **arguments)
     else:
-        try:
-            config = transformers.AutoConfig.from_pretrained(request.name, **source_of(request), **NO_CODE, **arguments)
-            in_file, _ = transformers.PretrainedConfig.get_config_dict(request.name, **source_of(request))
-        except (OSError, ValueError) as error:
-            raise _unknown_model(request, error) from None
-        _check_no_kernels(request, in_file)
+        config = _config_by_name(transformers, request, arguments)
     if pretrained.is_rebuilding():
         _without_pretrained_parts(config)
     return getattr(config, part, config)
+
+
+def _config_by_name(transformers: Any, request: BackboneRequest, arguments: Mapping[str, Any]) -> Any:
+    """The config in a folder or on the hub, which is checked before transformers acts on anything in it."""
+    source = source_of(request)
+    in_file: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # which `AutoConfig` raises again
+        in_file, _ = transformers.PretrainedConfig.get_config_dict(request.name, **source)
+    entries = {name: value for name, value in in_file.items() if name not in FOR_READERS}
+    _check_config_of_file(request, "backbone", entries)
+    try:
+        return transformers.AutoConfig.from_pretrained(request.name, **source, **NO_CODE, **arguments)
+    except (OSError, ValueError) as error:
+        raise _unknown_model(request, error) from None
 
 
 def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
@@ -206,6 +227,7 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             pretrained.load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
         return model
     what = f"{request.weights!r} of hf/{request.name}"
+    _check_no_adapters(transformers, request)
     try:
         model, loading = kind.from_pretrained(
             request.name, config=config, output_loading_info=True, **source_of(request), **NO_CODE, **settings
@@ -216,6 +238,20 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
     pretrained.check_loaded(what, f"hf/{request.name}", model, trained)
     return model
+
+
+def _check_no_adapters(transformers: Any, request: BackboneRequest) -> None:
+    """Raise if a folder, or a model on the hub, has adapters, whose file names the model that would be downloaded."""
+    source = source_of(request)
+    try:
+        file = transformers.utils.find_adapter_config_file(request.name, **source)
+    except (OSError, ValueError):  # which loading the weights raises again
+        return
+    if file is not None:
+        raise ValueError(
+            f"Embedder: `backbone` must be a model with its own weights, got hf/{request.name}, which has the adapters "
+            f"of another model ({Path(file).name}); merge them into the weights and save the model."
+        )
 
 
 def _class_of_model(transformers: Any, config: Any) -> Any:
@@ -243,43 +279,73 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
     return pretrained.hub_error("backbone", what, error)
 
 
+def hub_of(request: BackboneRequest) -> AbstractContextManager[None]:
+    """Context in which a backbone is read. A folder, or a file that is loaded, lets nothing be downloaded."""
+    if pretrained.is_rebuilding() or pretrained.are_skipped() or Path(request.name).is_dir():
+        return pretrained.hub_access(allowed=False)
+    has_own_weights = request.weights is None or pretrained.is_local_file(request.weights)
+    if "model_type" in request.arguments and has_own_weights:
+        return nullcontext()
+    return pretrained.hub_access(allowed=True)
+
+
 def source_of(request: BackboneRequest) -> dict[str, Any]:
     """The arguments that tell transformers which revision to load, and whether to look only on disk.
 
-    While a file that holds the weights is loaded, nothing may be downloaded.
+    While a file is loaded, nothing is downloaded: the file may name any model of the hub.
     """
     source: dict[str, Any] = {}
     weights = request.weights
     if weights is not None and weights != pretrained.DEFAULT_WEIGHTS and not pretrained.is_local_file(weights):
         source["revision"] = weights
-    if pretrained.are_skipped():
+    if pretrained.are_skipped() or pretrained.is_rebuilding():
         source["local_files_only"] = True
     return source
 
 
-def _check_no_kernels(request: BackboneRequest, config: Any) -> None:
-    """Raise if the config in a file refers to kernels on a hub, whose Python code would run."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            _check_no_kernels(request, value)
+def _check_config_of_file(request: BackboneRequest, argument: str, config: Mapping[str, Any]) -> None:
+    """Raise if the config in a file would run code, or make transformers read or download something else.
+
+    Args:
+        request: the request, for error messages.
+        argument: the argument that the config belongs to.
+        config: the entries of the config.
+
+    Raises:
+        ValueError: if the config names kernels, another model, a quantisation or an address, at any depth.
+    """
+    for name, value in _named_values(config):
         if names_kernels(name, value):
             raise ValueError(
                 f"Embedder: `backbone` must be a model whose code is part of transformers, got "
                 f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}; if you trust "
                 "them, build the model with transformers and give the module."
             )
-
-
-def _check_no_other_model(request: BackboneRequest, config: Mapping[str, Any]) -> None:
-    """Raise if the config in a file refers to another model, whose config transformers would download."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            _check_no_other_model(request, value)
-        if name == "backbone" and isinstance(value, str):
+        if name in OTHER_MODELS and isinstance(value, str):
             raise ValueError(
-                f"Embedder: `backbone_args` asks for another model, {short_repr(value)}, in a config of a file; "
-                "build the model with transformers and give the module."
+                f"Embedder: `{argument}` asks for another model, {short_repr(value)}, in a config of a file "
+                f"(hf/{request.name}, `{name}`), and a file may not choose what is downloaded; build the model with "
+                "transformers and give the module."
             )
+        if name == "quantization_config" and value:
+            raise ValueError(
+                f"Embedder: `{argument}` must be a model without quantised weights, got hf/{request.name}, whose "
+                f"config has the quantization_config {short_repr(value)}; take the weights before their quantisation."
+            )
+    check_plain_data("Embedder", argument, config)
+    check_integers_of_file("Embedder", argument, config)
+
+
+def _named_values(config: Any) -> Iterator[tuple[str, Any]]:
+    """All values of nested dicts and lists with their names; a value in a list has the name of the list."""
+    pending = list(config.items())
+    while pending:
+        name, value = pending.pop()
+        yield name, value
+        if isinstance(value, Mapping):
+            pending += value.items()
+        elif isinstance(value, (list, tuple)):
+            pending += zip(itertools.repeat(name), value)
 
 
 def _without_pretrained_parts(config: Any) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
 from lightning_retrieval.files import new_files, writing
+from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
 
@@ -39,6 +40,7 @@ FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
 # Prefixes that wrappers add to the names of weights: DistributedDataParallel, torch.compile, and training modules.
 PREFIXES = ("module.", "_orig_mod.", "embedder.", "model.", "backbone.")
 RUNNING_STATISTICS = ("running_mean", "running_var")
+HUB_TIMEOUT = 10  # seconds after which the hub counts as unreachable
 SHOWN_NAMES = 3  # number of names that an error message shows
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CONFIG_DIGEST = "config_sha256"  # key of the metadata of the weights
@@ -213,6 +215,36 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     return tensors
 
 
+@contextmanager
+def hub_access(*, allowed: bool) -> Iterator[None]:
+    """Context in which files of the Hugging Face hub come from the cache alone, unless the hub may and can be reached.
+
+    If the hub cannot be reached, huggingface_hub would repeat each request for a file that is not in the cache, for 23
+    seconds. It reads its constant at each request, so that a single request decides for all of them.
+
+    Args:
+        allowed: whether the hub may be reached.
+    """
+    try:
+        from huggingface_hub import constants
+        from huggingface_hub.utils import get_session
+    except ModuleNotFoundError:  # the libraries that download from the hub need it
+        yield
+        return
+    was_offline = constants.HF_HUB_OFFLINE
+    is_offline = not allowed
+    if allowed and not was_offline:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+        except Exception:  # the type depends on the library that huggingface_hub uses for requests
+            is_offline = True
+    constants.HF_HUB_OFFLINE = was_offline or is_offline
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
 def hub_error(argument: str, what: str, error: Exception) -> ValueError:
     """The error for a failed download from a hub, with advice for offline use.
 
@@ -221,10 +253,18 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
         what: a description of the requested data.
         error: the error of the hub.
     """
+    cure = (
+        "offline, give the path of a local file or folder, or download it once with a network, after which it is read "
+        "from the cache"
+    )
+    if is_rebuilding():
+        cure = (
+            "a file may not choose what is downloaded, so if you trust it, download it yourself (`hf download`), after "
+            "which it is read from the cache"
+        )
     return ValueError(
         f"Embedder: `{argument}` asks for {what}, which could not be loaded ({type(error).__name__}: "
-        f"{first_line(error)}); offline, give the path of a local file or folder, or download it once with a network, "
-        "after which it is read from the cache."
+        f"{first_line(error)}); {cure}."
     )
 
 
@@ -306,22 +346,27 @@ class PretrainedModule(nn.Module):
         check_plain_data("Embedder", "init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
+        safetensors = load_safetensors()
+        tensors, damage = None, None
         try:
-            with without_pretrained_weights():
+            tensors = safetensors.load_file(weights)
+        except Exception as error:  # safetensors raises its own type of error
+            damage = error
+        try:
+            with without_pretrained_weights(), limited_to("Embedder", tensors):
                 embedder = cls(**arguments)
         except TypeError as error:
             raise ValueError(
                 f"Embedder: {config} must hold arguments that this release of lightning-retrieval knows, got others "
                 f"({first_line(error)})."
             ) from None
-        safetensors = load_safetensors()
         _check_same_model(config, weights, arguments)
+        if damage is not None:
+            raise _other_tensors(weights, damage)
         try:
-            embedder.load_state_dict(safetensors.load_file(weights))
-        except Exception as error:  # safetensors raises its own type of error
-            raise ValueError(
-                f"Embedder: {weights} must hold the weights of its config's model ({first_line(error)})."
-            ) from None
+            embedder.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise _other_tensors(weights, error) from None
         return embedder.eval()
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, message: str = "Add the embedder") -> str:
@@ -375,6 +420,11 @@ def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any])
             f"Embedder: {weights} must be of the model that {config} describes, but was saved with another config; "
             "save the model again with save_pretrained."
         )
+
+
+def _other_tensors(path: Path, error: Exception) -> ValueError:
+    """The error for a file that does not hold the weights of an embedder."""
+    return ValueError(f"Embedder: {path} must hold the weights of its config's model ({first_line(error)}).")
 
 
 def load_hub() -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_string, short_repr
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import MOST_DIM, has_loaded_weights, note_loaded_weights
-from lightning_retrieval.models.hugging_face_backbones import build_text_model, source_of
+from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
 from lightning_retrieval.models.pretrained import are_skipped, is_local_file, is_rebuilding
 from lightning_retrieval.models.tokenizers import (
     PADDING,
@@ -21,7 +21,7 @@ from lightning_retrieval.models.tokenizers import (
     NgramTokenizer,
     read_hugging_face_tokenizer,
 )
-from lightning_retrieval.plain_data import check_plain_data
+from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
 
 NGRAM_NET = "ngram_net"
@@ -270,7 +270,9 @@ class TextEmbedder(nn.Module):
             ValueError: if the state is not one of a tokenizer.
         """
         if self.backbone_name.startswith(HUGGING_FACE):
-            self._tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
+            tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
+            self._check_tokenizer(tokenizer)
+            self._tokenizer = tokenizer
             return
         is_empty = isinstance(state, Tensor) and state.numel() == 0
         if not is_empty:
@@ -289,6 +291,7 @@ class TextEmbedder(nn.Module):
         name = self.backbone_name
         if is_rebuilding():
             check_plain_data("TextEmbedder", "backbone_args", self.backbone_args)
+            check_integers_of_file("TextEmbedder", "backbone_args", self.backbone_args)
         self._tokenizer = None
         try:
             if name == NGRAM_NET:
@@ -305,6 +308,17 @@ class TextEmbedder(nn.Module):
             if owner in PARTS:
                 raise type(error)(f"TextEmbedder:{problem}") from None
             raise
+
+    def _check_tokenizer(self, tokenizer: JSONTokenizer) -> None:
+        """Raise unless the model has a vector for each token of a tokenizer, and for each position of its texts."""
+        vectors = self.backbone.model.get_input_embeddings().num_embeddings  # type: ignore[union-attr, operator]
+        most = self.backbone.max_length  # type: ignore[union-attr]
+        if tokenizer.largest >= vectors or tokenizer.max_length > most:
+            raise ValueError(
+                f"TextEmbedder: the tokenizer of {self.backbone_name} must have tokens below {vectors} and at most "
+                f"{most} of them, as its model, got one with the token {tokenizer.largest} and max_length="
+                f"{tokenizer.max_length}; take the tokenizer of the model."
+            )
 
     def _build_ngram_net(self) -> None:
         if self.weights is not None:
@@ -328,7 +342,9 @@ class TextEmbedder(nn.Module):
         self.backbone = HuggingFaceTextBackbone(model)
         if are_skipped():
             return
-        self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), self.backbone.max_length)
+        with hub_of(request):
+            self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), self.backbone.max_length)
+        self._check_tokenizer(self._tokenizer)
         most = self._tokenizer.max_length
         if self.max_length is not None:
             check_integer("TextEmbedder", "max_length", self.max_length, 1, most)

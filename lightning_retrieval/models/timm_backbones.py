@@ -172,8 +172,10 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
         tags = [other.split(".")[1] for other in timm.list_pretrained(f"{plain_name}.*")]
         check_choice("Embedder", "weights", weights, (pretrained.DEFAULT_WEIGHTS, *tags))
         name = f"{plain_name}.{weights}"
+    is_loaded = not pretrained.are_skipped()
     try:
-        return _flexible_model(timm, request, name, {"pretrained": not pretrained.are_skipped()})
+        with pretrained.hub_access(allowed=is_loaded):  # a file too may name these weights, since timm lists them
+            return _flexible_model(timm, request, name, {"pretrained": is_loaded})
     except (OSError, RuntimeError, ValueError) as error:
         raise pretrained.hub_error("weights", f"{weights!r} of timm/{name}", error) from None
 

@@ -4,7 +4,10 @@ A tokenizer is plain data: a few numbers, or the text of a `tokenizer.json`. A c
 vocabulary file nor a network.
 """
 
+import base64
 import json
+import math
+import re
 import unicodedata
 import zlib
 from abc import ABC, abstractmethod
@@ -20,6 +23,8 @@ from lightning_retrieval.checks import check_integer, first_line, short_repr
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
 
+MOST_GROWTH = 100  # times that a tokenizer may make a text longer
+USUAL_REPLACEMENT = 64  # bytes of the longest text by which NFKC, and so SentencePiece, replaces a character
 PADDING = -1  # the token that fills shorter rows
 MOST_BUCKETS = 1 << 22
 MOST_CHARACTERS = 64  # largest length of an n-gram
@@ -133,6 +138,7 @@ class JSONTokenizer(Tokenizer):
         ):
             import tokenizers
         self.text = text
+        check_growth(type(self).__name__, text)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self._tokenizer.no_padding()
@@ -147,6 +153,11 @@ class JSONTokenizer(Tokenizer):
         without_lone_surrogates = text.encode("utf-8", "replace").decode()
         ids: list[int] = self._tokenizer.encode(without_lone_surrogates).ids
         return ids
+
+    @property
+    def largest(self) -> int:
+        """The largest token."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
     def state(self) -> UInt8[Tensor, " bytes"]:
         """The tokenizer as a tensor, for the state dict of a model. Its numbers are bytes of JSON."""
@@ -182,6 +193,80 @@ class JSONTokenizer(Tokenizer):
             raise ValueError(f"{rule}, got one that cannot be rebuilt ({first_line(error)}).") from None
 
 
+def check_growth(owner: str, text: str) -> None:
+    """Raise if a tokenizer could take memory or time without end for a text, before it is built.
+
+    Args:
+        owner: prefix of error messages.
+        text: content of `tokenizer.json`.
+
+    Raises:
+        ValueError: if the content is too long, its replacements could make a text more than 100 times longer, or a
+            regular expression repeats a group.
+    """
+    if len(text) > LARGEST_STATE:
+        raise ValueError(f"{owner}: `text` must have at most {LARGEST_STATE:,} characters, got {len(text):,}.")
+    try:
+        pending = [json.loads(text)]
+    except (ValueError, RecursionError):
+        return  # which is no tokenizer
+    growth = 1
+    while pending and growth <= MOST_GROWTH:
+        value = pending.pop()
+        if isinstance(value, dict):
+            growth *= _growth(value)
+            pending += [part for name, part in value.items() if name not in ("vocab", "merges", "added_tokens")]
+        elif isinstance(value, list):
+            pending += value
+    if growth > MOST_GROWTH:
+        raise ValueError(
+            f"{owner}: `text` must be a tokenizer that makes no text more than {MOST_GROWTH} times longer and whose "
+            f"regular expressions repeat no groups, got {short_repr(text)}; take another tokenizer."
+        )
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """How many times longer a part of a tokenizer may make a text; infinity if its work has no such bound."""
+    pattern = part.get("pattern")
+    if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+        outside = re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "x", pattern["Regex"], flags=re.DOTALL)
+        if re.search(r"\)[*+{]", outside):
+            return math.inf
+    kind = part.get("type")
+    if kind == "Replace":
+        return _growth_of_replacement(pattern, len(str(part.get("content", ""))))
+    if kind == "Precompiled":
+        return _longest_replacement(part.get("precompiled_charsmap"))
+    if kind == "TemplateProcessing":
+        return max(1, str(part.get("single")).count("'Sequence'"))
+    return 1
+
+
+def _growth_of_replacement(pattern: Any, length: int) -> float:
+    """How many times longer a text gets if each match of a pattern becomes `length` characters."""
+    if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
+        return max(1, math.ceil(length / max(1, len(pattern["String"]))))
+    regular = str(pattern.get("Regex", "")) if isinstance(pattern, dict) else ""
+    try:
+        matches_nothing = re.search(regular, "") is not None or re.search(r"\(\?|\\[bB]|[\^$]", regular) is not None
+    except re.error:  # a syntax that Python does not know
+        matches_nothing = True
+    return max(1, length + matches_nothing)
+
+
+def _longest_replacement(charsmap: Any) -> float:
+    """The length of the longest text by which a map of characters of SentencePiece replaces one."""
+    try:
+        content = base64.b64decode(charsmap)
+    except (TypeError, ValueError):
+        return 1  # which is no map
+    texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
+    longest = max(map(len, texts))
+    if longest <= USUAL_REPLACEMENT:
+        return 1
+    return longest
+
+
 def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length: int) -> JSONTokenizer:
     """Read the tokenizer of a model of Hugging Face.
 
@@ -196,7 +281,10 @@ def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length
     from transformers.utils.hub import cached_file
 
     try:
-        text = Path(str(cached_file(name, TOKENIZER_FILE, **source))).read_text(encoding="utf-8")
+        file = Path(str(cached_file(name, TOKENIZER_FILE, **source)))
+        if file.stat().st_size > LARGEST_STATE:
+            raise ValueError(f"it has more than {LARGEST_STATE:,} bytes")
+        text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise pretrained.hub_error("backbone", f"the {TOKENIZER_FILE} of hf/{name}", error) from None
     config: Any = None

@@ -18,6 +18,7 @@ from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
 from lightning_retrieval.plain_data.rules import TRANSFORM_PACKAGES as TRANSFORM_PACKAGES
 from lightning_retrieval.plain_data.rules import add_named_packages as add_named_packages
+from lightning_retrieval.plain_data.rules import check_integers_of_file as check_integers_of_file
 from lightning_retrieval.plain_data.rules import check_plain_data as check_plain_data
 from lightning_retrieval.plain_data.rules import find_class as find_class
 from lightning_retrieval.plain_data.rules import import_named_module as import_named_module

@@ -22,7 +22,13 @@ from torch import nn
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data.describe import constructor_parameters, is_variadic
-from lightning_retrieval.plain_data.rules import Kinds, check_plain_data, find_class, imported_object
+from lightning_retrieval.plain_data.rules import (
+    Kinds,
+    check_integers_of_file,
+    check_plain_data,
+    find_class,
+    imported_object,
+)
 
 T = TypeVar("T")
 
@@ -173,6 +179,7 @@ class DescriptionReader:
         if issubclass(nn.Module, place.kinds):
             network = self._network(name, path, arguments)
             if network is not None:
+                check_integers_of_file(self.owner, name, arguments)
                 return network
         cls = find_class(self.owner, name, path, place.kinds + place.products)
         is_factory = not issubclass(cls, place.kinds)

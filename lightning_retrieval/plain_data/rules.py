@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import re
 import sys
 import types
@@ -43,7 +44,9 @@ _PUBLIC_PARENTS = ("timm.data", "torch.nn")  # parent packages from which some o
 # Settings with which another library would run code, or read a file or an address that the description chooses.
 FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # parts of names that another library would look up elsewhere
+_IGNORED = str.maketrans("", "", "\t\r\n")  # characters that `urllib` removes from an address
 _MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # limits for plain data
+MOST_INTEGER = 1 << 22  # largest size or number of layers that a file may give to the builder of a network
 # Never the user's, whichever of them the environment has, and wherever they are installed.
 _LIBRARIES = (
     "lightning",
@@ -82,6 +85,31 @@ def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...
         if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # nested shared lists may expand exponentially
             raise ValueError(f"{owner}: `{name}` must be plain data, got lists or dicts that are nested too deeply.")
         pending += [(key, part, depth + 1) for key, part in _checked_parts(owner, inner, item, packages)]
+
+
+def check_integers_of_file(owner: str, name: str, value: Any) -> None:
+    """Raise if a file asks for a size or a number of layers that no network has.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that the value belongs to.
+        value: plain data.
+
+    Raises:
+        ValueError: if an integer is larger than 2^22.
+    """
+    pending = [(name, value)]
+    while pending:
+        inner, item = pending.pop()
+        if isinstance(item, Mapping):
+            pending += item.items()
+        elif isinstance(item, (list, tuple)):
+            pending += zip(itertools.repeat(inner), item)
+        elif isinstance(item, int) and abs(item) > MOST_INTEGER:
+            raise ValueError(
+                f"{owner}: `{name}` must have integers up to {MOST_INTEGER:,} in a file, got {short_repr(item)} for "
+                f"{inner}; build the network in Python, and pass it."
+            )
 
 
 def find_class(
@@ -170,7 +198,7 @@ def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...])
         return parts
     if not (value is None or isinstance(value, (bool, int, float, str))):
         raise TypeError(f"{owner}: `{name}` must be plain data, got {short_repr(value)} ({type(value).__name__}).")
-    if isinstance(value, str) and any(prefix in value.lower() for prefix in _ADDRESSES):
+    if isinstance(value, str) and any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
         raise ValueError(
             f"{owner}: `{name}` must not be an address, since a file may not choose what is downloaded, got "
             f"{short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."

@@ -49,6 +49,7 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 SYMBOLS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.In: "in"}
 SYMBOLS[ast.NotIn] = "in"
 EXAMPLE = "price <= 20 and brand in ['a', 'b']"
+MOST_CHARACTERS, MOST_COMPARISONS = 500_000, 200  # of a condition; a list of values is one comparison
 MOST_NESTED = 100  # conditions inside each other; every function below can recurse so deeply
 ROWS_PER_GROUP, FEWEST_ROWS = 4, 32  # the first search for k groups finds at least this many rows
 
@@ -266,7 +267,13 @@ def parse_where(owner: str, where: str | None, kinds: Mapping[str, Kind]) -> Con
         return None
     check_string(owner, "where", where)
     try:
-        return _condition(ast.parse(where.strip(), mode="eval").body, kinds)
+        if len(where) > MOST_CHARACTERS:
+            raise ValueError(f"which has {len(where):,} characters, more than {MOST_CHARACTERS:,}")
+        condition = _condition(ast.parse(where.strip(), mode="eval").body, kinds)
+        number = _comparisons(condition)
+        if number <= MOST_COMPARISONS:
+            return condition
+        reason = f"which has {number:,} comparisons, more than {MOST_COMPARISONS}; compare with a list of values"
     except SyntaxError as error:
         reason = f"which cannot be read ({error.msg})"
     except (MemoryError, RecursionError):
@@ -300,6 +307,13 @@ def _condition(node: ast.expr, kinds: Mapping[str, Kind], depth: int = 0) -> Con
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return Combined("not", (_condition(node.operand, kinds, depth + 1),))
     return _comparison(node, kinds)
+
+
+def _comparisons(condition: Condition) -> int:
+    """The number of comparisons in a condition."""
+    if isinstance(condition, Compared):
+        return 1
+    return sum(map(_comparisons, condition.conditions))
 
 
 def _comparison(node: ast.expr, kinds: Mapping[str, Kind]) -> Condition:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from lightning_retrieval.checkpoints import (
     find_damage,
     finish_replacement,
     is_sharded_checkpoint,
+    load_mapped,
     map_tensors,
     read_rest,
     read_shards,
@@ -35,6 +37,7 @@ from lightning_retrieval.checks import check_path, short_repr
 from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
+from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, class_path, describe
 from lightning_retrieval.preparation.serialised import check_serialised_transform
@@ -42,7 +45,6 @@ from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, 
 from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
-BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
 MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
 ONLY_TRAINED = ("loss.", "memory.")  # names of the states of a module that its networks do not have begin with these
 # LightningCLI stores one of these names in the hyperparameters.
@@ -100,6 +102,39 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
         raise FileNotFoundError(
             f"{owner}: `{name}` must be the path of a checkpoint, got {path}, which does not exist."
         )
+
+
+def check_state_of_trainer(owner: str, checkpoint: Any) -> None:
+    """Raise unless Lightning can read the version and the progress of the loops in a checkpoint.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: content of the checkpoint, with or without them.
+
+    Raises:
+        ValueError: if the version is no version, or a part of the progress is missing.
+    """
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(f"{owner}: a checkpoint must be a dict, as Lightning writes it, got {short_repr(checkpoint)}.")
+    version = checkpoint.get("pytorch-lightning_version", "0")
+    try:
+        Version(version)
+    except (InvalidVersion, TypeError):
+        raise ValueError(
+            f"{owner}: a checkpoint must have a version such as '2.6.0' as pytorch-lightning_version, got "
+            f"{short_repr(version)}; take another checkpoint."
+        ) from None
+    pending = [("loops", checkpoint.get("loops") or {})]
+    while pending:
+        name, value = pending.pop()
+        is_progress = name.endswith("progress") and not name.endswith("optim_progress")
+        if not isinstance(value, Mapping) or (is_progress and not {"total", "current"} <= value.keys()):
+            raise ValueError(
+                f"{owner}: a checkpoint must have dicts with the progress of its loops, got {short_repr(value)} for "
+                f"{name}; take another checkpoint, or load only the weights."
+            )
+        if name == "loops" or name.endswith(("_loop", "progress")):
+            pending += [(str(key), part) for key, part in value.items() if str(key).endswith(("_loop", "progress"))]
 
 
 def check_map_location(owner: str, map_location: Any) -> None:
@@ -263,7 +298,8 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     reader = DescriptionReader(MODULE.rpartition(".")[2])
     reader.settings(TrainingObjects, settings)
     checked = reader.settings(RetrievalNetwork, settings)
-    with without_pretrained_weights():  # pretrained weights would be downloaded, only to be replaced
+    # Pretrained weights would be downloaded, only to be replaced.
+    with without_pretrained_weights(), limited_to(reader.owner, weights_of(checkpoint)):
         network = RetrievalNetwork(**checked.arguments())
     add_base_weights(reader.owner, network, checkpoint)
     load_preparations(reader.owner, network, checkpoint)
@@ -368,8 +404,9 @@ class ShardedRunCheckpoints:
         else:
             check_checkpoint_exists(self.owner, "ckpt_path", path)
             check_checkpoint(self.owner, path)
-            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            checkpoint = load_mapped(path, weights_only=weights_only)
         check_content(self.owner, checkpoint)
+        check_state_of_trainer(self.owner, checkpoint)
         module = self.strategy.lightning_module
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)

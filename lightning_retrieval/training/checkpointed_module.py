@@ -39,6 +39,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.csv_rows import csv_rows
+from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import (
     DescriptionReader,
@@ -89,8 +90,10 @@ class VerifiedCheckpoints(CheckpointIO):
             weights_only = True
         if is_sharded_checkpoint(path):
             content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
-            return content
-        return self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
+        else:
+            content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
+        checkpoint_files.check_state_of_trainer(self.owner, content)
+        return content
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint of the run. Any other path, and any folder but a sharded checkpoint, stays as it is."""
@@ -383,7 +386,8 @@ def module_of_checkpoint(
         used = {argument: used}
     add_named_packages({"class_path": class_path(cls)})
     settings = DescriptionReader(owner).settings(cls, used)
-    with without_pretrained_weights():  # pretrained weights would be downloaded, only to be replaced
+    # Pretrained weights would be downloaded, only to be replaced.
+    with without_pretrained_weights(), limited_to(owner, weights_of(checkpoint)):
         if instantiator is None:
             return settings.cls(**settings.plain, **given)
         arguments = {**settings.arguments(), **given}

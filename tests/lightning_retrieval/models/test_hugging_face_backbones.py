@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lightning_retrieval.models import Embedder
+from lightning_retrieval.models import Embedder, TextEmbedder
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from tests.lightning_retrieval.models.hugging_face_folders import CONFIGS, SMALL, write_folder
 
@@ -236,3 +236,69 @@ def test_invalid_weights_of_a_folder(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"^Embedder: `weights` asks for 'DEFAULT' of hf/.* could not be loaded \(OSE"):
         of_folder(tmp_path)
+
+
+OTHER = "attacker/x"
+# Entries of a config that name another model, at any depth, with the backbone that reads them.
+NAMING = [
+    {"model_type": "detr", "backbone": OTHER, "use_timm_backbone": False, "use_pretrained_backbone": True},
+    {"model_type": "dpt", "backbone": OTHER},
+    {"model_type": "mask2former", "backbone": OTHER},
+    {"model_type": "upernet", "backbone": OTHER, "backbone_kwargs": {"out_indices": [1]}},
+    {"model_type": "rt_detr", "backbone": f"timm/{OTHER}"},
+    {"model_type": "dpt", "backbone_config": {"model_type": "timm_backbone", "backbone": f"hf-hub:{OTHER}"}},
+    {"model_type": "clip", "vision_config": {"model_type": "clip_vision_model", "parts": [{"backbone": OTHER}]}},
+    {"model_type": "timm_wrapper", "architecture": f"hf-hub:{OTHER}"},
+    {"model_type": "timm_wrapper", "architecture": f"hf-\nhub:{OTHER}"},
+    {"model_type": "timm_wrapper", "architecture": "resnet18", "model_args": {"checkpoint_path": OTHER}},
+    {"model_type": "timm_wrapper", "architecture": "resnet18", "model_args": {"pretrained_cfg": {"hf_hub_id": OTHER}}},
+    {"model_type": "vit", **SMALL, "quantization_config": {"quant_method": "mxfp4"}},
+    {"model_type": "vit", **SMALL, "base_model_name_or_path": OTHER},
+]
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+@pytest.mark.parametrize("config", NAMING, ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("weights", [None, "DEFAULT"])
+def test_a_config_does_not_choose_what_is_read_or_downloaded(config, weights, tmp_path):
+    """Neither the config in a folder nor one in a checkpoint; the fixture of hostile tests fails on any look-up."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"^Embedder: "):
+        Embedder(f"hf/{tmp_path}", 8, weights=weights)
+    with pytest.raises(ValueError, match=r"^TextEmbedder: "):
+        TextEmbedder(f"hf/{tmp_path}", 8, weights=weights)
+    arguments = {name: value for name, value in config.items() if name != "model_type"}
+    for kept in (config, arguments):  # a whole config, and one that completes that of a folder
+        for lora in (None, 2):
+            with pytest.raises(ValueError, match=r"^Embedder: "), without_pretrained_weights():
+                Embedder(f"hf/{tmp_path}", 8, weights=weights, backbone_args=kept, lora=lora)
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+def test_the_adapters_of_a_folder_do_not_choose_the_model_below_them(tmp_path):
+    pytest.importorskip("peft")
+    write_folder(tmp_path, "vit")
+    adapters = {"peft_type": "LORA", "base_model_name_or_path": OTHER, "target_modules": "(a+)+b", "r": 2}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
+    with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be a model with its own weights, .*adapter_con"):
+        of_folder(tmp_path)
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+def test_a_checkpoint_of_adapters_downloads_no_model_that_it_names():
+    pytest.importorskip("peft")
+    for arguments in ({}, {"model_type": "vit", **SMALL}):
+        with pytest.raises(ValueError, match=r"a file may not choose what is downloaded"), without_pretrained_weights():
+            Embedder(f"hf/{OTHER}", 8, weights="DEFAULT", backbone_args=arguments, lora=2)
+
+
+def test_the_adapters_of_a_checkpoint_get_the_weights_of_a_folder(folder_of):
+    pytest.importorskip("peft")
+    folder, model = folder_of("vit")
+    with without_pretrained_weights():
+        embedder = of_folder(folder, lora=2)
+    found, expected = embedder.backbone.model.embeddings, model.embeddings
+    assert found.patch_embeddings.projection.weight.equal(expected.patch_embeddings.projection.weight)

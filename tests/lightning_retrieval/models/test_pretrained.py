@@ -2,7 +2,9 @@
 
 import json
 import pickle
+import socket
 import stat
+import time
 
 import pytest
 import torch
@@ -265,3 +267,18 @@ def test_a_hub_that_cannot_be_reached(saved, monkeypatch):
         Embedder.from_pretrained("me/x")
     with pytest.raises(ConnectionError, match=r"^Embedder: the hub must be reachable .* 'me/x', got an error \(no ne"):
         saved[1].push_to_hub("me/x")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("backbone", ["timm/vit_tiny_patch16_224", "hf/google/vit-base-patch16-224"])
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(backbone, monkeypatch, tmp_path):
+    """huggingface_hub would repeat each request for a file that is not in the cache, for 23 seconds."""
+
+    def unknown_host(*arguments, **keywords):
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"waits for {seconds} seconds"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"which could not be loaded .*; offline, give the path of a local file"):
+        Embedder(backbone, 8, weights="DEFAULT")

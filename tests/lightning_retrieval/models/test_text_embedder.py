@@ -200,3 +200,28 @@ def test_images_are_not_tokens():
         TextEmbedder("ngram_net")(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"^TextEmbedder: `tokens` must be a matrix .*, got shape \(3,\)"):
         TextEmbedder("ngram_net")(torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+@pytest.mark.parametrize("change", ["token", "length"])
+def test_invalid_tokenizer_with_more_tokens_than_the_model(change, tmp_path):
+    """Of the state in a checkpoint, or of a folder; torch would say "index out of range in self"."""
+    write_text_folder(tmp_path, "bert")
+    embedder = TextEmbedder(f"hf/{tmp_path}", 8)
+    state = embedder.state_dict()
+    (name,) = (name for name in state if name.endswith("_extra_state"))
+    content = json.loads(state[name].numpy().tobytes())
+    if change == "token":
+        tokenizer = json.loads(content["tokenizer"])
+        tokenizer["model"]["vocab"]["red"] = 40
+        content["tokenizer"] = json.dumps(tokenizer)
+    else:
+        content["max_length"] = 13
+    rule = r"TextEmbedder: the tokenizer of hf/.* must have tokens below 40 and at most 12 of them"
+    with pytest.raises(ValueError, match=rule):
+        embedder.load_state_dict({**state, name: bytes_of(json.dumps(content))})
+    if change == "token":
+        (tmp_path / "tokenizer.json").write_text(content["tokenizer"])
+        with pytest.raises(ValueError, match=rule):
+            TextEmbedder(f"hf/{tmp_path}", 8)

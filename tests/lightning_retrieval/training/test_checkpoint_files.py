@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.checkpoints import load_mapped
 from lightning_retrieval.cli.embedding import load_checkpoint
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
@@ -177,3 +178,30 @@ def test_a_trainer_unpickles_no_code_of_an_address(tmp_path, monkeypatch):
             server.shutdown()
             thread.join()
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"pytorch-lightning_version": "evil"}, "must have a version .*, got 'evil'"),
+        ({"pytorch-lightning_version": 5}, "must have a version .*, got 5"),
+        ({"loops": {"fit_loop": {"epoch_progress": {}}}}, "must have dicts with the progress .* for epoch_progress"),
+        ({"loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {}}}}}, ".* for epoch_loop.batch_progress"),
+        ({"loops": {"fit_loop": 3}}, "must have dicts with the progress of its loops, got 3 for fit_loop"),
+        ({"loops": [1]}, r"must have dicts with the progress of its loops, got \[1\] for loops"),
+    ],
+)
+def test_a_version_or_a_progress_that_lightning_cannot_read_is_one_sentence(changed, named, intact, tmp_path):
+    torch.save({**torch.load(intact, weights_only=True), **changed}, tmp_path / "changed.ckpt")
+    with pytest.raises(ValueError, match=f"^RetrievalModule: a checkpoint {named}"):
+        trainer(max_epochs=2).fit(new_module(), loader(), ckpt_path=tmp_path / "changed.ckpt")
+
+
+def test_a_file_of_before_torch_1_6_is_read_where_others_are_mapped(intact, tmp_path):
+    content = torch.load(intact, weights_only=True)["state_dict"]
+    torch.save(content, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    for path in (intact, tmp_path / "old.ckpt"):
+        found = load_mapped(path)
+        assert all(value.equal(content[name]) for name, value in found.get("state_dict", found).items())
