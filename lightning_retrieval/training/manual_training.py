@@ -23,7 +23,12 @@ from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
 from lightning_retrieval.training.run_report import log_settings
-from lightning_retrieval.training.trainer_checks import check_filled, check_trainer, keeps_parameters
+from lightning_retrieval.training.trainer_checks import (
+    check_filled,
+    check_samplers,
+    check_trainer,
+    keeps_parameters,
+)
 
 
 class OptimizedModule(CheckpointedModule):
@@ -88,6 +93,10 @@ class OptimizedModule(CheckpointedModule):
         self._epoch_of_check = None
         self._gradient_watch = GradientWatch()
         return super().configure_callbacks()
+
+    def on_train_start(self) -> None:
+        """Raise if all of several processes would draw the same batches."""
+        check_samplers(self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check, once per epoch and after all callbacks' hooks, that each trainable parameter is in an optimizer."""
@@ -329,6 +338,7 @@ class ManualTraining(OptimizedModule):
 
     def on_train_start(self) -> None:
         """Raise if weights are missing, or a `ReduceLROnPlateau` has no validation at the end of an epoch."""
+        super().on_train_start()
         check_filled(self)
         trainer: Any = self.trainer
         if not trainer.enable_validation or _validates_after_last_batch(trainer):

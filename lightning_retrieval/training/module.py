@@ -21,6 +21,7 @@ from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.equal_batches import EqualBatches
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     shard_blocks,
@@ -75,6 +76,7 @@ from lightning_retrieval.training.trainer_checks import (
     check_processes,
     check_relevance,
     check_schedule,
+    has_shards,
 )
 
 
@@ -423,6 +425,7 @@ class RetrievalModule(ManualTraining):
         if self._is_first_step:
             check_processes(self)
             self._dimensions = Dimensions()
+            self._equal_batches = EqualBatches(is_needed=not has_shards(self.trainer))
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):
@@ -458,11 +461,14 @@ class RetrievalModule(ManualTraining):
             if self.relevance is not None:
                 columns = self.relevance.columns(labels, batch)
             sides.append(LocalRows(columns, ids, inputs))
-        rows, *candidates = gather_labels(type(self).__name__, sides, gather=self.gather)
+        owner, hash_of_batch = type(self).__name__, self._equal_batches.add(sides)
+        gathered = gather_labels(owner, sides, gather=self.gather, hash_of_batch=hash_of_batch)
+        self._equal_batches.compare(owner, gathered)
+        rows, *candidates = gathered
         if self._is_first_step:
             check_batch = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked])
         return TrainingStep(
-            type(self).__name__,
+            owner,
             self.loss,
             rows,
             self.global_step,
