@@ -216,9 +216,9 @@ def _image_id(owner: str, value: Any) -> int:
 
 def _message_of_shared_id(owner: str, image_id: int, objects: int, others: int) -> str:
     return (
-        f"{owner}: `targets` with the same `image_id` must be the same image, got other objects for a second image with "
-        f"the id {image_id} ({objects} and {others} objects); if two data sets both count from 0, add the length of the "
-        "first to the ids of the second."
+        f"{owner}: `targets` with the same `image_id` must be the same image, got other objects for a second image "
+        f"with the id {image_id} ({objects} and {others} objects); if two data sets both count from 0, add the length "
+        "of the first to the ids of the second."
     )
 
 

@@ -494,8 +494,8 @@ def _check_one_image_per_id(collected: CollectedRows, ids: Int[Tensor, " row"], 
     different = torch.unique(ids[repeated[wrong]])
     raise ValueError(
         f"{collected.owner}: rows with the same id must be the same image, got different embeddings for "
-        f"{len(different)} of {len(first)} ids ({first_of(different.tolist())}), such as id {int(ids[row])} in {sets[0]} "
-        f"and again in {sets[1]}, with a cosine similarity of {1 - float(squares[wrong[0]]) / 2:.3f}; "
+        f"{len(different)} of {len(first)} ids ({first_of(different.tolist())}), such as id {int(ids[row])} in "
+        f"{sets[0]} and again in {sets[1]}, with a cosine similarity of {1 - float(squares[wrong[0]]) / 2:.3f}; "
         f"{_CURE_OF_SHARED_IDS}; if they are the same images, embed them without random transforms."
     )
 
@@ -508,8 +508,8 @@ _SETS = {
     Role.BOTH: "the images that are query and gallery",
 }
 _CURE_OF_SHARED_IDS = (
-    "if two sets, such as queries and gallery or the parts of a ConcatDataset, both count from 0, add the length of the "
-    "first to the ids of the second"
+    "if two sets, such as queries and gallery or the parts of a ConcatDataset, both count from 0, add the length of "
+    "the first to the ids of the second"
 )
 
 

@@ -334,7 +334,9 @@ def test_two_images_with_one_id_raise(metric, change):
     metrics = metric(CLASSES)
     metrics.update(detections, targets)
     metrics.update([detections[number]], [other])
-    sentence = rf"^{metric.__name__}: `targets` with the same `image_id` must be the same image, .* id {10 * number + 3} "
+    sentence = (
+        rf"^{metric.__name__}: `targets` with the same `image_id` must be the same image, .* id {10 * number + 3} "
+    )
     with pytest.raises(ValueError, match=sentence):
         metrics.compute()
 

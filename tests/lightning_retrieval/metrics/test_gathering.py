@@ -1,4 +1,4 @@
-"""Rows of one image are merged, different images with one id raise; the memory of an evaluation; what post-processing gets."""
+"""Rows of one image are merged, different images with one id raise; what memory and post-processing get."""
 
 import ctypes
 from pathlib import Path
