@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
 from lightning_retrieval.checks import check_choice, check_integer, check_path, first_line
-from lightning_retrieval.distributed import gather_objects
+from lightning_retrieval.distributed import gather_objects, unshared
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
     FILE_FORMATS,
@@ -110,7 +110,7 @@ class LoadedSet:
 
     def collect(self, outputs: Any, collector: ShardCollector) -> None:
         """Pass the rows of a batch to the collector, with the paths and labels from the data set."""
-        embeddings = outputs["embeddings"].detach().float().cpu()
+        embeddings = unshared(outputs["embeddings"].float()).cpu()
         count = len(embeddings)
         ids = outputs.get("ids")
         if ids is None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive, check_tensor
-from lightning_retrieval.distributed import rank
+from lightning_retrieval.distributed import rank, unshared
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.whitening import Whitening
@@ -539,12 +539,15 @@ class RetrievalModule(ManualTraining):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Do the same as `validation_step`; for a batch that is a tensor of images, return only embeddings.
 
-        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here.
+        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here. No output is
+        in memory that is shared with a worker, because Lightning keeps the outputs of all batches.
         """
         if isinstance(batch, Tensor):
-            return {"embeddings": self.embed(batch)}
-        if is_two_sided(batch):
-            return self._embed_sides(batch, None)
-        if rule_of_evaluation(self.relevance) is not None:
-            return self._embed_batch(batch, self.embed)
-        return self.validation_step(batch, batch_idx, dataloader_idx)
+            output = {"embeddings": self.embed(batch)}
+        elif is_two_sided(batch):
+            output = self._embed_sides(batch, None)
+        elif rule_of_evaluation(self.relevance) is not None:
+            output = self._embed_batch(batch, self.embed)
+        else:
+            output = self.validation_step(batch, batch_idx, dataloader_idx)
+        return {name: unshared(values) for name, values in output.items()}
