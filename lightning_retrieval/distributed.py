@@ -44,14 +44,17 @@ def unshared(values: Tensor) -> Tensor:
     Each such tensor keeps a file open, so that a process that keeps some of each batch soon has too many open files.
     """
     values = values.detach()
-    if not is_accelerator(values.device) and values.is_shared():
+    if not is_accelerator(values.device) and values.untyped_storage().is_shared():
         return values.clone()
     return values
 
 
 def kept_integers(values: Tensor) -> Tensor:
     """A few integers for each row of a batch, as int64; on the CPU always as a copy, see `unshared`."""
-    return values.detach().to(torch.int64, copy=not is_accelerator(values.device))
+    integers = values.detach().long()
+    if values.dtype == torch.int64 and not is_accelerator(values.device):
+        return integers.clone()  # `.long()` has copied nothing
+    return integers
 
 
 def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
