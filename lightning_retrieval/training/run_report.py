@@ -274,13 +274,14 @@ class _FirstStep:
     def _queries_without_positive(self) -> int:
         """Number of queries that the loss skips, as many do in batches of shuffled images; 0 if that is not known.
 
-        A memory may have the positives in later steps. The losses of other libraries may learn without positives.
+        A memory may have the positives in later steps. The losses of other libraries may learn without positives. Under
+        a rule of relevance, a sampler of classes does not draw positives for each query.
         """
         losses = [loss for loss in self.module.loss.modules() if isinstance(loss, RetrievalLoss)]
-        if self.step.memory is not None or not losses:
+        if self.step.memory is not None or self.relevance is not None or not losses:
             return 0
         queries, candidates = self.step.batch, self.step.candidate_batch
-        batch = RankedBatch(queries.embeddings.detach(), queries.labels, ids=queries.ids, relevance=self.relevance)
+        batch = RankedBatch(queries.embeddings.detach(), queries.labels, ids=queries.ids)
         if len(self.sides) > 1:
             batch = replace(batch, ids=None, ref_emb=candidates.embeddings.detach(), ref_labels=candidates.labels)
         return max(loss.queries_without_value(batch) for loss in losses)
