@@ -4,6 +4,7 @@ Each process embeds the images of some of the missing files, and loads only thes
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from lightning_retrieval.backend import CombinedLoader, pl
 from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
 from lightning_retrieval.checks import check_choice, check_integer, check_path, first_line
-from lightning_retrieval.distributed import gather_objects
+from lightning_retrieval.distributed import gather_objects, unshared
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
     FILE_FORMATS,
@@ -68,9 +69,15 @@ class LoadedSet:
             return ""
         return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
 
-    def begin(self, ranges: Sequence[range]) -> None:
-        """Set the positions of the images whose embeddings will follow, in this order."""
+    def begin(self, ranges: Sequence[range], *, needs_ids: bool = False) -> None:
+        """Set the positions of the images whose embeddings will follow, in this order.
+
+        Args:
+            ranges: the positions.
+            needs_ids: whether a sampler chooses the images, so that only ids tell which images they are.
+        """
         self._expected: Iterator[int] = chain.from_iterable(ranges)
+        self._needs_ids = needs_ids
 
     def dim_of(self, outputs: Any) -> int:
         """The dimension of the embeddings; raises if the outputs of `predict_step` are invalid."""
@@ -91,12 +98,18 @@ class LoadedSet:
                     f"{self.owner}: `{name}` must have one entry for each row of `embeddings` "
                     f"{tuple(embeddings.shape)}, got {tuple(values.shape)}."
                 )
+        if self._needs_ids and outputs.get("ids") is None:
+            raise ValueError(
+                f"{self.owner}: `predict_step` must return `ids`, the index of each image in the data set, if a "
+                "sampler chooses the images or their order, got none; let the batches hold ids, or leave out "
+                "`sampler` and `shuffle`."
+            )
         dim: int = embeddings.shape[1]
         return dim
 
     def collect(self, outputs: Any, collector: ShardCollector) -> None:
         """Pass the rows of a batch to the collector, with the paths and labels from the data set."""
-        embeddings = outputs["embeddings"].detach().float().cpu()
+        embeddings = unshared(outputs["embeddings"].float()).cpu()
         count = len(embeddings)
         ids = outputs.get("ids")
         if ids is None:
@@ -208,14 +221,25 @@ KEPT = (
 
 
 def is_in_order(loader: Any) -> bool:
-    """Whether a loader yields all images of a data set once and in order. Only such images are cut into shards."""
+    """Whether a loader yields all images of a data set once and in order. Only such images are cut into shards.
+
+    In a prediction, Lightning ignores `drop_last` of a plain `DataLoader`.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     if type(loader).__iter__ is not DataLoader.__iter__:  # a subclass that does more than loading
         return False
     batches = loader.batch_sampler
-    is_plain = type(batches) is BatchSampler and not batches.drop_last
-    return is_plain and type(loader.sampler) is SequentialSampler
+    return type(batches) is BatchSampler and type(loader.sampler) is SequentialSampler
+
+
+def draws_images(loader: Any) -> bool:
+    """Whether a loader's sampler chooses images or their order, so that positions are not those of the data set."""
+    if hasattr(getattr(loader, "batch_sampler", None), "draws_classes"):
+        return True
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return not isinstance(loader.sampler, SequentialSampler)
 
 
 class ShardLoader:
@@ -404,7 +428,7 @@ class EmbeddingWriter(pl.Callback):
         )
         self._begun.append(_BegunSet(shared, images))
         if not is_distributed:
-            images.begin([range(shared.folder.manifest.images)])
+            images.begin([range(shared.folder.manifest.images)], needs_ids=draws_images(loader))
             return loader
         ranges = list(shared.ranges)
         images.begin(ranges)
@@ -417,7 +441,7 @@ class EmbeddingWriter(pl.Callback):
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
             raise ValueError(
                 f"{self.owner}: with several processes, the loader must be a DataLoader of a map-style data set that "
-                "gives all images in order, without `sampler`, `shuffle`, `drop_last` or `limit_predict_batches`; "
+                "gives all images in order, without `sampler`, `shuffle` or `limit_predict_batches`; "
                 "or set devices=1 and num_nodes=1."
             )
         count = _number_of_images(self.owner, loader, trainer.limit_predict_batches)
@@ -491,5 +515,6 @@ def _number_of_images(owner: str, loader: Any, limit: float) -> int:
         return images
     batches: float = limit
     if isinstance(limit, float):
-        batches = int(len(loader) * limit)
+        images = min(images, len(loader.sampler))
+        batches = int(math.ceil(images / batch_size) * limit)  # not len(loader): Lightning ignores drop_last here
     return int(min(images, batches * batch_size))

@@ -19,6 +19,7 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     limited_length,
     loader_list,
     set_prefixes,
+    what_is_lost,
 )
 from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_counts, check_strings
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
@@ -308,6 +309,7 @@ class RetrievalEvaluation(pl.Callback):
             metrics = self._create_metrics(loader, is_sharded(loader), dims, rule_of_module(pl_module))
             evaluation_set = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
             collect_test_set(trainer, pl_module, evaluation_set)
+            _warn_if_incomplete("test", loader, math.inf)
             for name, value in evaluation_set.compute().items():
                 results[name] = float(value)
         return results
@@ -413,10 +415,20 @@ class RetrievalEvaluation(pl.Callback):
 
 
 def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
-    if batches < len(loader):
+    """Warn if images of an evaluation set are not evaluated.
+
+    Args:
+        stage: `val` or `test`.
+        loader: the loader of the set.
+        batches: the number of its batches that are evaluated.
+    """
+    covered, number = what_is_lost(loader), sized_len(loader)
+    if number is not None and batches < number:
+        covered = f"{batches} of {number} batches (limit_{stage}_batches)"
+    if covered is not None:
         rank_zero_warn(
-            f"RetrievalEvaluation: {stage} metrics cover {batches} of {len(loader)} batches (limit_{stage}_batches): "
-            "the gallery is incomplete, so their values are too high."
+            f"RetrievalEvaluation: {stage} metrics cover {covered}: the gallery is incomplete, so their values are too "
+            "high."
         )
 
 

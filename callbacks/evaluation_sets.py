@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_retrieval.backend import pl
+from lightning_retrieval.backend import pl, sized_len
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.metrics import EmbeddingMetric
 
@@ -62,6 +62,42 @@ def batch_indices(loader: Any) -> Iterator[list[int]] | None:
     if in_order or sharded_in_order:
         return iter(loader.batch_sampler)
     return None
+
+
+def what_is_lost(loader: Any) -> str | None:
+    """Return which images a loader leaves out, for a warning: "20 of 23 images (drop_last=True)" are evaluated.
+
+    Returns None if the loader yields each image of its data set, or if its samplers do not tell. A `DistributedSampler`
+    repeats some images, which are counted once.
+    """
+    batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    drawing = getattr(batches, "batch_sampler", batches)  # a RetrievalDataLoader wraps the sampler of global batches
+    if hasattr(drawing, "draws_classes"):
+        return f"the images of batches for training ({type(drawing).__name__})"
+    images = sized_len(dataset)
+    if type(batches) is not BatchSampler or images is None:
+        return None
+    sampler, processes, yielded = batches.sampler, 1, sized_len(batches.sampler)
+    if isinstance(sampler, DistributedSampler):
+        processes, yielded = sampler.num_replicas, min(images, sampler.total_size)
+    original = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # Lightning may wrap a sampler
+    if getattr(original, "replacement", False):
+        return f"images that are drawn with replacement, of {images} images ({type(original).__name__})"
+    if original is not sampler:
+        yielded = sized_len(original)
+    if yielded is None:
+        return None
+    reasons = []
+    if yielded < images:
+        reasons.append(type(original).__name__)
+    dropped = 0
+    if batches.drop_last:
+        dropped = processes * (len(batches.sampler) % batches.batch_size)
+    if dropped > 0:
+        reasons.append("drop_last=True")
+    if not reasons:
+        return None
+    return f"{max(0, yielded - dropped)} of {images} images ({', '.join(reasons)})"
 
 
 def is_sharded(loader: Any) -> bool:

@@ -13,7 +13,7 @@ from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_war
 from lightning_retrieval.callbacks.evaluation import batches_on_device
 from lightning_retrieval.callbacks.evaluation_sets import loader_list
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.distributed import rank, world_size
+from lightning_retrieval.distributed import kept_integers, rank, unshared, world_size
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.sides import is_two_sided
@@ -179,6 +179,6 @@ def _embed(
             if isinstance(batch, dict) and "roles" in batch:
                 is_image = batch["roles"] > 0  # placeholders for unreadable images have role 0
                 rows, labels_of_batch = rows[is_image], labels_of_batch[is_image]
-            embeddings.append(rows.to(torch.promote_types(rows.dtype, torch.float32)))
-            labels.append(labels_of_batch)
+            embeddings.append(unshared(rows.to(torch.promote_types(rows.dtype, torch.float32))))
+            labels.append(kept_integers(labels_of_batch))
     return torch.cat(embeddings), torch.cat(labels)

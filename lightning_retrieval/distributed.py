@@ -38,6 +38,25 @@ def to_host(values: Tensor) -> Tensor:
     return values.detach().cpu()
 
 
+def unshared(values: Tensor) -> Tensor:
+    """The values without a graph, as a copy if they are in memory that is shared with a worker of a data loader.
+
+    Each such tensor keeps a file open, so that a process that keeps some of each batch soon has too many open files.
+    """
+    values = values.detach()
+    if not is_accelerator(values.device) and values.untyped_storage().is_shared():
+        return values.clone()
+    return values
+
+
+def kept_integers(values: Tensor) -> Tensor:
+    """A few integers for each row of a batch, as int64; on the CPU always as a copy, see `unshared`."""
+    integers = values.detach().long()
+    if values.dtype == torch.int64 and not is_accelerator(values.device):
+        return integers.clone()  # `.long()` has copied nothing
+    return integers
+
+
 def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """A tensor of a few numbers of the host on a device, for which the host does not wait."""
     return torch.tensor(numbers).to(device, non_blocking=True)

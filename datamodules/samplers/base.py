@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.item_seeds import as_array
+from lightning_retrieval.distributed import world_size
 from lightning_retrieval.training.sides import Side
 
 Integers = NDArray[np.signedinteger[Any]]
@@ -120,7 +121,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         raises an error if `draws_classes` is True, else it warns. `draws_classes` is True for the samplers of this
         library that draw several images of a class. The property `sampler` returns the sampler itself, so that
         Lightning also calls `set_epoch` in one process with a plain `DataLoader(dataset, batch_sampler=...)`. With
-        several processes, use `RetrievalDataLoader`.
+        several processes, such a loader raises an error; use `RetrievalDataLoader`.
     """
 
     draws_classes: ClassVar[bool] = False
@@ -177,8 +178,27 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
 
     @property
     def sampler(self) -> "GlobalBatchSampler":
-        """The sampler itself, because Lightning looks for `set_epoch` here."""
+        """The sampler itself, because Lightning looks for `set_epoch` here if a plain `DataLoader` has the sampler.
+
+        Raises:
+            ValueError: as `check_one_process`.
+        """
+        self.check_one_process()
         return self
+
+    def check_one_process(self) -> None:
+        """Check that the sampler may be used without a `RetrievalDataLoader`, which does not call this method.
+
+        Raises:
+            ValueError: if there are several processes, which would all draw the same batches.
+        """
+        processes = world_size()
+        if processes > 1:
+            raise ValueError(
+                f"{self.name}: each of several processes must get its own part of a batch, got {processes} processes "
+                f"that would all draw the same images, because the loader is not a RetrievalDataLoader; use "
+                f"RetrievalDataLoader(dataset, {self.name}(...)), which needs no flag of the Trainer."
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, an integer >= 0, whose batches the next iteration yields."""

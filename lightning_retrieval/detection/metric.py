@@ -56,7 +56,7 @@ class DetectionMetric(Metric):
 
     Raises:
         ValueError: if `classes` is out of its range; in `update`, if shapes do not match, a label is out of its range,
-            or a score or a box is not finite.
+            or a score or a box is not finite; in `compute`, if images with the same `image_id` have other objects.
         TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
     """
 
@@ -110,6 +110,9 @@ class DetectionMetric(Metric):
         """Detections and targets of each image, on the CPU, in the order of the ids, without duplicate images.
 
         Detections have `boxes`, `scores` and `labels`; targets have `boxes`, `labels` and `ignored` (1 or 0).
+
+        Raises:
+            ValueError: if images with the same id have different objects.
         """
         images, boxes = dim_zero_cat(self._images).cpu(), dim_zero_cat(self._boxes).cpu()
         key, is_detection, label, ignored = dim_zero_cat(self._annotations).cpu().unbind(1)
@@ -117,10 +120,16 @@ class DetectionMetric(Metric):
         for image_key, image_id in images.tolist():
             copies.setdefault(image_id, []).append(image_key)
         rows_of = _rows_by_key(key)
+        no_rows = torch.zeros(0, dtype=torch.int64)
         detections, targets = [], []
         for image_id in sorted(copies):
-            rows = rows_of.get(min(copies[image_id]), torch.zeros(0, dtype=torch.int64))
-            found, objects = rows[is_detection[rows] == 1], rows[is_detection[rows] == 0]
+            rows_of_copies = [rows_of.get(image_key, no_rows) for image_key in sorted(copies[image_id])]
+            objects_of_copies = [rows[is_detection[rows] == 0] for rows in rows_of_copies]
+            rows, objects = rows_of_copies[0], objects_of_copies[0]
+            found = rows[is_detection[rows] == 1]
+            for other in objects_of_copies[1:]:
+                if not (torch.equal(boxes[objects], boxes[other]) and torch.equal(label[objects], label[other])):
+                    raise ValueError(_message_of_shared_id(type(self).__name__, image_id, len(objects), len(other)))
             detections.append({"boxes": boxes[found, :4], "scores": boxes[found, 4], "labels": label[found]})
             targets.append({"boxes": boxes[objects, :4], "labels": label[objects], "ignored": ignored[objects]})
         return detections, targets
@@ -205,6 +214,14 @@ def _image_id(owner: str, value: Any) -> int:
     return image_id
 
 
+def _message_of_shared_id(owner: str, image_id: int, objects: int, others: int) -> str:
+    return (
+        f"{owner}: `targets` with the same `image_id` must be the same image, got other objects for a second image "
+        f"with the id {image_id} ({objects} and {others} objects); if two data sets both count from 0, add the length "
+        "of the first to the ids of the second."
+    )
+
+
 def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
     """Map each key to the indices of the rows with this key, in order."""
     order = key.argsort(stable=True)
@@ -224,7 +241,7 @@ class COCOMetrics(DetectionMetric):
 
     Raises:
         ValueError: if `classes` is out of its range; in `update`, if shapes do not match, a label is out of its range,
-            or a score or a box is not finite.
+            or a score or a box is not finite; in `compute`, if images with the same `image_id` have other objects.
         TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
         ModuleNotFoundError: if faster-coco-eval is not installed.
 

@@ -141,6 +141,12 @@ class RetrievalLoss(BatchLoss, ABC):
             plan = self._plan(lists, None)
             return self._reduced(self._function.apply(plan, *plan.inputs), plan)
 
+    def queries_without_value(self, batch: RankedBatch) -> int:
+        """Number of queries of a batch that the loss skips, because no other image in their list is relevant."""
+        lists = EmbeddingLists(self.name, batch, include_self=False, graded=self.graded)
+        positives = lists.count_positives()[1]
+        return int((~self._has_value(positives)).sum())
+
     @property
     def _function(self) -> type[torch.autograd.Function]:
         if self.reduction == "none":

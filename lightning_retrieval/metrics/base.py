@@ -19,7 +19,7 @@ from lightning_retrieval.checks import (
     check_integers,
     check_matrix,
 )
-from lightning_retrieval.distributed import UNSHARDED, Shard, world_size
+from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, unshared, world_size
 from lightning_retrieval.metrics.gathering import (
     CollectedRows,
     Report,
@@ -290,15 +290,15 @@ class EmbeddingMetric(Metric):
             self._check_like_earlier_updates(embeddings, labels, optional)
         elif self.relevance is not None:
             self.relevance.lists(labels[:1], labels[:1])  # raises now, and not in `compute`, if its masks are invalid
-        kept = embeddings.detach()
+        kept = unshared(embeddings)
         if self.embeddings_on_cpu:
             kept = kept.cpu()
         self.embeddings.append(kept)
-        self.labels.append(labels.detach().long())
-        self.roles.append(roles.detach().long())
+        self.labels.append(kept_integers(labels))
+        self.roles.append(kept_integers(roles))
         for name, values in optional.items():
             if values is not None:
-                getattr(self, name).append(values.detach().long())
+                getattr(self, name).append(kept_integers(values))
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         """Load the rows of a checkpoint, if the states are persistent; raise if an embedding is not finite."""

@@ -18,12 +18,17 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_retrieval.checks import first_of
 from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gather_rows
 from lightning_retrieval.ranking.labels import Role, check_nesting
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Layout, ShardedRows, normalize, unsharded
 
 _BLOCK_NUMBERS = 1 << 18  # numbers in a block of rows; each process normalises and sends one block at a time
+_COMPARED_ROWS = 1 << 16  # maximum number of repeated images that a process compares at a time
+# Largest squared distance of two unit rows of one image, which is 2 (1 - cosine). Rounding errors in bfloat16, for
+# batches of different shapes or on different GPUs, stay below it.
+_LARGEST_ERROR = 2e-3
 _LEAST_ROWS = 32  # minimum number of rows to normalise together: for fewer rows, a GPU may add squares in another order
 
 
@@ -85,7 +90,9 @@ class UnitRows:
         blocks = -(-max(self.counts) // block_rows)
         sent, received = self._sent(sizes, block_rows, blocks), self._received(sizes, block_rows, blocks)
         for number, block in enumerate(_blocks(self.batches, block_rows, blocks)):
-            chosen = _normalized(block)[sent.of_block(number) - number * block_rows]
+            chosen = rows[:0]
+            if sum(sent.counts[number]) > 0:
+                chosen = _normalized(block)[sent.of_block(number) - number * block_rows]
             rows[received.of_block(number)] = self._exchange(chosen, sent.counts[number], received.counts[number])
         return rows
 
@@ -228,6 +235,7 @@ class CollectedRows(NamedTuple):
         counts: number of rows of each process; None before rows are gathered.
         shard: the shard of this process.
         relevance: the rule of relevance, which reads the labels, or None.
+        are_compared: whether the rows with the same id are known to be equal.
     """
 
     owner: str
@@ -240,6 +248,7 @@ class CollectedRows(NamedTuple):
     counts: Sequence[int] | None = None
     shard: Shard = UNSHARDED
     relevance: Relevance | None = None
+    are_compared: bool = False
 
     def unit_rows(self) -> UnitRows:
         """The embeddings of all rows, which are normalised later, when they are needed."""
@@ -249,8 +258,11 @@ class CollectedRows(NamedTuple):
         return UnitRows(self.embeddings, every, self.counts, self.shard)
 
     def shortened(self, dim: int) -> "CollectedRows":
-        """The same rows with the first `dim` dimensions of each embedding; nothing is copied."""
-        return self._replace(embeddings=[batch[:, :dim] for batch in self.embeddings])
+        """The same rows with the first `dim` dimensions of each embedding, for which `merge_duplicates` did not raise.
+
+        Nothing is copied.
+        """
+        return self._replace(embeddings=[batch[:, :dim] for batch in self.embeddings], are_compared=True)
 
 
 class RowFormat(NamedTuple):
@@ -327,11 +339,14 @@ def gather_over_processes(
 def merge_duplicates(collected: CollectedRows) -> Rows:
     """Sort the rows by id, merge rows with the same id, and average the images of each instance.
 
-    Of the rows with the same id, the first is kept, with the union of their roles.
+    Of the rows with the same id, the first is kept, with the union of their roles. They must be equal up to rounding,
+    as the rows of one image are in evaluation mode.
+
+    With several processes, this is a collective operation.
 
     Raises:
-        ValueError: if ids, instances or cameras were given for only some rows, label levels do not nest, or an id or an
-            instance has two labels or two cameras.
+        ValueError: if ids, instances or cameras were given for only some rows, label levels do not nest, an id or an
+            instance has two labels or two cameras, or an id has two embeddings.
     """
     error = _incomplete_column(collected)
     if error is not None:
@@ -343,6 +358,8 @@ def merge_duplicates(collected: CollectedRows) -> Rows:
     if collected.relevance is None:
         check_nesting(collected.owner, labels)
     first, roles = _first_of_each(collected.owner, "id", ids, labels, collected.roles, collected.cameras)
+    if len(first) < len(ids) and not collected.are_compared:
+        _check_one_image_per_id(collected, ids, first)
     embeddings = collected.unit_rows().select(first)
     rows = Rows(embeddings, labels[first], ids[first], roles, relevance=collected.relevance)
     if collected.cameras is not None:
@@ -440,15 +457,81 @@ def _first_of_each(
         differs = (column != column[first][inverse]).any(1)
         if bool(differs.any()):
             wrong = int(values[differs.nonzero()[0, 0]])
+            cure = ""
+            if name == "id":
+                cure = f"; {_CURE_OF_SHARED_IDS}"
             raise ValueError(
                 f"{owner}: `{name}s` must have one {annotation} each, got {name} {wrong} with two different "
-                f"{annotation}s."
+                f"{annotation}s{cure}."
             )
     union = torch.zeros_like(unique)
     for role in (Role.QUERY, Role.GALLERY):
         of_role = torch.zeros_like(unique).scatter_reduce(0, inverse, roles & int(role), "amax")
         union += of_role
     return first, union
+
+
+def _check_one_image_per_id(collected: CollectedRows, ids: Int[Tensor, " row"], first: Int[Tensor, " value"]) -> None:
+    """Raise on all processes if rows with the same id differ by more than rounding, so that they are different images.
+
+    Rows without a role are not compared. With several processes, this is a collective operation.
+
+    Args:
+        collected: the rows.
+        ids: the id of each row.
+        first: index of the first row of each id, in ascending order of ids.
+    """
+    first_of_row = first[torch.searchsorted(ids[first], ids)]
+    is_repeated = first_of_row != torch.arange(len(ids), device=ids.device)
+    repeated = (is_repeated & (collected.roles | collected.roles[first_of_row] != Role.JUNK)).nonzero()[:, 0]
+    others = first_of_row[repeated]
+    squares = _squared_distances(collected, repeated, others)
+    wrong = (squares > _LARGEST_ERROR).nonzero()[:, 0]
+    if len(wrong) == 0:
+        return
+    row, other = repeated[wrong[0]], others[wrong[0]]
+    sets = [_SETS[Role(int(collected.roles[index]))] for index in (other, row)]
+    different = torch.unique(ids[repeated[wrong]])
+    raise ValueError(
+        f"{collected.owner}: rows with the same id must be the same image, got different embeddings for "
+        f"{len(different)} of {len(first)} ids ({first_of(different.tolist())}), such as id {int(ids[row])} in "
+        f"{sets[0]} and again in {sets[1]}, with a cosine similarity of {1 - float(squares[wrong[0]]) / 2:.3f}; "
+        f"{_CURE_OF_SHARED_IDS}; if they are the same images, embed them without random transforms."
+    )
+
+
+# The set that rows with a role are in, for messages.
+_SETS = {
+    Role.JUNK: "no set",
+    Role.QUERY: "the queries",
+    Role.GALLERY: "the gallery",
+    Role.BOTH: "the images that are query and gallery",
+}
+_CURE_OF_SHARED_IDS = (
+    "if two sets, such as queries and gallery or the parts of a ConcatDataset, both count from 0, add the length of "
+    "the first to the ids of the second"
+)
+
+
+def _squared_distances(
+    collected: CollectedRows, rows: Int[Tensor, " pair"], others: Int[Tensor, " pair"]
+) -> Float[Tensor, " pair"]:
+    """The squared distances of pairs of unit rows, on every process. Each process computes a part of them.
+
+    Args:
+        collected: the rows of all processes.
+        rows: indices of the first row of each pair.
+        others: indices of the second row of each pair.
+    """
+    unit, shard = collected.unit_rows(), collected.shard
+    squares = torch.zeros(len(rows), device=rows.device)
+    for pairs in torch.arange(len(rows), device=rows.device).split(_COMPARED_ROWS * shard.count):
+        parts = pairs.tensor_split(shard.count)
+        sizes = [len(part) for part in parts]
+        difference = unit.select(rows[pairs]).distribute(sizes) - unit.select(others[pairs]).distribute(sizes)
+        squares[parts[shard.index]] = difference.square().sum(1).to(squares)
+    shard.add_up(squares)  # for each pair, all other processes have zeros, so the sum is exact
+    return squares
 
 
 def _average_instances(

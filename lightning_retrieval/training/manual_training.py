@@ -22,7 +22,12 @@ from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_s
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
 from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
-from lightning_retrieval.training.trainer_checks import check_filled, check_trainer, keeps_parameters
+from lightning_retrieval.training.trainer_checks import (
+    check_filled,
+    check_samplers,
+    check_trainer,
+    keeps_parameters,
+)
 
 
 class OptimizedModule(CheckpointedModule):
@@ -87,6 +92,10 @@ class OptimizedModule(CheckpointedModule):
         self._epoch_of_check = None
         self._gradient_watch = GradientWatch()
         return super().configure_callbacks()
+
+    def on_train_start(self) -> None:
+        """Raise if all of several processes would draw the same batches."""
+        check_samplers(self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check, once per epoch and after all callbacks' hooks, that each trainable parameter is in an optimizer."""
@@ -328,6 +337,7 @@ class ManualTraining(OptimizedModule):
 
     def on_train_start(self) -> None:
         """Raise if weights are missing, a scheduler ends too early, or a `ReduceLROnPlateau` gets no validation."""
+        super().on_train_start()
         check_filled(self)
         trainer: Any = self.trainer
         check_optimizer_states(type(self).__name__, trainer.optimizers)

@@ -19,7 +19,7 @@ from lightning_retrieval.checks import (
     check_positive,
     check_tensor,
 )
-from lightning_retrieval.distributed import rank
+from lightning_retrieval.distributed import rank, unshared
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.whitening import Whitening
@@ -28,6 +28,7 @@ from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.equal_batches import EqualBatches
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     shard_blocks,
@@ -82,6 +83,7 @@ from lightning_retrieval.training.trainer_checks import (
     check_processes,
     check_relevance,
     check_schedule,
+    has_shards,
 )
 
 FRACTION = "training_fraction"  # key of a checkpoint: the fraction of the training that is done
@@ -437,6 +439,7 @@ class RetrievalModule(ManualTraining):
         if self._is_first_step:
             check_processes(self)
             self._dimensions = Dimensions()
+            self._equal_batches = EqualBatches(is_needed=not has_shards(self.trainer))
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):
@@ -472,11 +475,14 @@ class RetrievalModule(ManualTraining):
             if self.relevance is not None:
                 columns = self.relevance.columns(labels, batch)
             sides.append(LocalRows(columns, ids, inputs))
-        rows, *candidates = gather_labels(type(self).__name__, sides, gather=self.gather)
+        owner, hash_of_batch = type(self).__name__, self._equal_batches.add(sides)
+        gathered = gather_labels(owner, sides, gather=self.gather, hash_of_batch=hash_of_batch)
+        self._equal_batches.compare(owner, gathered)
+        rows, *candidates = gathered
         if self._is_first_step:
             check_batch = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked])
         return TrainingStep(
-            type(self).__name__,
+            owner,
             self.loss,
             rows,
             self.global_step,
@@ -564,12 +570,15 @@ class RetrievalModule(ManualTraining):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Do the same as `validation_step`; for a batch that is a tensor of images, return only embeddings.
 
-        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here.
+        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here. No output is
+        in memory that is shared with a worker, because Lightning keeps the outputs of all batches.
         """
         if isinstance(batch, Tensor):
-            return {"embeddings": self.embed(batch)}
-        if is_two_sided(batch):
-            return self._embed_sides(batch, None)
-        if rule_of_evaluation(self.relevance) is not None:
-            return self._embed_batch(batch, self.embed)
-        return self.validation_step(batch, batch_idx, dataloader_idx)
+            output = {"embeddings": self.embed(batch)}
+        elif is_two_sided(batch):
+            output = self._embed_sides(batch, None)
+        elif rule_of_evaluation(self.relevance) is not None:
+            output = self._embed_batch(batch, self.embed)
+        else:
+            output = self.validation_step(batch, batch_idx, dataloader_idx)
+        return {name: unshared(values) for name, values in output.items()}

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from lightning_retrieval.backend import (
     rank_zero_warn,
 )
 from lightning_retrieval.distributed import world_size
+from lightning_retrieval.losses.base import RetrievalLoss
+from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.plain_data import logged_settings
 from lightning_retrieval.ranking.labels import Role, finest
@@ -53,6 +55,7 @@ HIDDEN_WARNINGS = (
 )
 # The entries of a batch that a rule of relevance of this library reads, each with the rule.
 RULES = {"cameras": "OtherCamera()", "roles": "GalleryOnly()", "tags": "SharedTags()"}
+_MANY = 0.25  # fraction of the queries of a batch without a positive, from which on a run warns
 LOGGERS = ("utilities.rank_zero", "utilities.seed")  # of each package of Lightning
 
 
@@ -206,6 +209,7 @@ def report_first_step(module: Any, step: TrainingStep, sides: Sequence[EmbeddedS
     report = _FirstStep(module, step, sides)
     report.warn_of_batch_norm()
     report.warn_of_early_memory()
+    report.warn_of_lists_without_positives()
     rank_zero_info(f"{report.lists()}{report.traffic()}.")
     report.tell_of_ignored_entries(batches)
     log_settings(module.trainer, report.settings())
@@ -251,6 +255,7 @@ class _FirstStep:
         self.class_sizes: list[int] = []  # empty if the rule of relevance has no classes
         if self.relevance is None or self.relevance.has_classes:
             self.class_sizes = torch.unique(finest(batch.labels), return_counts=True)[1].tolist()
+        self.without_positive = self._queries_without_positive()
 
     def warn_of_batch_norm(self) -> None:
         """Warn if BatchNorm layers, which mix the images of a batch, see the batch in chunks."""
@@ -284,6 +289,30 @@ class _FirstStep:
                 "callback MemoryMonitor, or start from trained weights."
             )
 
+    def _queries_without_positive(self) -> int:
+        """Number of queries that the loss skips, as many do in batches of shuffled images; 0 if that is not known.
+
+        A memory may have the positives in later steps. The losses of other libraries may learn without positives. Under
+        a rule of relevance, a sampler of classes does not draw positives for each query.
+        """
+        losses = [loss for loss in self.module.loss.modules() if isinstance(loss, RetrievalLoss)]
+        if self.step.memory is not None or self.relevance is not None or not losses:
+            return 0
+        queries, candidates = self.step.batch, self.step.candidate_batch
+        batch = RankedBatch(queries.embeddings.detach(), queries.labels, ids=queries.ids)
+        if len(self.sides) > 1:
+            batch = replace(batch, ids=None, ref_emb=candidates.embeddings.detach(), ref_labels=candidates.labels)
+        return max(loss.queries_without_value(batch) for loss in losses)
+
+    def warn_of_lists_without_positives(self) -> None:
+        """Warn if many queries have no positive in the batch. If no query has a positive, the loss warns."""
+        if _MANY * self.rows[0] <= self.without_positive < self.rows[0]:
+            rank_zero_warn(
+                f"{self.owner}: {self.without_positive} of {self.rows[0]} queries of the first batch have no relevant "
+                "image in their list, and such a list teaches nothing; draw several images of each class, as "
+                "RetrievalDataLoader(dataset, PKSampler(labels, classes_per_batch=32, samples_per_class=4)) does."
+            )
+
     def tell_of_ignored_entries(self, batches: Sequence[Any]) -> None:
         """Log which entries of a batch could decide what is relevant, but are ignored.
 
@@ -313,6 +342,8 @@ class _FirstStep:
         if self.relevance is not None:
             text += f" by {self.relevance}"
         text += self._memory()
+        if 0 < self.without_positive < self.rows[0]:
+            text += f", where {self.without_positive} of {self.rows[0]} queries have no relevant image in their list"
         if self.step.directions == "both":
             text += f", and lists of {self.rows[0]} queries for each candidate"
         return text

@@ -52,6 +52,7 @@ class GlobalRows(NamedTuple):
     ids: Int[Tensor, " batch"] | None
     counts: list[int]  # number of rows of each process
     input_shapes: tuple[int, ...] = ()  # hash of the input shape of each process; empty if there is only one process
+    hashes: tuple[int, ...] = ()  # the argument `hash_of_batch` of each process; empty if there is only one process
 
 
 class GlobalBatch(NamedTuple):
@@ -93,7 +94,7 @@ def gather_batch(
 
 
 def gather_labels(
-    owner: str, sides: Sequence[LocalRows], *, gather: bool, may_be_empty: bool = False
+    owner: str, sides: Sequence[LocalRows], *, gather: bool, may_be_empty: bool = False, hash_of_batch: int = 0
 ) -> list[GlobalRows]:
     """Gather the labels and ids of all processes, for each side of a batch. No embeddings are needed.
 
@@ -102,6 +103,7 @@ def gather_labels(
         sides: rows of this process. The numbers of rows of the processes may differ.
         gather: False returns the rows of this process only.
         may_be_empty: whether a process may have no rows.
+        hash_of_batch: a number of 64 bits, which is gathered too.
 
     Raises:
         ValueError: on all processes, if their batches differ in label levels or presence of ids; with `gather=False`,
@@ -113,7 +115,8 @@ def gather_labels(
         if not may_be_empty:
             _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
         return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
-    local_forms = to_device([list(map(_form_of, sides))], sides[0].inputs.device)
+    forms = [(*_form_of(rows), hash_of_batch) for rows in sides]
+    local_forms = to_device([forms], sides[0].inputs.device)
     forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
     if not may_be_empty:
         _check_not_empty(owner, forms_of_processes[:, :, 0].tolist())
@@ -161,18 +164,25 @@ class _Forms(NamedTuple):
     has_ids: Int[Tensor, " world"]
     are_integers: Int[Tensor, " world"]
     input_shape: Int[Tensor, " world"]  # a hash
+    hash_of_batch: Int[Tensor, " world"]
+
+
+def are_integers(rows: LocalRows) -> bool:
+    """Whether labels are integers of shape (rows,) or (rows, levels), and any ids are integers of shape (rows,)."""
+    labels, ids, _ = rows
+    if not is_integer(labels) or labels.ndim not in (1, 2):
+        return False
+    return ids is None or (is_integer(ids) and ids.shape == labels.shape[:1])
 
 
 def _form_of(rows: LocalRows) -> tuple[int, int, bool, bool, int]:
-    """The properties of this process's batch, in the order of `_Forms`."""
+    """The properties of this process's batch, in the order of `_Forms`, without the hash of the batch."""
     labels, ids, inputs = rows
     label_levels = 0
-    are_integers = is_integer(labels) and labels.ndim in (1, 2)
-    if are_integers and labels.ndim == 2:
+    have_integers = are_integers(rows)
+    if have_integers and labels.ndim == 2:
         label_levels = labels.shape[1]
-    if ids is not None:
-        are_integers = are_integers and is_integer(ids) and ids.shape == labels.shape[:1]
-    return len(labels), label_levels, ids is not None, are_integers, hash(inputs.shape[1:])
+    return len(labels), label_levels, ids is not None, have_integers, hash(inputs.shape[1:])
 
 
 def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> GlobalRows:
@@ -197,7 +207,7 @@ def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> Gl
             f"{owner}: with gather=False the loss is the mean of the processes' losses, which needs batches of "
             f"equal size, got {counts} rows in rank order; keep gather=True, or drop the uneven batch."
         )
-    return GlobalRows(labels, ids, counts, tuple(forms.input_shape.tolist()))
+    return GlobalRows(labels, ids, counts, tuple(forms.input_shape.tolist()), tuple(forms.hash_of_batch.tolist()))
 
 
 def _form_in_words(values: Any) -> str:

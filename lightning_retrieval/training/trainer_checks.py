@@ -14,6 +14,7 @@ from lightning_retrieval.backend import (
     BaseFinetuning,
     BatchSizeFinder,
     BitsandbytesPrecision,
+    CombinedLoader,
     DDPStrategy,
     DeepSpeedStrategy,
     GradientAccumulationScheduler,
@@ -294,6 +295,42 @@ def check_processes(module: Any) -> None:
         )
 
 
+def train_loaders(trainer: Any) -> list[Any]:
+    """The loaders of training batches: one, or those of a `CombinedLoader`, a dict or a list.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer` in a run.
+    """
+    loaders: list[Any] = CombinedLoader(trainer.train_dataloader, "sequential").flattened
+    return loaders
+
+
+def has_shards(trainer: Any) -> bool:
+    """Whether all training batches are from loaders that give each process its own part: `RetrievalDataLoader`.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer` in a run.
+    """
+    return all(hasattr(loader, "check_first_batch") for loader in train_loaders(trainer))
+
+
+def check_samplers(trainer: Any) -> None:
+    """Raise if all of several processes would draw the same batches from a sampler of global batches.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer` in a run.
+
+    Raises:
+        ValueError: if a loader other than `RetrievalDataLoader` has such a sampler. The message names the cure.
+    """
+    for loader in train_loaders(trainer):
+        for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+            wrapper = getattr(sampler, "dataset", None)  # Lightning may wrap a sampler in a DistributedSampler
+            original = getattr(wrapper, "_sampler", sampler)
+            if hasattr(original, "check_one_process"):
+                original.check_one_process()
+
+
 def check_first_batch(module: Any, labels: Sequence[Tensor], batches: Sequence[GlobalBatch]) -> None:
     """Compare labels and ids of a run's first batch with what the sampler drew, if the sampler is known.
 
@@ -356,6 +393,11 @@ def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
     if not repeated:
         return
     cure = "give each image a different id, such as its index in the data set, or no ids"
+    if world_size() > 1:  # without ids, images that several processes have drawn would be positives of their copies
+        cure = (
+            "give each image a different id, such as its index in the data set, and each process its own part of a "
+            "batch, as RetrievalDataLoader does"
+        )
     first = torch.full_like(unique, len(ids)).scatter_reduce(0, inverse, torch.arange(len(ids)), "amin")
     differs = (labels != labels[first][inverse]).nonzero()[:, 0]
     if len(differs):

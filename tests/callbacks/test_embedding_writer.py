@@ -5,7 +5,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import EmbeddingWriter
@@ -67,6 +67,28 @@ def test_images_alone_and_a_limit_of_batches(tmp_path):
     predict(tmp_path / "e", DataLoader(IMAGES, batch_size=3), trainer_settings={"limit_predict_batches": 2})
     assert ids_of(tmp_path / "e") == [[0, 1, 2, 3], [4, 5]]
     assert shards_of(tmp_path / "e")[0].labels == [None] * 4
+
+
+def test_the_last_images_are_written_with_drop_last_too(tmp_path):
+    """Which Lightning ignores in a prediction."""
+    predict(tmp_path / "e", DataLoader(IMAGES, batch_size=4, drop_last=True))
+    assert ids_of(tmp_path / "e") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.refusal
+@pytest.mark.filterwarnings("ignore:Your `predict_dataloader`'s sampler has shuffling enabled")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"shuffle": True},
+        {"sampler": SubsetRandomSampler(range(5))},
+        {"sampler": [4, 2, 7]},
+        {"sampler": WeightedRandomSampler(torch.ones(10), 10)},
+    ],
+)
+def test_images_that_a_sampler_chooses_need_ids(settings, tmp_path):
+    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `predict_step` must return `ids`, .* got none; let the"):
+        predict(tmp_path / "e", DataLoader(IMAGES, batch_size=3, **settings))
 
 
 def test_each_prediction_set_has_a_folder(tmp_path):

@@ -7,9 +7,18 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_retrieval import (
     Embedder,
@@ -34,7 +43,9 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     is_sharded,
     loader_list,
     set_prefixes,
+    what_is_lost,
 )
+from lightning_retrieval.datamodules import PKSampler
 from lightning_retrieval.training.sides import evaluation_mode
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
 from tests.csv_logs import logged
@@ -142,6 +153,86 @@ def test_limited_set_gives_one_warning(stage):
     assert [message.split(":")[1] for message in messages] == [
         f" {stage} metrics cover 2 of 5 batches (limit_{stage}_batches)"
     ]
+
+
+def evaluation_warnings(module, loader, stage="validate", **settings) -> list[str]:
+    """What RetrievalEvaluation warns of in an evaluation, without its name."""
+    run = make_trainer(RetrievalEvaluation(KS), **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        getattr(run, stage)(module, loader, verbose=False)
+    messages = [str(w.message) for w in caught]
+    return [message.partition(": ")[2] for message in messages if message.startswith("RetrievalEvaluation: ")]
+
+
+class Stream(IterableDataset):
+    """A set without a length, of which nothing is known to be lost."""
+
+    def __init__(self, points):
+        self.points = points
+
+    def __iter__(self):
+        return iter(self.points)
+
+
+POINTS = labelled_points(2)
+LABELS = POINTS.tensors[1]
+INCOMPLETE = {
+    "drop_last": ({"drop_last": True}, "20 of 23 images (drop_last=True)"),
+    "subset": ({"sampler": SubsetRandomSampler(range(11))}, "11 of 23 images (SubsetRandomSampler)"),
+    "number": ({"sampler": RandomSampler(POINTS, num_samples=9)}, "9 of 23 images (RandomSampler)"),
+    "both": (
+        {"sampler": SubsetRandomSampler(range(11)), "drop_last": True},
+        "10 of 23 images (SubsetRandomSampler, drop_last=True)",
+    ),
+    "weighted": (
+        {"sampler": WeightedRandomSampler(torch.ones(23), 23)},
+        "images that are drawn with replacement, of 23 images (WeightedRandomSampler)",
+    ),
+    "a process": (
+        {"sampler": DistributedSampler(POINTS, 2, 0, drop_last=True)},
+        "22 of 23 images (DistributedSampler)",
+    ),
+    "ours": (
+        {"batch_sampler": PKSampler(LABELS, classes_per_batch=2, samples_per_class=2)},
+        "the images of batches for training (PKSampler)",
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_a_loader_that_loses_images_warns(name, stage):
+    settings, covered = INCOMPLETE[name]
+    if "batch_sampler" not in settings:
+        settings = {"batch_size": 5, **settings}
+    (message,) = evaluation_warnings(PointsModule(), DataLoader(POINTS, **settings), stage)
+    assert message.startswith(f"{stage.removesuffix('idate')} metrics cover {covered}: the gallery is incomplete")
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(POINTS, batch_size=5),
+        DataLoader(POINTS, batch_size=5, shuffle=True),
+        DataLoader(labelled_points(2, 20), batch_size=5, drop_last=True),
+        DataLoader(POINTS, batch_sampler=[[*range(23)]]),
+        DataLoader([POINTS[:10], POINTS[10:]], batch_size=None),
+        DataLoader(Stream(POINTS), batch_size=5),
+    ],
+)
+def test_a_loader_that_loses_nothing_does_not_warn(loader):
+    assert evaluation_warnings(PointsModule(), loader) == []
+
+
+def test_each_process_of_two_knows_what_is_lost():
+    """A sampler that Lightning has put in for two processes, of which each drops one of 11 or 6 images."""
+    repeating = DistributedSampler(POINTS, 2, 0)
+    assert what_is_lost(DataLoader(POINTS, batch_size=5, sampler=repeating)) is None
+    dropped = what_is_lost(DataLoader(POINTS, batch_size=5, sampler=repeating, drop_last=True))
+    assert dropped == "19 of 23 images (drop_last=True)"
+    wrapped = DistributedSamplerWrapper(SubsetRandomSampler(range(11)), num_replicas=2, rank=1)
+    assert what_is_lost(DataLoader(POINTS, batch_size=5, sampler=wrapped)) == "11 of 23 images (SubsetRandomSampler)"
 
 
 # --- the test set before training

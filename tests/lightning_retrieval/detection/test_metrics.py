@@ -317,6 +317,30 @@ def test_three_processes_have_the_result_of_one(run_processes, images):
         torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("change", ["boxes", "labels", "fewer"])
+def test_two_images_with_one_id_raise(metric, change):
+    """Such as the images of two data sets that both count from 0."""
+    detections, targets = make_images(7)
+    number = next(index for index, target in enumerate(targets) if len(target["labels"]) > 1)
+    other = dict(targets[number])
+    if change == "boxes":
+        other["boxes"] = other["boxes"] + 1
+    elif change == "labels":
+        other["labels"] = other["labels"] % CLASSES + 1
+    else:
+        other |= {name: other[name][1:] for name in ("boxes", "labels")}
+    metrics = metric(CLASSES)
+    metrics.update(detections, targets)
+    metrics.update([detections[number]], [other])
+    sentence = (
+        rf"^{metric.__name__}: `targets` with the same `image_id` must be the same image, .* id {10 * number + 3} "
+    )
+    with pytest.raises(ValueError, match=sentence):
+        metrics.compute()
+
+
 def test_equal_scores_of_two_images_are_ranked_by_the_ids():
     box, label = torch.tensor([[0.0, 0.0, 10.0, 10.0]]), torch.tensor([1])
     items = []

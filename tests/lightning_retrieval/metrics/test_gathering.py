@@ -1,4 +1,4 @@
-"""Rows of one image are merged; the memory of an evaluation; what post-processing gets."""
+"""Rows of one image are merged, different images with one id raise; what memory and post-processing get."""
 
 import ctypes
 from pathlib import Path
@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.callbacks.ap_monitor import decomposability_gap
+from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
+from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.ranking.rows import normalize
 from tests.lightning_retrieval.metrics.helpers import compute, numbers
 
@@ -45,6 +47,84 @@ def test_images_of_an_instance_are_averaged():
     assert numbers(metrics.compute()) == pytest.approx(expected, abs=1e-12)
     least = [int(ids[instances == i].min()) for i in instances.unique()]
     assert metrics.per_query()["ids"].tolist() == sorted(least)
+
+
+def two_sets(second, offset=0, roles=(1, 2), dtype=torch.float32):
+    """A metric with 40 images of ten classes and a second set of 40, both with ids from 0."""
+    generator = torch.Generator().manual_seed(3)
+    first, labels = torch.randn(40, 16, generator=generator), torch.arange(40) // 4
+    metrics = RetrievalMetrics(ks=(1,), embeddings_on_cpu=True)
+    for rows, role, start in ((first, roles[0], 0), (second(first, generator), roles[1], offset)):
+        of_role = torch.full((40,), role)
+        metrics.update(rows.to(dtype), labels, torch.arange(40) + start, of_role)
+    return metrics
+
+
+def with_noise(rows, generator):
+    return rows + torch.randn(rows.shape, generator=generator) / 2
+
+
+def rounded(rows, generator):
+    return 3 * rows.bfloat16().float()
+
+
+WHAT_GATHERS = {
+    "compute": lambda metrics: metrics.compute(),
+    "per query": lambda metrics: metrics.per_query(),
+    "gather": lambda metrics: metrics.gather(),
+    "nearest scores": nearest_scores,
+    "pair counts": lambda metrics: pair_counts(metrics, 10),
+    "precision": mean_precision,
+    "gap": lambda metrics: decomposability_gap(metrics, 5, 2),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", WHAT_GATHERS)
+@pytest.mark.parametrize(
+    ("roles", "sets"),
+    [
+        ((1, 2), "in the queries and again in the gallery"),
+        ((3, 3), "in the images that are query and gallery and again in the images that are query and gallery"),
+    ],
+)
+def test_two_sets_that_share_ids_raise(name, roles, sets):
+    sentence = (
+        r"^RetrievalMetrics: rows with the same id must be the same image, got different embeddings for 40 of 40 ids "
+        rf"\(0, 1, 2, 3, 4, \.\.\.\), such as id 0 {sets}, .* cosine similarity of 0\.\d+; if two sets, .* "
+        r"add the length of the first to the ids of the second"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        WHAT_GATHERS[name](two_sets(with_noise, roles=roles))
+    WHAT_GATHERS[name](two_sets(with_noise, offset=40, roles=roles))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_rows_of_one_image_may_differ_by_rounding(dtype):
+    """Also under a shorter dimension, where the same errors weigh more, and if a row is zero or has no role."""
+    metrics = two_sets(rounded, roles=(3, 3), dtype=dtype)
+    assert metrics.compute()["mAP"] == two_sets(lambda rows, _: rows, roles=(3, 3), dtype=dtype).compute()["mAP"]
+    metrics = RetrievalMetrics(ks=(1,), dims=(1,))
+    metrics.update(torch.tensor([[1e-4, 1.0], [0.0, 0.0], [1.0, 1.0]]), Y[:3] * 0, torch.arange(3))
+    metrics.update(torch.tensor([[-1e-4, 1.0], [0.0, 0.0]]), Y[:2] * 0, torch.arange(2))
+    for row in torch.eye(2):  # a placeholder of an image that could not be read
+        metrics.update(row[None], torch.tensor([0]), torch.tensor([7]), torch.tensor([0]))
+    assert metrics.compute()["R@1/1d"].isfinite()
+
+
+def test_few_wrong_rows_among_repeated_images_are_found(monkeypatch):
+    """Whatever number of rows is compared at a time."""
+    monkeypatch.setattr("lightning_retrieval.metrics.gathering._COMPARED_ROWS", 7)
+    x, labels, ids = torch.randn(100, 8), torch.arange(100) // 5, torch.randperm(100)
+    metrics = RetrievalMetrics()
+    for copy in range(3):
+        rows = x.clone()
+        if copy == 2:
+            rows[[20, 61]] = x[[61, 20]]
+        metrics.update(rows, labels, ids)
+    found = ", ".join(map(str, sorted(ids[[20, 61]].tolist())))
+    with pytest.raises(ValueError, match=rf"different embeddings for 2 of 100 ids \({found}\), such as id "):
+        metrics.compute()
 
 
 @pytest.mark.refusal

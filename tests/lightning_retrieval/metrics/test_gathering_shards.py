@@ -286,6 +286,7 @@ def messages(this, world):
     disagreeing = {
         "no ids": metrics_of(rows, of_rows, None),
         "two labels": metrics_of(rows, of_rows + this * (shared == 4), shared),
+        "two images": metrics_of(torch.where(shared[:, None] == 4, rows.roll(this, 1), rows), of_rows, shared),
         "not finite": metrics_of(with_nan, of_rows, shared),
         "dimension": metrics_of(rows if is_first else rows[:, :5], of_rows, shared),
         "dtype": metrics_of(rows if is_first else rows.double(), of_rows, shared),
@@ -311,7 +312,8 @@ def test_processes_that_disagree_raise_the_same_error(run_processes):
     form = "RowFormat(dim=12, dtype='torch.{}', label_shape=(), has_ids=True, has_instances=False, has_cameras=False)"
     starts = {
         "no ids": "`ids` must be given if there are several processes, got none on 3",
-        "two labels": "`ids` must have one label each, got id 4 with two different labels.",
+        "two labels": "`ids` must have one label each, got id 4 with two different labels; if two sets, ",
+        "two images": "rows with the same id must be the same image, got different embeddings for 1 of 100 ids (4), ",
         "not finite": "`embeddings` must hold finite numbers only, got NaN or inf in 1 of 34 rows (ids 7), on rank 1.",
         "dimension": "rows must have the same format on all processes, got [RowFormat(dim=5, dtype='torch.float32', ",
         "dtype": f"rows must have the same format on all processes, got [{form.format('float32')}, "

@@ -5,11 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytorch_metric_learning.losses import ContrastiveLoss
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lightning_retrieval import CalibrationLoss, CrossBatchMemory, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import (
+    CalibrationLoss,
+    CrossBatchMemory,
+    HAPLoss,
+    RetrievalModule,
+    ROADMAPLoss,
+    SharedTags,
+    SmoothAPLoss,
+)
 from lightning_retrieval.losses import roadmap, smooth_ap
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.training.run_report import step_traffic
@@ -207,6 +216,48 @@ def test_a_first_batch_of_one_label_warns_without_a_memory():
     (message,) = warnings_of_a_step(labels, INDEX)
     assert message.startswith("RetrievalModule: all 24 images of the first batch have the label 7, so that no list has")
     assert warnings_of_a_step(labels, INDEX, memory=CrossBatchMemory(24, start_step=2)) == []
+
+
+def test_lists_without_a_positive_are_counted(caplog):
+    """A shuffled loader draws classes of one to three images; a loss of pairs learns from such lists, too.
+
+    Few such lists are told of in the report of the first step only.
+    """
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 3, 4])
+
+    def warned(loss, batch, **settings):
+        module = RetrievalModule(nn.Linear(6, 4), loss, **settings)
+        return warnings_with("no relevant image", fit, module, DataLoader([batch], batch_size=None), max_steps=1)
+
+    rows = torch.randn(8, 6)
+    (message,) = warned(SmoothAPLoss(), (rows, labels))
+    assert message.startswith(
+        "RetrievalModule: 3 of 8 queries of the first batch have no relevant image in their list,"
+    )
+    assert "such a list teaches nothing; draw several images of each class, as RetrievalDataLoader(" in message
+    same_image = torch.tensor([0, 1, 2, 3, 3, 5, 6, 7])
+    (message,) = warned(SmoothAPLoss(include_self=True), (rows, labels, same_image))
+    assert "5 of 8 queries" in message
+    levels = torch.stack([labels, labels.clamp(min=2)], 1)
+    (message,) = warned(HAPLoss(), (rows, levels))
+    assert "2 of 8 queries" in message
+    (message,) = warned(ROADMAPLoss(), (rows, labels))
+    assert "3 of 8 queries" in message
+    sides = {"queries": (rows[3:], labels[3:]), "candidates": (rows[:4], labels[:4])}
+    (message,) = warned(SmoothAPLoss(), sides)
+    assert "3 of 5 queries" in message
+    tagged = {"images": rows, "labels": labels, "tags": torch.tensor([[7, 8, 8, 9, 9, 5, 4, 3]]).T}
+    assert warned(SmoothAPLoss(), tagged, relevance=SharedTags()) == []
+    assert warned(CalibrationLoss(pair_mean="all"), (rows, labels)) == []
+    assert warned(ContrastiveLoss(), (rows, labels)) == []
+    assert warned(SmoothAPLoss(), (rows[:5], labels[:5])) == []
+    with caplog.at_level("INFO"):
+        assert warned(SmoothAPLoss(), (rows[:6], labels[:6])) == []
+    assert (
+        "K = 1 to 3 images, lists of 5 images, where 1 of 6 queries have no relevant image in their list."
+        in caplog.text
+    )
+    assert warned(SmoothAPLoss(), (rows, labels, torch.arange(8)), memory=CrossBatchMemory(8)) == []
 
 
 class OwnNorm(RetrievalModule):
