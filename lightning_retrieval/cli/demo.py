@@ -22,6 +22,7 @@ from lightning_retrieval.cli.search_images import Hit, ImageSearcher, QueryResul
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
+from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 if TYPE_CHECKING:
@@ -444,7 +445,7 @@ def uploaded_picture(file: Path) -> Image.Image:
         ValueError: if the image has too many pixels (according to its header) or cannot be read.
     """
     try:
-        with Image.open(file) as header:
+        with open_image(file) as header:
             pixels = header.width * header.height
         if pixels <= MEGAPIXELS * 10**6:
             return thumbnail(file)

@@ -16,14 +16,13 @@ from string import Template
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
 
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.options import model_settings, printable
 from lightning_retrieval.cli.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.files import new_file
-from lightning_retrieval.preparation.prepare import to_rgb
+from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 LONGEST_SIDE = 320  # pixels of a picture in the page
@@ -215,8 +214,7 @@ def _card(query: int, hit: Hit, picture: str) -> str:
 def _picture(path: Path, description: str) -> str | None:
     """The HTML of an image as a data URI; None if the image can no longer be read."""
     try:
-        with Image.open(path) as file:
-            image = to_rgb(ImageOps.exif_transpose(file))
+        image = read_image(path)
     except Exception:  # Pillow's readers raise errors of many types for damaged files
         return None
     stream = io.BytesIO()

@@ -18,7 +18,17 @@ from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, to_pixels
-from lightning_retrieval.preparation.prepare import ORIENTATION, TRANSPOSED, WHITE, Size, reduce_scale, to_rgb
+from lightning_retrieval.preparation.prepare import (
+    ROTATIONS,
+    TRANSPOSED,
+    WHITE,
+    Size,
+    image_formats,
+    open_image,
+    orientation,
+    reduce_scale,
+    to_rgb,
+)
 
 try:
     from torchvision.io import ImageReadMode, decode_image
@@ -27,18 +37,8 @@ except ImportError:  # deprecated in torchvision 0.29
 
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
-NOT_DECODED = {"MPEG", "EPS"}  # Pillow only identifies MPEG, and starts Ghostscript for EPS
 JPEG_START = b"\xff\xd8\xff"
 
-_ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 is upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 _FLIPPED = {
     2: (2,),
     3: (1, 2),
@@ -51,12 +51,9 @@ _FLIPPED = {
 
 
 def image_suffixes() -> frozenset[str]:
-    """The suffixes, in lower case, of the files that Pillow can decode."""
-    suffixes = set[str]()
-    for suffix, kind in Image.registered_extensions().items():
-        if _is_decoded(kind):
-            suffixes.add(suffix)
-    return frozenset(suffixes)
+    """The suffixes, in lower case, of the files in the formats of `image_formats`."""
+    formats = set(image_formats())
+    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in formats)
 
 
 def image_paths(folder: Path) -> list[str]:
@@ -70,15 +67,6 @@ def image_paths(folder: Path) -> list[str]:
             if not name.startswith(".") and path.suffix.lower() in suffixes:
                 found.append(path.relative_to(folder).as_posix())
     return sorted(found)
-
-
-def _is_decoded(kind: str) -> bool:
-    """Whether Pillow itself can decode a format, not only identify it."""
-    if kind not in Image.OPEN or kind in NOT_DECODED:
-        return False
-    reader, _ = Image.OPEN[kind]
-    is_stub = isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
-    return not is_stub
 
 
 def read_image(
@@ -107,10 +95,10 @@ def read_image(
         ValueError: if the box is outside the image, or the range of the pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
-    with truncated_images(load_truncated), Image.open(path) as file:
+    with truncated_images(load_truncated), open_image(path) as file:
         divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
         image = to_rgb(file, background)
-        rotation = _ROTATIONS.get(file.getexif().get(ORIENTATION, 1))
+        rotation = ROTATIONS.get(orientation(file))
     box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         image = _crop(image, box)
@@ -157,14 +145,14 @@ def read_pixels(
             least_size=least_size,
         )
         return to_pixels(image)
-    pixels, orientation, divisor = decoded
+    pixels, rotation, divisor = decoded
     box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         pixels = _cropped(pixels, box)
-    if orientation in TRANSPOSED:
+    if rotation in TRANSPOSED:
         pixels = pixels.transpose(1, 2)
-    if orientation in _FLIPPED:
-        pixels = pixels.flip(_FLIPPED[orientation])
+    if rotation in _FLIPPED:
+        pixels = pixels.flip(_FLIPPED[rotation])
     if box is not None and not boxes_before_rotation:
         pixels = _cropped(pixels, box)
     return pixels
@@ -185,15 +173,15 @@ def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -
     if data is None:
         return None
     try:
-        with Image.open(io.BytesIO(data)) as file:  # reads the header only
+        with open_image(io.BytesIO(data)) as file:  # reads the header only
             if file.mode not in ("RGB", "L"):
                 return None
-            orientation = file.getexif().get(ORIENTATION, 1)
+            rotation = orientation(file)
             divisor = reduce(file)
             if divisor > 1:
-                return to_pixels(file.convert("RGB")), orientation, divisor
+                return to_pixels(file.convert("RGB")), rotation, divisor
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return decode_image(encoded, ImageReadMode.RGB), orientation, 1
+        return decode_image(encoded, ImageReadMode.RGB), rotation, 1
     except Exception:  # a damaged file, or a torchvision without libjpeg
         return None
 
@@ -201,6 +189,8 @@ def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -
 def _content_of_jpeg(path: Path | BinaryIO) -> bytes | None:
     """The content of a JPEG, or None for another file. The position of a stream does not change."""
     if isinstance(path, (str, Path)):
+        if not os.path.isfile(path):  # `read_image` reports it, without waiting for a FIFO
+            return None
         with open(path, "rb") as stream:
             return _content_of_jpeg(stream)
     position = path.tell()
@@ -227,7 +217,7 @@ def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxe
     """Make Pillow decode a JPEG at a reduced scale if `least_size` allows; return the divisor of the image's size."""
     if least_size is None or not isinstance(file, JpegImageFile):
         return 1
-    is_transposed = file.getexif().get(ORIENTATION, 1) in TRANSPOSED
+    is_transposed = orientation(file) in TRANSPOSED
     if is_transposed:
         least_size = (least_size[1], least_size[0])  # as stored in the file, before the rotation
     if box is None:
