@@ -3,12 +3,11 @@
     import json
 
     import onnxruntime
-    from exported.prepare import prepare
-    from PIL import Image
+    from exported.prepare import open_image, prepare
 
     session = onnxruntime.InferenceSession("exported/model.onnx")
     about = json.loads(session.get_modelmeta().custom_metadata_map["lightning_retrieval"])
-    images = prepare(Image.open("query.jpg"), about)[None]
+    images = prepare(open_image("query.jpg"), about)[None]
     (embeddings,) = session.run(None, {"images": images})
 
 `Preparation` uses the same functions, so a service prepares images as the evaluation of the model did. The only
@@ -20,12 +19,14 @@ an eighth of their size, which libjpeg does much faster than at full size. libjp
 like a box filter, so the pixels after resizing differ from those at full size.
 """
 
+import os
+import stat
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageColor, ImageFile, ImageOps
+from PIL import Image, ImageColor, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 Size = tuple[int, int]  # height and width
@@ -33,7 +34,23 @@ Size = tuple[int, int]  # height and width
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112  # number of the EXIF tag
 TRANSPOSED = (5, 6, 7, 8)  # values of the EXIF tag for which height and width are swapped
+ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 is upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
+# The formats of Pillow's own readers that are opened. Its other readers start a program (Ghostscript for EPS, also for
+# an EPS in an IPTC file), use a library of the system (WMF) or of another package (FPX, MIC), or only identify a file.
+FORMATS = (
+    *("AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX", "GBR"),
+    *("GIF", "ICNS", "ICO", "IM", "JPEG", "JPEG2000", "MPO", "MSP", "PCD", "PCX", "PIXAR"),
+    *("PNG", "PPM", "PSD", "QOI", "SGI", "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM"),
+)
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
@@ -41,11 +58,12 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     """The input of an exported model for one image: an array (channels, height, width) of uint8 or float32.
 
     Args:
-        image: an image of any mode, as `PIL.Image.open` returns it. A converted image keeps no EXIF orientation.
+        image: an image of any mode, as `open_image` returns it. A converted image keeps no EXIF orientation.
         about: the values in `preparation.json`, which are also in the metadata of the ONNX file.
 
     Raises:
-        ValueError: if the range of the pixel values is unknown (see `to_rgb`).
+        ValueError: if the range of the pixel values is unknown (see `to_rgb`), or the image comes from a file in a
+            format that `open_image` does not open.
     """
     settings = about["preparation"]
     target = size_before_crop(settings["image_size"], settings["resize"])
@@ -65,6 +83,50 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     return normalised
 
 
+def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile.ImageFile:
+    """Open an image file as `PIL.Image.open` does, but only a regular file, and only in the formats of `image_formats`.
+
+    The content decides the format, not the suffix.
+
+    Args:
+        file: the file, or its content as a binary stream.
+
+    Raises:
+        ValueError: if the path is a FIFO, a socket, a device or a folder.
+        OSError: if the file cannot be read, or its content has none of the formats.
+    """
+    if isinstance(file, (str, os.PathLike)) and not stat.S_ISREG(os.stat(file).st_mode):
+        raise ValueError("it is not a regular file, but a FIFO, a socket, a device or a folder")
+    return Image.open(file, formats=image_formats())
+
+
+def image_formats() -> list[str]:
+    """The formats that are opened: `FORMATS`, and those of readers that another package has added to Pillow.
+
+    The program that imports such a package, for example pillow_heif, has decided to trust it.
+    """
+    Image.init()
+    formats = []
+    for kind in Image.ID:
+        reader, _ = Image.OPEN[kind]
+        if _is_opened(kind, reader):
+            formats.append(kind)
+    return formats
+
+
+def _is_opened(kind: str | None, reader: Any) -> bool:
+    """Whether files are opened in a format.
+
+    Args:
+        kind: name of the format.
+        reader: the class of the images, or the function that makes them.
+    """
+    if reader.__module__.startswith("PIL."):
+        return kind in FORMATS
+    is_stub = isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
+    return not is_stub
+
+
 def in_colours(image: Image.Image, channels: int, background: Sequence[int], least_size: Size | None) -> Image.Image:
     """The upright image in RGB, or in grey for one channel.
 
@@ -73,7 +135,12 @@ def in_colours(image: Image.Image, channels: int, background: Sequence[int], lea
         channels: 3 for colour, 1 for grey.
         background: red, green and blue of the colour behind transparent pixels.
         least_size: as for `reduce_scale`, for the upright image.
+
+    Raises:
+        ValueError: as for `prepare`.
     """
+    if isinstance(image, ImageFile.ImageFile) and not _is_opened(image.format, type(image)):
+        raise ValueError(f"an image must not be a file in the format {image.format}; open it with `open_image`")
     reduce_scale(image, least_size, upright_size(image))
     image = upright(image)
     if image.mode != "RGB" or "transparency" in image.info:
@@ -158,8 +225,28 @@ def upright(image: Image.Image) -> Image.Image:
         image: an image of any mode.
     """
     if isinstance(image, ImageFile.ImageFile):
-        return ImageOps.exif_transpose(image)
+        image.load()  # some of Pillow's readers rotate the image by themselves
+        rotation = ROTATIONS.get(orientation(image))
+        if rotation is not None:
+            return image.transpose(rotation)
     return image
+
+
+def orientation(image: Image.Image) -> int:
+    """The EXIF orientation of an image, from 1 to 8; 1, upright, if its EXIF block is malformed.
+
+    Args:
+        image: an image of any mode.
+    """
+    try:
+        value = image.getexif().get(ORIENTATION)
+    except OSError:  # the pixels, which precede the EXIF block of some formats, cannot be read
+        raise
+    except Exception:  # Pillow's parser raises errors of many types
+        return 1
+    if value in ROTATIONS:
+        return int(value)
+    return 1
 
 
 def upright_size(image: Image.Image) -> Size:
@@ -168,7 +255,7 @@ def upright_size(image: Image.Image) -> Size:
     Args:
         image: an image of any mode.
     """
-    if isinstance(image, ImageFile.ImageFile) and image.getexif().get(ORIENTATION, 1) in TRANSPOSED:
+    if isinstance(image, ImageFile.ImageFile) and orientation(image) in TRANSPOSED:
         return image.width, image.height
     return image.height, image.width
 

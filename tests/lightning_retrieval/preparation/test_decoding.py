@@ -88,7 +88,7 @@ def test_formats_that_start_a_program_or_need_a_library_are_never_decoded(tmp_pa
     path = tmp_path / f"cat.{suffix}"
     path.write_bytes(NOT_OPENED[kind])
     for _, read in inputs_of_readers(path):
-        with pytest.raises((ValueError, OSError, ArithmeticError), match="."):  # the last one where the test opens it
+        with pytest.raises((ValueError, OSError, ArithmeticError)):  # the last one where the test itself opens it
             read()
 
 
