@@ -30,6 +30,7 @@ from lightning_retrieval.search.embedding_folder import (
     digest_of_list,
     load_pyarrow,
 )
+from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, SharedFolder, share_folder
 
 DISTRACTOR = -1  # the label of images without a class
@@ -149,7 +150,7 @@ def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) ->
         about["checkpoint_sha256"] = _digest_of_weights(module)
     root = getattr(dataset, "root", None)
     if root is not None:
-        about["images"] = str(Path(root).absolute())
+        about["images"] = name_folder(Path(root))
     return about
 
 

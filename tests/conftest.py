@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -45,6 +46,10 @@ def pytest_configure(config):
     # The tensors of tests are small: more threads would wait for each other.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The commands list the folders of images that their user names: here not in the user's own folder.
+    data_home = tempfile.TemporaryDirectory(prefix="data-home-")
+    os.environ["XDG_DATA_HOME"] = data_home.name
+    config.add_cleanup(data_home.cleanup)
     config.addinivalue_line(
         "markers", "distributed: runs in several processes; conftest.py marks the tests that use `run_processes`"
     )

@@ -44,6 +44,7 @@ from lightning_retrieval.search.embedding_folder import (
     digest_of_list,
     load_pyarrow,
 )
+from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, share_folder
 from lightning_retrieval.training.sides import SIDES, Side
 
@@ -258,7 +259,7 @@ def embed_images(
         file_format=file_format,
         dtype=dtype,
         precision=str(fabric.strategy.precision.precision),
-        about={**about, "images": str(listed.root.absolute())},
+        about={**about, "images": name_folder(listed.root)},
     )
     missing, changed = _embed_missing(fabric, embedder, listed, output, manifest)
     folder = EmbeddingFolder.load(OWNER, output)

@@ -42,6 +42,7 @@ from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.conditions import LARGEST_INTEGER, new_columns
 from lightning_retrieval.search.disk_lists import help_build_on_disk
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.index import RECALL_AT, RetrievalIndex
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 from lightning_retrieval.search.rows import FolderRows
@@ -174,7 +175,7 @@ def index_images(
             f"{owner}: `validation` must not be given for a model with a `query_embedder`, since its embeddings are of "
             f"candidates, got {validation}; give `threshold` to the search."
         )
-    about = {**embedder.description(), "images": str(images.absolute())}
+    about = {**embedder.description(), "images": name_folder(images)}
     about |= choose_threshold(owner, validation, false_match_rate, about)
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
     dim = embedder.dim()
