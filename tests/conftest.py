@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,25 @@ def _without_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     return reached
+
+
+@pytest.fixture
+def as_another_user(tmp_path, monkeypatch):
+    """Context in which root has no more rights than another user, in the folder `tmp_path`; paths must be relative."""
+
+    @contextmanager
+    def context():
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(user)
+
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    return context
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, first_line, short_repr
+from lightning_retrieval.files import check_regular_file
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
 
@@ -196,7 +197,9 @@ def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length
     from transformers.utils.hub import cached_file
 
     try:
-        text = Path(str(cached_file(name, TOKENIZER_FILE, **source))).read_text(encoding="utf-8")
+        file = Path(str(cached_file(name, TOKENIZER_FILE, **source)))
+        check_regular_file("TextEmbedder", file)
+        text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise pretrained.hub_error("backbone", f"the {TOKENIZER_FILE} of hf/{name}", error) from None
     config: Any = None

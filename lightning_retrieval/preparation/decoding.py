@@ -4,12 +4,14 @@ Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the
 """
 
 import contextlib
+import errno
 import io
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -56,17 +58,107 @@ def image_suffixes() -> frozenset[str]:
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in formats)
 
 
-def image_paths(folder: Path) -> list[str]:
-    """Sorted relative paths of the image files at any depth: files whose suffix, in lower case, Pillow knows."""
+class FolderEntries(NamedTuple):
+    """The entries of a folder that are not hidden, sorted by name.
+
+    Args:
+        folders: the folders in it, and the symbolic links to folders.
+        files: the regular files, and the symbolic links to files, which may be missing.
+        special: FIFOs, sockets and devices, whose reading need never end.
+    """
+
+    folders: list[Path]
+    files: list[Path]
+    special: list[Path]
+
+
+def list_folder(owner: str, folder: Path) -> FolderEntries:
+    """List a folder.
+
+    Args:
+        owner: prefix of error messages.
+        folder: the folder; if it does not exist, the lists are empty.
+
+    Raises:
+        OSError: if the folder, or what a link in it leads to, cannot be opened.
+    """
+    entries = FolderEntries([], [], [])
+    if not folder.is_dir():
+        return entries
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                if not entry.name.startswith("."):
+                    _list_of(entry, entries).append(Path(entry.path))
+    except OSError as error:
+        raise OSError(
+            f"{owner}: the folder {folder} cannot be listed ({error.strerror}), so its images would be lost; give the "
+            "right to read it, or move it away."
+        ) from None
+    return FolderEntries(*map(sorted, entries))
+
+
+def _list_of(entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
+    """The list that an entry belongs to."""
+    try:
+        if entry.is_dir():
+            return entries.folders
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself, which whoever reads it reports
+            return entries.files
+        raise
+    if entry.is_file() or not os.path.exists(entry.path):
+        return entries.files
+    return entries.special
+
+
+class ImageFiles(NamedTuple):
+    """The image files in a folder, as sorted relative paths.
+
+    Args:
+        paths: the files whose suffix, in lower case, is one of `image_suffixes`.
+        special: the paths with such a suffix that are FIFOs, sockets or devices.
+    """
+
+    paths: list[str]
+    special: list[str]
+
+
+def image_files(owner: str, top: Path) -> ImageFiles:
+    """Find the image files in a folder at any depth, without hidden files and folders.
+
+    Symbolic links to folders are followed, but each folder is listed once: under its own path if it is in the top
+    folder, and under the first link to it otherwise. Links to a folder around the top folder are not followed.
+
+    Args:
+        owner: prefix of error messages.
+        top: an existing folder.
+
+    Raises:
+        OSError: if a folder cannot be opened.
+    """
     suffixes = image_suffixes()
-    found = []
-    for parent, subfolders, files in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in files:
-            path = Path(parent, name)
-            if not name.startswith(".") and path.suffix.lower() in suffixes:
-                found.append(path.relative_to(folder).as_posix())
-    return sorted(found)
+    paths: list[str] = []
+    special: list[str] = []
+    listed = set(map(str, Path(os.path.realpath(top)).parents))
+    folders, links = deque([top]), deque[Path]()
+    while folders or links:
+        folder = (folders or links).popleft()
+        real = os.path.realpath(folder)
+        if real in listed:
+            continue
+        listed.add(real)
+        entries = list_folder(owner, folder)
+        for inner in entries.folders:
+            (links if inner.is_symlink() else folders).append(inner)
+        for names, files in ((paths, entries.files), (special, entries.special)):
+            names += [file.relative_to(top).as_posix() for file in files if file.suffix.lower() in suffixes]
+    return ImageFiles(sorted(paths), sorted(special))
+
+
+def image_paths(folder: Path) -> list[str]:
+    """The paths that `image_files` finds."""
+    return image_files("image_paths", folder).paths
 
 
 def read_image(

@@ -19,10 +19,12 @@ an eighth of their size, which libjpeg does much faster than at full size. libjp
 like a box filter, so the pixels after resizing differ from those at full size.
 """
 
+import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from fractions import Fraction
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,7 @@ from PIL import Image, ImageColor, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 Size = tuple[int, int]  # height and width
+Box = tuple[int, int, int, int]  # top, left, bottom and right
 
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112  # number of the EXIF tag
@@ -43,6 +46,9 @@ ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 i
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+MOST_RESIZED = 2**25  # pixels of a resized image from which only the part for the crop is resized
+MOST_STEPS = 2**14  # resized pixels among which one begins where a pixel of the image begins, or nearly so
+WIDEST_FILTER = 3  # pixels on each side of the one that Lanczos' filter computes
 DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
 # The formats of Pillow's own readers that are opened. Its other readers start a program (Ghostscript for EPS, also for
 # an EPS in an IPTC file), use a library of the system (WMF) or of another package (FPX, MIC), or only identify a file.
@@ -71,10 +77,12 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     if settings["reduced_scale"] and target is not None:
         least_size = pair(target)
     image = in_colours(image, settings["channels"], colour(settings["background"]), least_size)
-    height, width = resized_size(image.height, image.width, target)
-    image = resize_image(image, height, width, settings["interpolation"])
-    pixels: NDArray[np.uint8] = np.array(image).reshape(height, width, settings["channels"]).transpose(2, 0, 1)
-    top, left, bottom, right = centre_box(height, width, pair(settings["image_size"]))
+    size = image.height, image.width
+    new_size = resized_size(*size, target)
+    part = needed_part(size, new_size, centre_box(*new_size, pair(settings["image_size"])))
+    image = resize_image(crop_image(image, part.source), *part.size, settings["interpolation"])
+    pixels: NDArray[np.uint8] = np.array(image).reshape(*part.size, settings["channels"]).transpose(2, 0, 1)
+    top, left, bottom, right = part.crop
     pixels = pixels[:, top:bottom, left:right]
     if about["input"] == "uint8":
         return np.ascontiguousarray(pixels)
@@ -293,6 +301,88 @@ def resized_size(height: int, width: int, target: int | Sequence[int] | None) ->
     return target, int(target * width / height)
 
 
+class NeededPart(NamedTuple):
+    """The part of an image on which a crop of the resized image depends; a box is top, left, bottom and right.
+
+    Args:
+        source: the box of the part in the image.
+        size: height and width to which the part is resized.
+        crop: the box of the crop in the resized part.
+    """
+
+    source: Box
+    size: Size
+    crop: Box
+
+
+def needed_part(size: Size, new_size: Size, crop: Box) -> NeededPart:
+    """The part of an image to resize before the crop: all of it, unless it is so thin that resizing would enlarge it to
+    more than `MOST_RESIZED` pixels.
+
+    The pixels of the crop are those of the whole resized image, and differ by at most 1 of 255 where the resized size
+    had to be rounded down.
+
+    Args:
+        size: height and width of the image.
+        new_size: height and width of the whole resized image.
+        crop: the box of the crop in the whole resized image.
+    """
+    if new_size[0] * new_size[1] <= MOST_RESIZED:
+        return NeededPart((0, 0, *size), new_size, crop)
+    longer = int(new_size[1] > new_size[0])
+    source, resized, box = [0, 0, *size], list(new_size), list(crop)
+    begin, end, new_begin, new_end = _needed_range(size[longer], new_size[longer], crop[longer], crop[longer + 2])
+    source[longer], source[longer + 2] = begin, end
+    resized[longer] = new_end - new_begin
+    box[longer] -= new_begin
+    box[longer + 2] -= new_begin
+    return NeededPart(_box(source), (resized[0], resized[1]), _box(box))
+
+
+def _needed_range(length: int, resized: int, begin: int, end: int) -> tuple[int, int, int, int]:
+    """The range of the pixels of a side that a range of its resized pixels needs, and the resized range that it gives.
+
+    Both ranges begin where a pixel of the resized side begins with a pixel of the side, or nearly so.
+
+    Args:
+        length: length of the side.
+        resized: its length after resizing.
+        begin: first resized pixel that is needed.
+        end: the resized pixel after the last one that is needed.
+    """
+    step = Fraction(length, resized).limit_denominator(MOST_STEPS)  # number of pixels for each resized pixel
+    margin = math.ceil(WIDEST_FILTER * max(1, 1 / step)) + 1  # in resized pixels
+    latest = begin - margin
+    new_begin = 0
+    if latest > 0:
+        candidates = range(max(0, latest - MOST_STEPS), latest + 1)
+        new_begin = min(candidates, key=lambda pixel: abs((pixel * length + resized // 2) % resized - resized // 2))
+    first = (new_begin * length + resized // 2) // resized
+    steps = math.ceil(Fraction(end + margin - new_begin, step.denominator))
+    last, new_end = first + steps * step.numerator, new_begin + steps * step.denominator
+    if last >= length or new_end >= resized:
+        last, new_end = length, resized
+    return first, last, new_begin, new_end
+
+
+def _box(sides: Sequence[int]) -> Box:
+    top, left, bottom, right = sides
+    return top, left, bottom, right
+
+
+def crop_image(image: Image.Image, box: Box) -> Image.Image:
+    """The part of an image in a box; the image itself if the box is the whole image.
+
+    Args:
+        image: the image.
+        box: the box, inside the image.
+    """
+    top, left, bottom, right = box
+    if (left, top, right, bottom) == (0, 0, *image.size):
+        return image
+    return image.crop((left, top, right, bottom))
+
+
 def resize_image(image: Image.Image, height: int, width: int, interpolation: str) -> Image.Image:
     """Resize a PIL image by one of Pillow's filters.
 
@@ -319,7 +409,7 @@ def pair(size: int | Sequence[int]) -> Size:
     return height, width
 
 
-def centre_box(height: int, width: int, crop: Size) -> tuple[int, int, int, int]:
+def centre_box(height: int, width: int, crop: Size) -> Box:
     """Top, left, bottom and right of the centre crop of an image that is at least as large as the crop.
 
     Args:

@@ -4,6 +4,7 @@ import io
 import os
 import socket
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from PIL import EpsImagePlugin, Image, ImageFile
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation import decoding
-from lightning_retrieval.preparation.decoding import image_suffixes, read_image, read_pixels
+from lightning_retrieval.preparation.decoding import image_files, image_paths, image_suffixes, read_image, read_pixels
 from lightning_retrieval.preparation.prepare import open_image, prepare
 from tests.datamodules.pictures import as_it_is, picture
 from tests.datamodules.trees import truncate
@@ -142,6 +143,50 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch):
                 continue  # the test itself would open the file
             with pytest.raises(ValueError, match="not a regular file, but a FIFO, a socket, a device or a folder"):
                 read()
+
+
+@pytest.mark.refusal
+def test_only_regular_files_are_listed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    special_files(tmp_path.relative_to(tmp_path))
+    picture(tmp_path / "folder.jpg" / "a.PNG")
+    (tmp_path / "gone.png").symlink_to("nowhere.png")  # whoever reads it reports it
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    found = image_files("index", tmp_path)
+    assert found.paths == image_paths(tmp_path) == ["folder.jpg/a.PNG", "gone.png", "loop.png"]
+    assert found.special == ["device.jpg", "fifo.jpg", "socket.jpg"]
+
+
+def test_links_to_folders_are_followed_but_no_folder_is_listed_twice(tmp_path):
+    """A link may lead to a folder outside, to one of the folder itself, to the folder, or around it."""
+    top = tmp_path / "photos"
+    for path in (top / "cats" / "a.png", top / "cats" / "deep" / "b.png", tmp_path / "elsewhere" / "dogs" / "c.png"):
+        picture(path)
+    (top / "dogs").symlink_to(tmp_path / "elsewhere" / "dogs")
+    (top / "dogs again").symlink_to("dogs")
+    (top / "cats" / "loop").symlink_to(top)
+    (top / "cats" / "around").symlink_to(tmp_path)
+    (top / "a link to cats").symlink_to("cats")
+    (top / ".hidden").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "dogs" / "back").symlink_to(top)
+    (tmp_path / "elsewhere" / "dogs" / "other").symlink_to(tmp_path / "elsewhere")
+    paths = image_paths(top)
+    assert [path for path in paths if path.startswith("cats/")] == ["cats/a.png", "cats/deep/b.png"]
+    assert sorted(os.path.basename(path) for path in paths) == ["a.png", "b.png", "c.png"]
+    (tmp_path / "photos too").symlink_to("photos")
+    assert image_paths(tmp_path / "photos too") == paths
+
+
+@pytest.mark.refusal
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, as_another_user):
+    picture(tmp_path / "photos" / "cats" / "a.png")
+    (tmp_path / "photos" / "cats").chmod(0)
+    with (
+        as_another_user(),
+        pytest.raises(OSError, match=r"^index: the folder photos/cats cannot be listed \(Permission denied\), so its"),
+    ):
+        image_files("index", Path("photos"))
+    (tmp_path / "photos" / "cats").chmod(0o755)
 
 
 MALFORMED_EXIF = {
