@@ -23,7 +23,6 @@ import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -47,7 +46,7 @@ ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 i
     8: Image.Transpose.ROTATE_90,
 }
 MOST_RESIZED = 2**25  # pixels of a resized image from which only the part for the crop is resized
-MOST_STEPS = 2**14  # resized pixels among which one begins where a pixel of the image begins, or nearly so
+MOST_EDGES = 2**12  # resized pixels among which one begins where a pixel of the image begins, or nearly so
 WIDEST_FILTER = 3  # pixels on each side of the one that Lanczos' filter computes
 DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
 # The formats of Pillow's own readers that are opened. Its other readers start a program (Ghostscript for EPS, also for
@@ -342,7 +341,7 @@ def needed_part(size: Size, new_size: Size, crop: Box) -> NeededPart:
 def _needed_range(length: int, resized: int, begin: int, end: int) -> tuple[int, int, int, int]:
     """The range of the pixels of a side that a range of its resized pixels needs, and the resized range that it gives.
 
-    Both ranges begin where a pixel of the resized side begins with a pixel of the side, or nearly so.
+    Both ranges begin and end where edges of pixels and of resized pixels are the same, or nearly so.
 
     Args:
         length: length of the side.
@@ -350,19 +349,22 @@ def _needed_range(length: int, resized: int, begin: int, end: int) -> tuple[int,
         begin: first resized pixel that is needed.
         end: the resized pixel after the last one that is needed.
     """
-    step = Fraction(length, resized).limit_denominator(MOST_STEPS)  # number of pixels for each resized pixel
-    margin = math.ceil(WIDEST_FILTER * max(1, 1 / step)) + 1  # in resized pixels
-    latest = begin - margin
-    new_begin = 0
+    margin = math.ceil(WIDEST_FILTER * max(1, resized / length)) + 1  # in resized pixels
+    latest, earliest = begin - margin, end + margin
+    first, new_begin = 0, 0
     if latest > 0:
-        candidates = range(max(0, latest - MOST_STEPS), latest + 1)
-        new_begin = min(candidates, key=lambda pixel: abs((pixel * length + resized // 2) % resized - resized // 2))
-    first = (new_begin * length + resized // 2) // resized
-    steps = math.ceil(Fraction(end + margin - new_begin, step.denominator))
-    last, new_end = first + steps * step.numerator, new_begin + steps * step.denominator
-    if last >= length or new_end >= resized:
-        last, new_end = length, resized
+        first, new_begin = _common_edge(range(latest, max(0, latest - MOST_EDGES) - 1, -1), length, resized)
+    last, new_end = length, resized
+    if earliest < resized:
+        last, new_end = _common_edge(range(earliest, min(resized, earliest + MOST_EDGES) + 1), length, resized)
     return first, last, new_begin, new_end
+
+
+def _common_edge(new_edges: range, length: int, resized: int) -> tuple[int, int]:
+    """The edge of a pixel that is nearest to the edge of a resized pixel; the first of several: both edges."""
+    half = resized // 2
+    new_edge = min(new_edges, key=lambda edge: abs((edge * length + half) % resized - half))
+    return (new_edge * length + half) // resized, new_edge
 
 
 def _box(sides: Sequence[int]) -> Box:
