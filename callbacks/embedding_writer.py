@@ -26,6 +26,7 @@ from lightning_retrieval.search.embedding_folder import (
     SHARD_SIZE,
     EmbeddingManifest,
     ShardRows,
+    check_unicode,
     digest_of_files,
     digest_of_list,
     load_pyarrow,
@@ -416,6 +417,9 @@ class EmbeddingWriter(pl.Callback):
         """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
         if self.file_format == "parquet":
             load_pyarrow(self.owner)
+            if images.index is not None:
+                check_unicode(self.owner, images.index.paths)
+                check_unicode(self.owner, images.index.names or ())
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
             raise ValueError(
                 f"{self.owner}: with several processes, the loader must be a DataLoader of a map-style data set that "

@@ -40,6 +40,7 @@ from lightning_retrieval.search.embedding_folder import (
     EmbeddingManifest,
     ShardRows,
     check_output,
+    check_unicode,
     digest_of_files,
     digest_of_list,
     load_pyarrow,
@@ -246,6 +247,8 @@ def embed_images(
     if listed is None:
         listed = _list_queries(embedder, images, root)
         about = {**about, "side": side}
+    if file_format == "parquet":
+        check_unicode(OWNER, listed.paths)
     fabric = new_fabric(OWNER, device, devices=devices, num_nodes=num_nodes, precision=precision)
     launch(fabric)
     embedder = embedder.on(str(fabric.device))

@@ -120,7 +120,8 @@ def index_images(
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
-        images: folder of the images. All files at any depth whose suffix Pillow knows are indexed, except hidden files.
+        images: folder of the images. All files at any depth with the suffix of a format that Pillow decodes are
+            indexed, except hidden files. Symbolic links to folders are followed, see `image_files`.
         output: folder of the index, or its name in the store.
         transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. If the checkpoint
             records the preparation of its evaluation, `transform` must agree with this record, and is only needed if

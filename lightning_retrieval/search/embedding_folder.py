@@ -85,6 +85,24 @@ def load_pyarrow(owner: str) -> Any:
     return pyarrow
 
 
+def check_unicode(owner: str, texts: Iterable[str]) -> None:
+    """Raise, before anything is embedded, if Parquet files cannot hold a path or a label.
+
+    Args:
+        owner: prefix of error messages.
+        texts: paths of images, or labels.
+
+    Raises:
+        ValueError: if a text is not valid Unicode, such as the name of a file with an é in Latin-1.
+    """
+    for text in texts:
+        if not text.isascii() and text.encode(errors="ignore").decode() != text:
+            raise ValueError(
+                f"{owner}: the paths and labels of images must be valid Unicode in Parquet files, got {text!r}; rename "
+                "the file or folder, or choose the format npy."
+            )
+
+
 def write_parquet(pyarrow: Any, rows: ShardRows, stream: DigestStream) -> None:
     """Write the Parquet file of a shard."""
     dim = rows.embeddings.shape[1]
