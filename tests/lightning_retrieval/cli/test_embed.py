@@ -23,7 +23,7 @@ from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
-from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, save_checkpoint
+from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, run, save_checkpoint
 from tests.processes import start_processes
 
 
@@ -151,7 +151,7 @@ def test_a_file_name_that_is_not_unicode_is_named_before_an_image_is_embedded(gl
     assert not (tmp_path / "parquet").exists()
     assert command(capsys, *args, f"--output={tmp_path / 'npy'}", "--format=npy")[0] == 0
     index = tmp_path / "index"
-    assert command(capsys, "index", f"--embeddings={tmp_path / 'npy'}", f"--output={index}")[0] == 0
+    assert run(capsys, "index", f"--embeddings={tmp_path / 'npy'}", f"--output={index}")[0] == 0
     query, page = os.path.join(tmp_path, "images", name), tmp_path / "page.html"
     assert command(capsys, "search", query, "--index", index, "--html", page)[0] == 0
     assert page.read_text(encoding="utf-8").count("<img") == 2
