@@ -50,9 +50,10 @@ MOST_EDGES = 2**12  # resized pixels among which one begins where a pixel of the
 WIDEST_FILTER = 3  # pixels on each side of the one that Lanczos' filter computes
 DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
 # The formats of Pillow's own readers that are opened. Its other readers start a program (Ghostscript for EPS, also for
-# an EPS in an IPTC file), use a library of the system (WMF) or of another package (FPX, MIC), or only identify a file.
+# an EPS in an IPTC file), use a library of the system (WMF) or of another package (FPX, MIC), only identify a file, or
+# take minutes and gigabytes for a small file (FITS).
 FORMATS = (
-    *("AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX", "GBR"),
+    *("AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FLI", "FTEX", "GBR"),
     *("GIF", "ICNS", "ICO", "IM", "JPEG", "JPEG2000", "MPO", "MSP", "PCD", "PCX", "PIXAR"),
     *("PNG", "PPM", "PSD", "QOI", "SGI", "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM"),
 )

@@ -63,6 +63,7 @@ NOT_OPENED = {
     "wmf": b"\xd7\xcd\xc6\x9a\0\0" + bytes(100),
     "hdf5": b"\x89HDF\r\n\x1a\n" + bytes(100),
     "ole": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600),
+    "fits": b"SIMPLE  =                    T".ljust(80) + bytes(2800),
     "pdf": b"%PDF-1.4\n%%EOF\n",
 }
 
@@ -102,7 +103,9 @@ def test_the_content_decides_the_format(tmp_path):
 
 def test_suffixes_are_those_of_formats_that_are_opened():
     assert {".jpg", ".png", ".webp", ".tif", ".bmp", ".gif", ".jp2"} <= image_suffixes()
-    assert not {".eps", ".ps", ".pdf", ".iim", ".wmf", ".emf", ".mpg", ".h5", ".mic", ".fpx"} & image_suffixes()
+    assert (
+        not {".eps", ".ps", ".pdf", ".iim", ".wmf", ".emf", ".mpg", ".h5", ".mic", ".fpx", ".fits"} & image_suffixes()
+    )
 
 
 def test_a_format_that_another_package_adds_is_read(tmp_path, monkeypatch):
