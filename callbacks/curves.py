@@ -25,6 +25,7 @@ from lightning_retrieval.checks import check_integer, check_string
 from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
+from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.ranking.rows import to_float64
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _as_image(drawing: Drawing) -> Image.Image:
         return drawing
     file = io.BytesIO()
     drawing.savefig(file, format="png", dpi=drawing.dpi)
-    return Image.open(file).convert("RGB")
+    return open_image(file).convert("RGB")
 
 
 class EvaluationFigure(pl.Callback, ABC):

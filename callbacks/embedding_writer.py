@@ -26,10 +26,12 @@ from lightning_retrieval.search.embedding_folder import (
     SHARD_SIZE,
     EmbeddingManifest,
     ShardRows,
+    check_unicode,
     digest_of_files,
     digest_of_list,
     load_pyarrow,
 )
+from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, SharedFolder, share_folder
 
 DISTRACTOR = -1  # the label of images without a class
@@ -161,7 +163,7 @@ def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) ->
         about["checkpoint_sha256"] = _digest_of_weights(module)
     root = getattr(dataset, "root", None)
     if root is not None:
-        about["images"] = str(Path(root).absolute())
+        about["images"] = name_folder(Path(root))
     return about
 
 
@@ -438,6 +440,9 @@ class EmbeddingWriter(pl.Callback):
         """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
         if self.file_format == "parquet":
             load_pyarrow(self.owner)
+            if images.index is not None:
+                check_unicode(self.owner, images.index.paths)
+                check_unicode(self.owner, images.index.names or ())
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
             raise ValueError(
                 f"{self.owner}: with several processes, the loader must be a DataLoader of a map-style data set that "

@@ -1,6 +1,5 @@
 """Reads the user's images from folders, one folder for each class; files that are not images are ignored."""
 
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,29 +11,10 @@ from lightning_retrieval.checks import check_bool, check_integer
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.preparation.decoding import image_suffixes
+from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
 
+OWNER = "ImageFolder"
 SPLITS = ("train", "test")
-
-
-def list_folder(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the folders and the files in a folder, sorted by name, without hidden entries.
-
-    Both lists are empty if the folder does not exist.
-    """
-    folders: list[Path] = []
-    files: list[Path] = []
-    if not folder.is_dir():
-        return folders, files
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                folders.append(Path(entry.path))
-            else:
-                files.append(Path(entry.path))
-    return sorted(folders), sorted(files)
 
 
 def is_split(root: Path) -> bool:
@@ -97,21 +77,23 @@ class ClassFolders:
 
     def _list_class_folders(self, top: Path) -> tuple[list[Path], list[Path]]:
         """Return the class folders, and the files that are in the folders above the class folders."""
-        folders, files = list_folder(top)
+        entries = list_folder(OWNER, top)
+        files = entries.files + entries.special
         if not self.categories:
-            return folders, files
+            return entries.folders, files
         class_folders: list[Path] = []
-        for category in folders:
-            folders_of_category, files_of_category = list_folder(category)
-            class_folders += folders_of_category
-            files += files_of_category
+        for category in entries.folders:
+            of_category = list_folder(OWNER, category)
+            class_folders += of_category.folders
+            files += of_category.files + of_category.special
         return class_folders, files
 
     def _images_of_class(self, folder: Path) -> list[str]:
         """Return the images in a class folder, and record other files and folders in this folder as ignored."""
-        folders, files = list_folder(folder)
+        entries = list_folder(OWNER, folder)
+        self.ignored += map(self._relative, entries.special)
         images: list[str] = []
-        for file in files:
+        for file in entries.files:
             if self._is_image(file):
                 images.append(self._relative(file))
             else:
@@ -119,7 +101,7 @@ class ClassFolders:
         if not images:
             self.empty.append(self._relative(folder))
             return images
-        for inner in folders:
+        for inner in entries.folders:
             self.ignored.append(f"{self._relative(inner)}/")
         return images
 
@@ -149,23 +131,20 @@ class ClassFolders:
 
     def _cure_for_images_above(self, top: Path) -> str:
         """Return a suggestion for the user if the images are in a folder above the class folders."""
-        folders, files = list_folder(top)
+        entries = list_folder(OWNER, top)
         if self.categories:
-            for folder in folders:
-                _, files_of_category = list_folder(folder)
-                if files_of_category:
+            for folder in entries.folders:
+                if list_folder(OWNER, folder).files:
                     return "the images are one folder higher: set categories=False"
-        images = sum(map(self._is_image, files))
+        images = sum(map(self._is_image, entries.files))
         if images:
             return f"its {images} images are in no class folder: move those of each class into one, or use ImageTable"
         return "there is no image"
 
     def _has_images_below(self, folder: Path) -> bool:
         """Whether a subfolder of a folder contains an image."""
-        inner_folders, _ = list_folder(folder)
-        for inner in inner_folders:
-            _, files = list_folder(inner)
-            if any(map(self._is_image, files)):
+        for inner in list_folder(OWNER, folder).folders:
+            if any(map(self._is_image, list_folder(OWNER, inner).files)):
                 return True
         return False
 
@@ -261,8 +240,7 @@ class ImageFolder(ImageDataModule):
         for _ in range(1 + is_split(self.root) + self.categories):
             below: list[Path] = []
             for folder in level:
-                folders, _ = list_folder(folder)
-                below += folders
+                below += list_folder(OWNER, folder).folders
             found += below
             level = below
         return found
@@ -286,10 +264,10 @@ class ImageFolder(ImageDataModule):
         names = list(SPLITS)
         if (self.root / "val").is_dir():
             names.append("val")
-        other_folders, other_files = list_folder(self.root)
-        for file in other_files:
+        entries = list_folder(OWNER, self.root)
+        for file in entries.files + entries.special:
             folders.ignored.append(file.name)
-        for folder in other_folders:
+        for folder in entries.folders:
             if folder.name not in names:
                 folders.ignored.append(f"{folder.name}/")
         return {name: folders.find(self.root / name) for name in names}

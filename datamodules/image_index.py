@@ -524,7 +524,7 @@ def read_cached(
         _warn_of_failure(owner, folder, error)
         return dict(read())
     file = folder / f"index-{_key(sources, settings)}.npz"
-    if file.exists():
+    if file.is_file():
         loaded = _load(owner, file)
         if loaded is not None and not _were_moved(loaded[0], root):
             splits, messages = loaded

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.checks import first_of
 from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
+from lightning_retrieval.files import check_regular_file
 from lightning_retrieval.optional_packages import optional_import
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
@@ -90,6 +91,7 @@ class ListFile:
         """
         if self.path.is_dir():
             raise self.error(f"{self.path} must be a text file, got a folder")
+        check_regular_file(self.owner, self.path)
         encoding = "utf-8-sig"
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -594,6 +596,7 @@ def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: 
         "or provide the table as CSV."
     ):
         import pyarrow.parquet
+    check_regular_file(owner, path)
     table: dict[str, list[str]] = {}
     try:
         header = pyarrow.parquet.read_schema(path).names

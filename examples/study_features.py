@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from lightning_retrieval import Embedder
+from lightning_retrieval.preparation.prepare import open_image
 
 SIZE = 96  # of the images in pixels
 FROZEN_STAGES = 5  # of the seven
@@ -73,7 +73,7 @@ def compute_inputs(network: str, emoji: Path) -> dict[str, Any]:
     files = sorted(emoji.rglob("*.png"))
     rows = []
     for start in tqdm(range(0, len(files), BATCH_SIZE), desc=f"Frozen part before the {network}"):
-        images = [embedder.preparation(Image.open(file)) for file in files[start : start + BATCH_SIZE]]
+        images = [embedder.preparation(open_image(file)) for file in files[start : start + BATCH_SIZE]]
         rows.append(frozen(torch.stack(images)))
     return {"names": [file.relative_to(emoji).as_posix() for file in files], "rows": torch.cat(rows)}
 

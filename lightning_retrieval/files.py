@@ -173,6 +173,20 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_regular_file(owner: str, path: Path) -> None:
+    """Raise if a path is a FIFO, a socket or a device, whose reading need never end.
+
+    Args:
+        owner: prefix of error messages.
+        path: a file that will be read; whoever reads it reports that it is missing, or a folder.
+
+    Raises:
+        ValueError: if the path is neither a regular file nor a folder.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{owner}: {path} must be a regular file, got a FIFO, a socket or a device; give a file.")
+
+
 def reason(error: BaseException) -> str:
     """The message of an error as one line; for an error of the operating system, only its text."""
     text = str(error)

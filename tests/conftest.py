@@ -6,8 +6,10 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,10 @@ def pytest_configure(config):
     # The tensors of tests are small: more threads would wait for each other.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The commands list the folders of images that their user names: here not in the user's own folder.
+    data_home = tempfile.TemporaryDirectory(prefix="data-home-")
+    os.environ["XDG_DATA_HOME"] = data_home.name
+    config.add_cleanup(data_home.cleanup)
     config.addinivalue_line(
         "markers", "distributed: runs in several processes; conftest.py marks the tests that use `run_processes`"
     )
@@ -155,6 +161,25 @@ def _without_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     return reached
+
+
+@pytest.fixture
+def as_another_user(tmp_path, monkeypatch):
+    """Context in which root has no more rights than another user, in the folder `tmp_path`; paths must be relative."""
+
+    @contextmanager
+    def context():
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(user)
+
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    return context
 
 
 @pytest.fixture(scope="session")

@@ -246,6 +246,16 @@ def test_importing_the_core_loads_nothing_heavy():
     assert not loaded & (LAZY | {"pytorch_lightning", "lightning"})
 
 
+def test_image_files_are_opened_in_one_place():
+    """Pillow starts programs for some formats, so only `open_image`, which names the formats, opens files."""
+    opened = set()
+    for path, tree in LIBRARY.items():
+        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        if "Image.open" in calls or "PIL.Image.open" in calls:
+            opened.add(path)
+    assert opened == {"lightning_retrieval/preparation/prepare.py"}
+
+
 def test_the_library_never_asserts():
     # An assert vanishes under `python -O`, and its message is no sentence.
     wrong = []

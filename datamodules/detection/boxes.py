@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple, TypedDict
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional
@@ -30,7 +29,7 @@ from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.datamodules.loader import loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
-from lightning_retrieval.preparation.prepare import to_rgb
+from lightning_retrieval.preparation.prepare import open_image, to_rgb
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_or_default
 
@@ -218,7 +217,7 @@ class BoxSet(Dataset[Item]):
     def _read(self, position: int) -> Tensor:
         path = self.root / self.index.paths[position]
         try:
-            with Image.open(path) as file:
+            with open_image(path) as file:
                 pixels = functional.pil_to_tensor(to_rgb(file))
         except FileNotFoundError:
             raise FileNotFoundError(f"BoxSet: cannot read the image {path}, which does not exist.") from None

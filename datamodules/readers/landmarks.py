@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, leaves_root, normalized_path
+from lightning_retrieval.preparation.decoding import list_folder
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
 
@@ -84,8 +85,11 @@ class LandmarksClean(ImageDataModule):
         """The lists, and the folders of the images, whose modification times change when a file is added or removed."""
         lists = self._lists().values()
         folders = set[Path]()
-        for walked, _, _ in os.walk(self.root / self.images):
-            folders.add(Path(walked))
+        below = deque([self.root / self.images])
+        while below:
+            folder = below.popleft()
+            folders.add(folder)
+            below += [inner for inner in list_folder("LandmarksClean", folder).folders if not inner.is_symlink()]
         for file in lists:
             for row in file.rows(2, more=True):
                 if not _is_url(row[0]):

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_retrieval.files import check_regular_file
+
 MOST_LEVELS = 20  # levels of nested containers; code that walks very deep levels would exceed Python's recursion limit
 PLAIN_KINDS = "biufcSU"  # kinds of dtypes: bool, integers, floats, complex numbers, bytes and text
 
@@ -32,6 +34,7 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
         ValueError: if the pickle needs another function or type (the message has the name), cannot be unpickled, or has
             containers nested more than `MOST_LEVELS` deep.
     """
+    check_regular_file(owner, path)
     with path.open("rb") as file:
         try:
             value = _PlainUnpickler(file).load()

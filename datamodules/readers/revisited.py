@@ -26,6 +26,7 @@ from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
 from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths, leaves_root
 from lightning_retrieval.metrics import RevisitedMetrics
+from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.preparation.training_transforms import PaperName
 
 KEYS = ("imlist", "qimlist", "gnd")
@@ -213,7 +214,7 @@ class RevisitedImages(ImageSet):
     def read(self, position: int) -> Image.Image:
         """The image in RGB and upright, cropped to its box and scaled."""
         image = super().read(position)
-        with Image.open(self.root / self.index.paths[position]) as file:
+        with open_image(self.root / self.index.paths[position]) as file:
             longer_side = max(file.size)
         size = max(1.0, self.image_size * max(image.size) / longer_side)
         image.thumbnail((size, size), Image.Resampling.LANCZOS)

@@ -1,6 +1,6 @@
 """VGGFace2: faces; the classes are people."""
 
-import os
+import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -10,12 +10,12 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_bool
+from lightning_retrieval.checks import check_bool, first_of
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, read_csv_header
-from lightning_retrieval.preparation.decoding import image_suffixes
+from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
 
 SPLITS = ("train", "test")
 BOX_HEADER = ["NAME_ID", "X", "Y", "W", "H"]
@@ -83,7 +83,7 @@ class VGGFace2(ImageDataModule):
                 continue
             folder = find_file("VGGFace2", self.root, split)
             found.append(folder)
-            found += [folder / person for person in _subfolders(folder)]
+            found += list_folder("VGGFace2", folder).folders
         if self.boxes:
             found += map(self._boxes_file, SPLITS)
         return found
@@ -159,26 +159,21 @@ def _read_folder(folder: Path, split: str) -> _Images:
     suffixes = image_suffixes()
     people: list[str] = []
     paths: list[str] = []
-    for person in _subfolders(folder):
-        for name in sorted(os.listdir(folder / person)):
-            is_image = os.path.splitext(name)[1].lower() in suffixes
-            if is_image and not name.startswith("."):
-                people.append(person)
-                paths.append(f"{split}/{person}/{name}")
+    for person in list_folder("VGGFace2", folder).folders:
+        entries = list_folder("VGGFace2", person)
+        if entries.special:
+            warnings.warn(
+                f"VGGFace2: skipped FIFOs, sockets or devices in {person}: {first_of(entries.special)}.", stacklevel=2
+            )
+        for file in entries.files:
+            if file.suffix.lower() in suffixes:
+                people.append(person.name)
+                paths.append(f"{split}/{person.name}/{file.name}")
     if not paths:
         raise ValueError(
             f"VGGFace2: `root` must contain lists, or images as {split}/<person>/<image>, got none in {folder}."
         )
     return people, paths
-
-
-def _subfolders(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        names = []
-        for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
-                names.append(entry.name)
-    return sorted(names)
 
 
 def _read_boxes(file: ListFile, split: str, paths: Sequence[str]) -> NDArray[np.int32]:

@@ -22,6 +22,8 @@ from lightning_retrieval.cli.search_images import Hit, ImageSearcher, QueryResul
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
+from lightning_retrieval.preparation.prepare import open_image
+from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ INVITATION_TO_TYPE = "Type what you look for and press Enter. {invitation}"
 NO_TEXT = "There is no text to search for; type some words."
 NO_IMAGE = "There is no image to search for; choose an image file."
 NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothing from an address; upload it first."
+UNREADABLE = "cannot be read as an image; choose another file."
 NONE_READABLE = "None of the drawn images can be read in the folder of the index; give their folder with `--images`."
 SIDE = 320  # approximate number of pixels of the longer side of a shown image
 CSS = """
@@ -336,7 +339,11 @@ class PageAnswers:
 
     def of_path(self, path: str) -> tuple[Any, ...]:
         """The answer for an image of the index."""
-        return self._of_file(str(self.images / path), path)
+        try:
+            file = image_file(self.images, path)
+        except ValueError:
+            return self._only_text(f"{_bold(path)} {UNREADABLE}")
+        return self._of_file(str(file), path)
 
     def of_random_image(self) -> tuple[Any, ...]:
         """The answer for a random image of the index."""
@@ -384,7 +391,7 @@ def random_pictures(index: EmbeddingStore, images: Path, count: int) -> list[tup
             continue
         path = found[generator.integers(len(found))]
         try:
-            pictures[path] = uploaded_picture(images / path)
+            pictures[path] = uploaded_picture(image_file(images, path))
         except ValueError:
             continue
     return [(picture, path) for path, picture in pictures.items()]
@@ -444,12 +451,12 @@ def uploaded_picture(file: Path) -> Image.Image:
         ValueError: if the image has too many pixels (according to its header) or cannot be read.
     """
     try:
-        with Image.open(file) as header:
+        with open_image(file) as header:
             pixels = header.width * header.height
         if pixels <= MEGAPIXELS * 10**6:
             return thumbnail(file)
     except Exception:  # Pillow's readers raise errors of many types for damaged files
-        raise ValueError("cannot be read as an image; choose another file.") from None
+        raise ValueError(UNREADABLE) from None
     raise ValueError(f"has too many pixels; choose one of at most {MEGAPIXELS} megapixels.")
 
 
@@ -469,7 +476,7 @@ def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]
     for hit in hits:
         text = f"{hit.similarity:.3f}  {printable(hit.path)}"
         try:
-            image = thumbnail(images / hit.path)
+            image = thumbnail(image_file(images, hit.path))
         except Exception:  # Pillow's readers raise errors of many types for damaged files
             image = Image.new("RGB", (SIDE, SIDE), "grey")
             text += " (cannot be read)"

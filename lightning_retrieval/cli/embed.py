@@ -38,10 +38,12 @@ from lightning_retrieval.search.embedding_folder import (
     EmbeddingManifest,
     ShardRows,
     check_output,
+    check_unicode,
     digest_of_files,
     digest_of_list,
     load_pyarrow,
 )
+from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, share_folder
 from lightning_retrieval.training.sides import SIDES, Side
 
@@ -243,6 +245,8 @@ def embed_images(
     if listed is None:
         listed = _list_queries(embedder, images, root)
         about = {**about, "side": side}
+    if file_format == "parquet":
+        check_unicode(OWNER, listed.paths)
     fabric = new_fabric(OWNER, device, devices=devices, num_nodes=num_nodes, precision=precision)
     launch(fabric)
     embedder = embedder.on(str(fabric.device))
@@ -256,7 +260,7 @@ def embed_images(
         file_format=file_format,
         dtype=dtype,
         precision=str(fabric.strategy.precision.precision),
-        about={**about, "images": str(listed.root.absolute())},
+        about={**about, "images": name_folder(listed.root)},
     )
     missing, changed = _embed_missing(fabric, embedder, listed, output, manifest)
     folder = EmbeddingFolder.load(OWNER, output)

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_retrieval.checkpoints import checkpoint_digest, find_damage, is_checkpoint, read_checkpoint
-from lightning_retrieval.checks import check_integer, first_line
+from lightning_retrieval.checks import check_integer, first_line, first_of
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.features import image_channels
-from lightning_retrieval.preparation.decoding import image_paths
+from lightning_retrieval.preparation.decoding import image_files
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
@@ -116,18 +116,22 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
 
 
 def images_in_folder(owner: str, folder: Path) -> ListedImages:
-    """The images in a folder at any depth, without labels.
+    """The images in a folder at any depth, without labels; see `image_files`.
 
     Raises:
         FileNotFoundError: if the folder does not exist.
         ValueError: if there is no image in it.
+        OSError: if a folder in it cannot be opened.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{owner}: `images` must be a folder of images, got {folder}, which is not a folder.")
-    paths = image_paths(folder)
-    if not paths:
+    found = image_files(owner, folder)
+    if found.special and rank() == 0:
+        shown = printable(first_of(found.special))
+        print(f"Skipped files that are not regular files, but FIFOs, sockets or devices: {shown}.", file=sys.stderr)
+    if not found.paths:
         raise ValueError(f"{owner}: `images` must be a folder of images, got {folder}, which holds no image.")
-    return ListedImages.of_paths(folder, paths)
+    return ListedImages.of_paths(folder, found.paths)
 
 
 def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> Path:

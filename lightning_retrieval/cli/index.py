@@ -43,6 +43,7 @@ from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.conditions import LARGEST_INTEGER, new_columns
 from lightning_retrieval.search.disk_lists import help_build_on_disk
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.index import RECALL_AT, RetrievalIndex
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 from lightning_retrieval.search.rows import FolderRows
@@ -120,7 +121,8 @@ def index_images(
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
-        images: folder of the images. All files at any depth whose suffix Pillow knows are indexed, except hidden files.
+        images: folder of the images. All files at any depth with the suffix of a format that Pillow decodes are
+            indexed, except hidden files. Symbolic links to folders are followed, see `image_files`.
         output: folder of the index, or its name in the store.
         transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. If the checkpoint
             records the preparation of its evaluation, `transform` must agree with this record, and is only needed if
@@ -175,7 +177,7 @@ def index_images(
             f"{owner}: `validation` must not be given for a model with a `query_embedder`, since its embeddings are of "
             f"candidates, got {validation}; give `threshold` to the search."
         )
-    about = {**embedder.description(), "images": str(images.absolute())}
+    about = {**embedder.description(), "images": name_folder(images)}
     about |= choose_threshold(owner, validation, false_match_rate, about)
     writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
     dim = embedder.dim()

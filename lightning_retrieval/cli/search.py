@@ -16,14 +16,14 @@ from string import Template
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
 
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.options import model_settings, printable
 from lightning_retrieval.cli.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.cli.stores import opened_index
-from lightning_retrieval.files import new_file
-from lightning_retrieval.preparation.prepare import to_rgb
+from lightning_retrieval.files import new_file, reason
+from lightning_retrieval.preparation.decoding import read_image
+from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 LONGEST_SIDE = 320  # pixels of a picture in the page
@@ -138,7 +138,7 @@ def _plain(
 
 
 def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tuple[str, list[str]]:
-    """The page, with all pictures embedded, and the paths of the results that can no longer be read.
+    """The page, with all pictures embedded, and the paths of the results that can no longer be read, with the reasons.
 
     Args:
         results: the queries and their hits.
@@ -165,16 +165,15 @@ def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tup
 
 
 def _section(number: int, result: QueryResult, images: Path) -> tuple[str, list[str]]:
-    """The HTML of a query with its hits, and the paths of the hits that can no longer be read."""
+    """The HTML of a query with its hits, and the paths of the hits that can no longer be read, each with the reason."""
     cards = []
     missing = []
     for hit in result.hits:
         path = printable(hit.path)
         description = f"Result {hit.rank}: {path}"
-        picture = _picture(images / hit.path, description)
-        if picture is None:
-            missing.append(path)
-            picture = _missing_picture(description)
+        picture, problem = _picture(images, hit.path, description)
+        if problem:
+            missing.append(f"{path} ({problem})")
         cards.append(_card(number, hit, picture))
     nothing = ""
     if result.nothing_similar:
@@ -184,7 +183,7 @@ def _section(number: int, result: QueryResult, images: Path) -> tuple[str, list[
     if result.is_text:
         picture = f'<span class="picture words">{escape(query)}</span>'
     else:
-        picture = _picture(Path(result.query), description) or _missing_picture(description)
+        picture, _ = _picture(None, result.query, description)
     section = (
         f'<section id="q{number}" aria-labelledby="t{number}"><div class="query">{picture}'
         f'<h2 id="t{number}"><span class="label">Query {number}</span><span class="path">{escape(query)}</span></h2>'
@@ -212,13 +211,21 @@ def _card(query: int, hit: Hit, picture: str) -> str:
     )
 
 
-def _picture(path: Path, description: str) -> str | None:
-    """The HTML of an image as a data URI; None if the image can no longer be read."""
+def _picture(folder: Path | None, path: str, description: str) -> tuple[str, str]:
+    """The HTML of an image as a data URI, and why the image can no longer be read, "" if it can.
+
+    Args:
+        folder: the folder that the image must be in; None for an image that the user has named.
+        path: path of the image.
+        description: the alternative text.
+    """
     try:
-        with Image.open(path) as file:
-            image = to_rgb(ImageOps.exif_transpose(file))
-    except Exception:  # Pillow's readers raise errors of many types for damaged files
-        return None
+        file = Path(path)
+        if folder is not None:
+            file = image_file(folder, path)
+        image = read_image(file)
+    except Exception as error:  # Pillow's readers raise errors of many types for damaged files
+        return _missing_picture(description), reason(error)
     stream = io.BytesIO()
     if max(image.size) <= SHARP_SIDE:
         kind, style = "png", " sharp"
@@ -228,9 +235,8 @@ def _picture(path: Path, description: str) -> str | None:
         image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
         image.save(stream, kind, quality=85)
     data = base64.b64encode(stream.getvalue()).decode()
-    return (
-        f'<span class="picture{style}"><img src="data:image/{kind};base64,{data}" alt="{escape(description)}"></span>'
-    )
+    source = f"data:image/{kind};base64,{data}"
+    return f'<span class="picture{style}"><img src="{source}" alt="{escape(description)}"></span>', ""
 
 
 def _missing_picture(description: str) -> str:

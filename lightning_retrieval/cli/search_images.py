@@ -16,8 +16,10 @@ from lightning_retrieval.cli.embedding import (
     UnreadableImage,
     recorded_checkpoint,
 )
+from lightning_retrieval.cli.options import printable
 from lightning_retrieval.cli.stores import THRESHOLD
 from lightning_retrieval.search.conditions import check_group, parse_where
+from lightning_retrieval.search.image_files import is_named
 from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 OWNER = "search_images"
@@ -240,15 +242,22 @@ def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
     """The folder of an index's images: the given folder, else the folder recorded in the index.
 
     Raises:
-        ValueError: if no folder is given or recorded, for example for a data set without image files; if the
-            index was not made by `index_images` or `index_embeddings`.
+        ValueError: if no folder is given or recorded, for example for a data set without image files; if no command of
+            this user has embedded the images of the recorded folder, see `image_files`; if the index was not made by
+            `index_images` or `index_embeddings`.
     """
     _check_index(index)
     if given is not None:
         return given
     if "images" not in index.about:
         raise ValueError(f"{OWNER}: `images` must be given, because the index does not say where its images are.")
-    return Path(index.about["images"])
+    recorded = str(index.about["images"])
+    if not is_named(Path(recorded)):
+        raise ValueError(
+            f"{OWNER}: `images` must be given, because the index names the folder {printable(short_repr(recorded))}, "
+            "whose images this user has not embedded here; give the folder if its pictures may be shown."
+        )
+    return Path(recorded)
 
 
 def _check_index(index: EmbeddingStore) -> None:

@@ -233,7 +233,7 @@ class FaissFolder:
         Raises:
             ValueError: if the index cannot be read.
         """
-        if not (self._folder / MANIFEST).exists():
+        if not (self._folder / MANIFEST).is_file():
             return None
         with _reported_as_unreadable(self._owner, self._folder):
             index = RetrievalIndex.load(self._folder, mapped=True, verify=False)

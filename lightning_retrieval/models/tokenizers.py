@@ -20,6 +20,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, first_line, short_repr
+from lightning_retrieval.files import check_regular_file
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
 
@@ -282,6 +283,7 @@ def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length
 
     try:
         file = Path(str(cached_file(name, TOKENIZER_FILE, **source)))
+        check_regular_file("TextEmbedder", file)
         if file.stat().st_size > LARGEST_STATE:
             raise ValueError(f"it has more than {LARGEST_STATE:,} bytes")
         text = file.read_text(encoding="utf-8")

@@ -4,12 +4,14 @@ Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the
 """
 
 import contextlib
+import errno
 import io
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +20,17 @@ from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, to_pixels
-from lightning_retrieval.preparation.prepare import ORIENTATION, TRANSPOSED, WHITE, Size, reduce_scale, to_rgb
+from lightning_retrieval.preparation.prepare import (
+    ROTATIONS,
+    TRANSPOSED,
+    WHITE,
+    Size,
+    image_formats,
+    open_image,
+    orientation,
+    reduce_scale,
+    to_rgb,
+)
 
 try:
     from torchvision.io import ImageReadMode, decode_image
@@ -27,18 +39,8 @@ except ImportError:  # deprecated in torchvision 0.29
 
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
-NOT_DECODED = {"MPEG", "EPS"}  # Pillow only identifies MPEG, and starts Ghostscript for EPS
 JPEG_START = b"\xff\xd8\xff"
 
-_ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 is upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 _FLIPPED = {
     2: (2,),
     3: (1, 2),
@@ -51,34 +53,112 @@ _FLIPPED = {
 
 
 def image_suffixes() -> frozenset[str]:
-    """The suffixes, in lower case, of the files that Pillow can decode."""
-    suffixes = set[str]()
-    for suffix, kind in Image.registered_extensions().items():
-        if _is_decoded(kind):
-            suffixes.add(suffix)
-    return frozenset(suffixes)
+    """The suffixes, in lower case, of the files in the formats of `image_formats`."""
+    formats = set(image_formats())
+    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in formats)
+
+
+class FolderEntries(NamedTuple):
+    """The entries of a folder that are not hidden, sorted by name.
+
+    Args:
+        folders: the folders in it, and the symbolic links to folders.
+        files: the regular files, and the symbolic links to files, which may be missing.
+        special: FIFOs, sockets and devices, whose reading need never end.
+    """
+
+    folders: list[Path]
+    files: list[Path]
+    special: list[Path]
+
+
+def list_folder(owner: str, folder: Path) -> FolderEntries:
+    """List a folder.
+
+    Args:
+        owner: prefix of error messages.
+        folder: the folder; if it does not exist, the lists are empty.
+
+    Raises:
+        OSError: if the folder, or what a link in it leads to, cannot be opened.
+    """
+    entries = FolderEntries([], [], [])
+    if not folder.is_dir():
+        return entries
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                if not entry.name.startswith("."):
+                    _list_of(entry, entries).append(Path(entry.path))
+    except OSError as error:
+        raise OSError(
+            f"{owner}: the folder {folder} cannot be listed ({error.strerror}), so its images would be lost; give the "
+            "right to read it, or move it away."
+        ) from None
+    return FolderEntries(*map(sorted, entries))
+
+
+def _list_of(entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
+    """The list that an entry belongs to."""
+    try:
+        if entry.is_dir():
+            return entries.folders
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself, which whoever reads it reports
+            return entries.files
+        raise
+    if entry.is_file() or not os.path.exists(entry.path):
+        return entries.files
+    return entries.special
+
+
+class ImageFiles(NamedTuple):
+    """The image files in a folder, as sorted relative paths.
+
+    Args:
+        paths: the files whose suffix, in lower case, is one of `image_suffixes`.
+        special: the paths with such a suffix that are FIFOs, sockets or devices.
+    """
+
+    paths: list[str]
+    special: list[str]
+
+
+def image_files(owner: str, top: Path) -> ImageFiles:
+    """Find the image files in a folder at any depth, without hidden files and folders.
+
+    Symbolic links to folders are followed, but each folder is listed once: under its own path if it is in the top
+    folder, and under the first link to it otherwise. Links to a folder around the top folder are not followed.
+
+    Args:
+        owner: prefix of error messages.
+        top: an existing folder.
+
+    Raises:
+        OSError: if a folder cannot be opened.
+    """
+    suffixes = image_suffixes()
+    paths: list[str] = []
+    special: list[str] = []
+    listed = set(map(str, Path(os.path.realpath(top)).parents))
+    folders, links = deque([top]), deque[Path]()
+    while folders or links:
+        folder = (folders or links).popleft()
+        real = os.path.realpath(folder)
+        if real in listed:
+            continue
+        listed.add(real)
+        entries = list_folder(owner, folder)
+        for inner in entries.folders:
+            (links if inner.is_symlink() else folders).append(inner)
+        for names, files in ((paths, entries.files), (special, entries.special)):
+            names += [file.relative_to(top).as_posix() for file in files if file.suffix.lower() in suffixes]
+    return ImageFiles(sorted(paths), sorted(special))
 
 
 def image_paths(folder: Path) -> list[str]:
-    """Sorted relative paths of the image files at any depth: files whose suffix, in lower case, Pillow knows."""
-    suffixes = image_suffixes()
-    found = []
-    for parent, subfolders, files in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in files:
-            path = Path(parent, name)
-            if not name.startswith(".") and path.suffix.lower() in suffixes:
-                found.append(path.relative_to(folder).as_posix())
-    return sorted(found)
-
-
-def _is_decoded(kind: str) -> bool:
-    """Whether Pillow itself can decode a format, not only identify it."""
-    if kind not in Image.OPEN or kind in NOT_DECODED:
-        return False
-    reader, _ = Image.OPEN[kind]
-    is_stub = isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
-    return not is_stub
+    """The paths that `image_files` finds."""
+    return image_files("image_paths", folder).paths
 
 
 def read_image(
@@ -107,10 +187,10 @@ def read_image(
         ValueError: if the box is outside the image, or the range of the pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
-    with truncated_images(load_truncated), Image.open(path) as file:
+    with truncated_images(load_truncated), open_image(path) as file:
         divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
         image = to_rgb(file, background)
-        rotation = _ROTATIONS.get(file.getexif().get(ORIENTATION, 1))
+        rotation = ROTATIONS.get(orientation(file))
     box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         image = _crop(image, box)
@@ -157,14 +237,14 @@ def read_pixels(
             least_size=least_size,
         )
         return to_pixels(image)
-    pixels, orientation, divisor = decoded
+    pixels, rotation, divisor = decoded
     box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         pixels = _cropped(pixels, box)
-    if orientation in TRANSPOSED:
+    if rotation in TRANSPOSED:
         pixels = pixels.transpose(1, 2)
-    if orientation in _FLIPPED:
-        pixels = pixels.flip(_FLIPPED[orientation])
+    if rotation in _FLIPPED:
+        pixels = pixels.flip(_FLIPPED[rotation])
     if box is not None and not boxes_before_rotation:
         pixels = _cropped(pixels, box)
     return pixels
@@ -185,15 +265,15 @@ def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -
     if data is None:
         return None
     try:
-        with Image.open(io.BytesIO(data)) as file:  # reads the header only
+        with open_image(io.BytesIO(data)) as file:  # reads the header only
             if file.mode not in ("RGB", "L"):
                 return None
-            orientation = file.getexif().get(ORIENTATION, 1)
+            rotation = orientation(file)
             divisor = reduce(file)
             if divisor > 1:
-                return to_pixels(file.convert("RGB")), orientation, divisor
+                return to_pixels(file.convert("RGB")), rotation, divisor
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return decode_image(encoded, ImageReadMode.RGB), orientation, 1
+        return decode_image(encoded, ImageReadMode.RGB), rotation, 1
     except Exception:  # a damaged file, or a torchvision without libjpeg
         return None
 
@@ -201,6 +281,8 @@ def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -
 def _content_of_jpeg(path: Path | BinaryIO) -> bytes | None:
     """The content of a JPEG, or None for another file. The position of a stream does not change."""
     if isinstance(path, (str, Path)):
+        if not os.path.isfile(path):  # `read_image` reports it, without waiting for a FIFO
+            return None
         with open(path, "rb") as stream:
             return _content_of_jpeg(stream)
     position = path.tell()
@@ -227,7 +309,7 @@ def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxe
     """Make Pillow decode a JPEG at a reduced scale if `least_size` allows; return the divisor of the image's size."""
     if least_size is None or not isinstance(file, JpegImageFile):
         return 1
-    is_transposed = file.getexif().get(ORIENTATION, 1) in TRANSPOSED
+    is_transposed = orientation(file) in TRANSPOSED
     if is_transposed:
         least_size = (least_size[1], least_size[0])  # as stored in the file, before the rotation
     if box is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import check_float, check_integer, check_tensor, short_repr
-from lightning_retrieval.preparation.prepare import Size, centre_box, colour
+from lightning_retrieval.preparation.prepare import Box, Size, colour
 
 Pixels = UInt8[Tensor, "channel height width"]
 PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
@@ -81,15 +81,14 @@ def resize_bilinear(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
     return resized[0]
 
 
-def centre_crop(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
-    """The centre of an image that is at least as large as the crop.
+def cropped(pixels: Pixels, box: Box) -> PixelsOfNewSize:
+    """The part of an image in a box.
 
     Args:
         pixels: the image.
-        height: height of the result.
-        width: width of the result.
+        box: top, left, bottom and right of the box, inside the image.
     """
-    top, left, bottom, right = centre_box(pixels.shape[1], pixels.shape[2], (height, width))
+    top, left, bottom, right = box
     return pixels[:, top:bottom, left:right]
 
 

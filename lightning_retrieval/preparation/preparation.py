@@ -38,18 +38,23 @@ from lightning_retrieval.checks import (
 )
 from lightning_retrieval.preparation.pixels import (
     INTERPOLATIONS,
+    MOST_PIXELS,
     Interpolation,
-    centre_crop,
     check_colour,
     check_pixels,
     check_size,
+    cropped,
     resize_bilinear,
     to_image,
     to_pixels,
 )
 from lightning_retrieval.preparation.prepare import (
+    NeededPart,
     Size,
+    centre_box,
+    crop_image,
     in_colours,
+    needed_part,
     pair,
     resize_image,
     resized_size,
@@ -161,15 +166,14 @@ class Preparation:
         """
         if self.takes_pixels:
             pixels = self._pixels(image)
-            size = resized_size(pixels.shape[1], pixels.shape[2], self.resized_to)
-            pixels = resize_bilinear(pixels, *size)
+            part = self._needed_part(pixels.shape[1], pixels.shape[2])
+            pixels = resize_bilinear(cropped(pixels, part.source), *part.size)
         else:
             converted = self._image(image)
-            size = resized_size(converted.height, converted.width, self.resized_to)
-            pixels = to_pixels(resize_image(converted, *size, self.interpolation))
-        if self.crop_size is None:
-            return pixels
-        return centre_crop(pixels, *self.crop_size)
+            part = self._needed_part(converted.height, converted.width)
+            resized = resize_image(crop_image(converted, part.source), *part.size, self.interpolation)
+            pixels = to_pixels(resized)
+        return cropped(pixels, part.crop)
 
     @property
     def takes_pixels(self) -> bool:
@@ -246,6 +250,18 @@ class Preparation:
         if self.image_size is None:
             return None
         return pair(self.image_size)
+
+    def _needed_part(self, height: int, width: int) -> NeededPart:
+        """The part of an image of this size that is resized, and the crop in it."""
+        new_size = resized_size(height, width, self.resized_to)
+        if self.crop_size is not None:
+            return needed_part((height, width), new_size, centre_box(*new_size, self.crop_size))
+        if new_size[0] * new_size[1] > max(MOST_PIXELS**2, height * width):
+            raise ValueError(
+                f"Preparation: `image_size` must be given for an image of {width} x {height} pixels, which resizing "
+                f"would enlarge to {new_size[1]:,} x {new_size[0]:,}; give it, so that images are cropped."
+            )
+        return NeededPart((0, 0, height, width), new_size, (0, 0, *new_size))
 
     def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
         """The pixels of the image in RGB."""

@@ -3,12 +3,11 @@
     import json
 
     import onnxruntime
-    from exported.prepare import prepare
-    from PIL import Image
+    from exported.prepare import open_image, prepare
 
     session = onnxruntime.InferenceSession("exported/model.onnx")
     about = json.loads(session.get_modelmeta().custom_metadata_map["lightning_retrieval"])
-    images = prepare(Image.open("query.jpg"), about)[None]
+    images = prepare(open_image("query.jpg"), about)[None]
     (embeddings,) = session.run(None, {"images": images})
 
 `Preparation` uses the same functions, so a service prepares images as the evaluation of the model did. The only
@@ -21,22 +20,46 @@ like a box filter, so the pixels after resizing differ from those at full size.
 """
 
 import json
+import math
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageColor, ImageFile, ImageOps
+from PIL import Image, ImageColor, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 Size = tuple[int, int]  # height and width
+Box = tuple[int, int, int, int]  # top, left, bottom and right
 
 PROGRAMS = ("model.onnx", "model.int8.onnx", "model.pt2")  # files of an export that hold the values about it
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112  # number of the EXIF tag
 TRANSPOSED = (5, 6, 7, 8)  # values of the EXIF tag for which height and width are swapped
+ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 is upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+MOST_RESIZED = 2**25  # pixels of a resized image from which only the part for the crop is resized
+MOST_EDGES = 2**12  # resized pixels among which one begins where a pixel of the image begins, or nearly so
+WIDEST_FILTER = 3  # pixels on each side of the one that Lanczos' filter computes
 DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
+# The formats of Pillow's own readers that are opened. Its other readers start a program (Ghostscript for EPS, also for
+# an EPS in an IPTC file), use a library of the system (WMF) or of another package (FPX, MIC), only identify a file, or
+# take minutes and gigabytes for a small file (FITS).
+FORMATS = (
+    *("AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FLI", "FTEX", "GBR"),
+    *("GIF", "ICNS", "ICO", "IM", "JPEG", "JPEG2000", "MPO", "MSP", "PCD", "PCX", "PIXAR"),
+    *("PNG", "PPM", "PSD", "QOI", "SGI", "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM"),
+)
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
@@ -66,11 +89,12 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     """The input of an exported model for one image: an array (channels, height, width) of uint8 or float32.
 
     Args:
-        image: an image of any mode, as `PIL.Image.open` returns it. A converted image keeps no EXIF orientation.
+        image: an image of any mode, as `open_image` returns it. A converted image keeps no EXIF orientation.
         about: what `read_settings` returns, which is also in the metadata of the ONNX file.
 
     Raises:
-        ValueError: if the range of the pixel values is unknown (see `to_rgb`).
+        ValueError: if the range of the pixel values is unknown (see `to_rgb`), or the image comes from a file in a
+            format that `open_image` does not open.
     """
     settings = about["preparation"]
     target = size_before_crop(settings["image_size"], settings["resize"])
@@ -78,16 +102,62 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     if settings["reduced_scale"] and target is not None:
         least_size = pair(target)
     image = in_colours(image, settings["channels"], colour(settings["background"]), least_size)
-    height, width = resized_size(image.height, image.width, target)
-    image = resize_image(image, height, width, settings["interpolation"])
-    pixels: NDArray[np.uint8] = np.array(image).reshape(height, width, settings["channels"]).transpose(2, 0, 1)
-    top, left, bottom, right = centre_box(height, width, pair(settings["image_size"]))
+    size = image.height, image.width
+    new_size = resized_size(*size, target)
+    part = needed_part(size, new_size, centre_box(*new_size, pair(settings["image_size"])))
+    image = resize_image(crop_image(image, part.source), *part.size, settings["interpolation"])
+    pixels: NDArray[np.uint8] = np.array(image).reshape(*part.size, settings["channels"]).transpose(2, 0, 1)
+    top, left, bottom, right = part.crop
     pixels = pixels[:, top:bottom, left:right]
     if about["input"] == "uint8":
         return np.ascontiguousarray(pixels)
     mean, std = (np.float32(settings[name])[:, None, None] for name in ("mean", "std"))
     normalised: NDArray[np.float32] = (pixels * np.float32(1 / 255) - mean) / std
     return normalised
+
+
+def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile.ImageFile:
+    """Open an image file as `PIL.Image.open` does, but only a regular file, and only in the formats of `image_formats`.
+
+    The content decides the format, not the suffix.
+
+    Args:
+        file: the file, or its content as a binary stream.
+
+    Raises:
+        ValueError: if the path is a FIFO, a socket, a device or a folder.
+        OSError: if the file cannot be read, or its content has none of the formats.
+    """
+    if isinstance(file, (str, os.PathLike)) and not stat.S_ISREG(os.stat(file).st_mode):
+        raise ValueError("it is not a regular file, but a FIFO, a socket, a device or a folder")
+    return Image.open(file, formats=image_formats())
+
+
+def image_formats() -> list[str]:
+    """The formats that are opened: `FORMATS`, and those of readers that another package has added to Pillow.
+
+    The program that imports such a package, for example pillow_heif, has decided to trust it.
+    """
+    Image.init()
+    formats = []
+    for kind in Image.ID:
+        reader, _ = Image.OPEN[kind]
+        if _is_opened(kind, reader):
+            formats.append(kind)
+    return formats
+
+
+def _is_opened(kind: str | None, reader: Any) -> bool:
+    """Whether files are opened in a format.
+
+    Args:
+        kind: name of the format.
+        reader: the class of the images, or the function that makes them.
+    """
+    if reader.__module__.startswith("PIL."):
+        return kind in FORMATS
+    is_stub = isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
+    return not is_stub
 
 
 def in_colours(image: Image.Image, channels: int, background: Sequence[int], least_size: Size | None) -> Image.Image:
@@ -98,7 +168,12 @@ def in_colours(image: Image.Image, channels: int, background: Sequence[int], lea
         channels: 3 for colour, 1 for grey.
         background: red, green and blue of the colour behind transparent pixels.
         least_size: as for `reduce_scale`, for the upright image.
+
+    Raises:
+        ValueError: as for `prepare`.
     """
+    if isinstance(image, ImageFile.ImageFile) and not _is_opened(image.format, type(image)):
+        raise ValueError(f"an image must not be a file in the format {image.format}; open it with `open_image`")
     reduce_scale(image, least_size, upright_size(image))
     image = upright(image)
     if image.mode != "RGB" or "transparency" in image.info:
@@ -183,8 +258,28 @@ def upright(image: Image.Image) -> Image.Image:
         image: an image of any mode.
     """
     if isinstance(image, ImageFile.ImageFile):
-        return ImageOps.exif_transpose(image)
+        image.load()  # some of Pillow's readers rotate the image by themselves
+        rotation = ROTATIONS.get(orientation(image))
+        if rotation is not None:
+            return image.transpose(rotation)
     return image
+
+
+def orientation(image: Image.Image) -> int:
+    """The EXIF orientation of an image, from 1 to 8; 1, upright, if its EXIF block is malformed.
+
+    Args:
+        image: an image of any mode.
+    """
+    try:
+        value = image.getexif().get(ORIENTATION)
+    except OSError:  # the pixels, which precede the EXIF block of some formats, cannot be read
+        raise
+    except Exception:  # Pillow's parser raises errors of many types
+        return 1
+    if value in ROTATIONS:
+        return int(value)
+    return 1
 
 
 def upright_size(image: Image.Image) -> Size:
@@ -193,7 +288,7 @@ def upright_size(image: Image.Image) -> Size:
     Args:
         image: an image of any mode.
     """
-    if isinstance(image, ImageFile.ImageFile) and image.getexif().get(ORIENTATION, 1) in TRANSPOSED:
+    if isinstance(image, ImageFile.ImageFile) and orientation(image) in TRANSPOSED:
         return image.width, image.height
     return image.height, image.width
 
@@ -231,6 +326,91 @@ def resized_size(height: int, width: int, target: int | Sequence[int] | None) ->
     return target, int(target * width / height)
 
 
+class NeededPart(NamedTuple):
+    """The part of an image on which a crop of the resized image depends; a box is top, left, bottom and right.
+
+    Args:
+        source: the box of the part in the image.
+        size: height and width to which the part is resized.
+        crop: the box of the crop in the resized part.
+    """
+
+    source: Box
+    size: Size
+    crop: Box
+
+
+def needed_part(size: Size, new_size: Size, crop: Box) -> NeededPart:
+    """The part of an image to resize before the crop: all of it, unless it is so thin that resizing would enlarge it to
+    more than `MOST_RESIZED` pixels.
+
+    The pixels of the crop are those of the whole resized image, and differ by at most 1 of 255 where the resized size
+    had to be rounded down.
+
+    Args:
+        size: height and width of the image.
+        new_size: height and width of the whole resized image.
+        crop: the box of the crop in the whole resized image.
+    """
+    if new_size[0] * new_size[1] <= MOST_RESIZED:
+        return NeededPart((0, 0, *size), new_size, crop)
+    longer = int(new_size[1] > new_size[0])
+    source, resized, box = [0, 0, *size], list(new_size), list(crop)
+    begin, end, new_begin, new_end = _needed_range(size[longer], new_size[longer], crop[longer], crop[longer + 2])
+    source[longer], source[longer + 2] = begin, end
+    resized[longer] = new_end - new_begin
+    box[longer] -= new_begin
+    box[longer + 2] -= new_begin
+    return NeededPart(_box(source), (resized[0], resized[1]), _box(box))
+
+
+def _needed_range(length: int, resized: int, begin: int, end: int) -> tuple[int, int, int, int]:
+    """The range of the pixels of a side that a range of its resized pixels needs, and the resized range that it gives.
+
+    Both ranges begin and end where edges of pixels and of resized pixels are the same, or nearly so.
+
+    Args:
+        length: length of the side.
+        resized: its length after resizing.
+        begin: first resized pixel that is needed.
+        end: the resized pixel after the last one that is needed.
+    """
+    margin = math.ceil(WIDEST_FILTER * max(1, resized / length)) + 1  # in resized pixels
+    latest, earliest = begin - margin, end + margin
+    first, new_begin = 0, 0
+    if latest > 0:
+        first, new_begin = _common_edge(range(latest, max(0, latest - MOST_EDGES) - 1, -1), length, resized)
+    last, new_end = length, resized
+    if earliest < resized:
+        last, new_end = _common_edge(range(earliest, min(resized, earliest + MOST_EDGES) + 1), length, resized)
+    return first, last, new_begin, new_end
+
+
+def _common_edge(new_edges: range, length: int, resized: int) -> tuple[int, int]:
+    """The edge of a pixel that is nearest to the edge of a resized pixel; the first of several: both edges."""
+    half = resized // 2
+    new_edge = min(new_edges, key=lambda edge: abs((edge * length + half) % resized - half))
+    return (new_edge * length + half) // resized, new_edge
+
+
+def _box(sides: Sequence[int]) -> Box:
+    top, left, bottom, right = sides
+    return top, left, bottom, right
+
+
+def crop_image(image: Image.Image, box: Box) -> Image.Image:
+    """The part of an image in a box; the image itself if the box is the whole image.
+
+    Args:
+        image: the image.
+        box: the box, inside the image.
+    """
+    top, left, bottom, right = box
+    if (left, top, right, bottom) == (0, 0, *image.size):
+        return image
+    return image.crop((left, top, right, bottom))
+
+
 def resize_image(image: Image.Image, height: int, width: int, interpolation: str) -> Image.Image:
     """Resize a PIL image by one of Pillow's filters.
 
@@ -257,7 +437,7 @@ def pair(size: int | Sequence[int]) -> Size:
     return height, width
 
 
-def centre_box(height: int, width: int, crop: Size) -> tuple[int, int, int, int]:
+def centre_box(height: int, width: int, crop: Size) -> Box:
     """Top, left, bottom and right of the centre crop of an image that is at least as large as the crop.
 
     Args:

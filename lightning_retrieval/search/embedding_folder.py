@@ -28,6 +28,7 @@ from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
     Manifest,
+    check_regular_file,
     delete_temporary_files,
     folder_lock,
     is_temporary,
@@ -82,6 +83,24 @@ def load_pyarrow(owner: str) -> Any:
     ):
         import pyarrow.parquet
     return pyarrow
+
+
+def check_unicode(owner: str, texts: Iterable[str]) -> None:
+    """Raise, before anything is embedded, if Parquet files cannot hold a path or a label.
+
+    Args:
+        owner: prefix of error messages.
+        texts: paths of images, or labels.
+
+    Raises:
+        ValueError: if a text is not valid Unicode, such as the name of a file with an é in Latin-1.
+    """
+    for text in texts:
+        if not text.isascii() and text.encode(errors="ignore").decode() != text:
+            raise ValueError(
+                f"{owner}: the paths and labels of images must be valid Unicode in Parquet files, got {text!r}; rename "
+                "the file or folder, or choose the format npy."
+            )
 
 
 def write_parquet(pyarrow: Any, rows: ShardRows, stream: DigestStream) -> None:
@@ -293,7 +312,7 @@ class EmbeddingFolder:
 
     def missing(self) -> list[int]:
         """Numbers of the missing shards."""
-        return [shard for shard in range(len(self)) if not self._file(shard).exists()]
+        return [shard for shard in range(len(self)) if not self._file(shard).is_file()]
 
     @contextmanager
     def lock(self) -> Iterator[IO[str]]:
@@ -360,7 +379,7 @@ class EmbeddingFolder:
             ValueError: if the file is missing or has changed since then.
         """
         file = self._file(shard)
-        if not file.exists() or _state(file) != self._verified[shard]:
+        if not file.is_file() or _state(file) != self._verified[shard]:
             raise ValueError(
                 f"{self.owner}: {file} must not change while the embeddings are used, but was removed or replaced; run "
                 "the command again."
@@ -381,6 +400,7 @@ class EmbeddingFolder:
         try:
             if file.stat().st_size == 0:
                 raise ValueError("it is empty")
+            check_regular_file(self.owner, file.with_suffix(".json"))
             yield
         except ModuleNotFoundError:
             raise
@@ -443,7 +463,7 @@ class EmbeddingFolder:
         """
         found = []
         for shard in range(len(self)):
-            if self._file(shard).exists():
+            if self._file(shard).is_file():
                 found += self._metadata(shard)[0]
         return found
 
@@ -458,7 +478,7 @@ class EmbeddingFolder:
         """
         changed = []
         for shard in range(len(self)):
-            if not self._file(shard).exists():
+            if not self._file(shard).is_file():
                 continue
             recorded = self._metadata(shard)[1]
             if recorded and recorded != image_files(self.positions(shard)):

@@ -216,7 +216,7 @@ def _lists_files(files: Any) -> bool:
 def _may_be_replaced(folder: Path) -> bool:
     """Whether a folder is empty or holds an index, which may be damaged or incomplete."""
     manifest = folder / MANIFEST
-    if manifest.exists():
+    if manifest.is_file():
         try:
             content = json.loads(manifest.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):  # the file may be the damaged manifest of an index

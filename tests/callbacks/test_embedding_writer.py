@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import EmbeddingWriter
-from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet
 from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
@@ -53,6 +53,17 @@ def test_files_hold_what_predict_step_returns(tmp_path, batch_size):
     found = torch.cat([torch.from_numpy(shard.embeddings) for shard in shards])
     torch.testing.assert_close(found, expected)
     assert [label for shard in shards for label in shard.labels] == ["3", "3", "5", "5", None, "7", "7", "8", "8", "8"]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("names", [["a", "b\udce9"], ["a", "b"]])
+def test_names_that_parquet_files_cannot_hold_are_named_before_the_first_batch(tmp_path, names):
+    """The name of a file, or that of its class."""
+    images = ImageSet(ImageIndex(["a/1.png", "b/caf\udce9.png"], [0, 1], names=names), tmp_path, SMALL)
+    with pytest.raises(
+        ValueError, match=r"^EmbeddingWriter: the paths and labels of images must be valid Unicode in P"
+    ):
+        predict(tmp_path / "e", DataLoader(images), module=new_module(3 * 16 * 16), file_format="parquet")
 
 
 def test_ids_need_not_be_positions(tmp_path):

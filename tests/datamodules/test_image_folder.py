@@ -1,5 +1,6 @@
 """ImageFolder: finding classes in folders, splitting them by a seed or by folders, and training on them."""
 
+import os
 import warnings
 
 import numpy as np
@@ -153,6 +154,25 @@ def test_a_root_that_is_one_folder_too_high_raises(tmp_path):
     write_folders(tmp_path / "split" / "pets", ["train/cat", "test/dog"])
     with pytest.raises(ValueError, match=rf"; pass root={tmp_path}/split/pets\.$"):
         ImageFolder(tmp_path / "split").prepare_data()
+
+
+def test_a_class_folder_may_be_a_link_and_special_files_are_ignored_with_a_warning(tmp_path):
+    paths = write_folders(tmp_path / "root", ["a", "b"], images=2)
+    (tmp_path / "root" / "b").rename(tmp_path / "elsewhere")
+    (tmp_path / "root" / "b").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / "elsewhere" / "fifo.png")
+    with pytest.warns(UserWarning, match=r"^ImageFolder: ignored .* not images of a class: 1, such as b/fifo\.png\.$"):
+        splits = ImageFolder(tmp_path / "root").splits
+    assert sorted([*splits["train"].paths, *splits["test"].paths]) == paths
+
+
+@pytest.mark.refusal
+def test_a_class_folder_that_cannot_be_listed_raises(tmp_path, as_another_user):
+    write_folders(tmp_path / "root", ["a", "b", "c"], images=2)
+    (tmp_path / "root" / "b").chmod(0)
+    with as_another_user(), pytest.raises(OSError, match=r"^ImageFolder: the folder root/b cannot be listed \(Perm"):
+        ImageFolder("root").read()
+    (tmp_path / "root" / "b").chmod(0o755)
 
 
 def test_only_suffixes_that_pillow_decodes_are_images(tmp_path):

@@ -1,11 +1,12 @@
 """Lists of data sets: found below the root, in UTF-8, split into fields, without duplicates."""
 
+import os
 import re
 
 import pytest
 
 from lightning_retrieval.datamodules import StanfordOnlineProducts
-from lightning_retrieval.datamodules.table_file import ListFile, find_file
+from lightning_retrieval.datamodules.table_file import ListFile, find_file, read_table
 from tests.datamodules.trees import write_online_products, write_text
 
 refusal = pytest.mark.refusal
@@ -43,8 +44,15 @@ def test_different_values_with_the_same_hash_are_unique(tmp_path):
 
 
 @refusal
-def test_a_folder_instead_of_a_list_raises(tmp_path):
+def test_a_folder_or_a_fifo_instead_of_a_list_raises(tmp_path):
     (tmp_path / "list.txt").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match=rf"^I: {tmp_path}/fifo must be a regular file, got a FIFO, a socket or a dev"):
+        list(ListFile("I", tmp_path / "fifo").lines())
+    for name in ("fifo.csv", "fifo.parquet"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"^T: {tmp_path}/{name} must be a regular file, got a FIFO"):
+            read_table(tmp_path / name, owner="T")
     with pytest.raises(ValueError, match=rf"^I: {tmp_path}/list.txt must be a text file, got a folder"):
         list(ListFile("I", tmp_path / "list.txt").rows(2))
 

@@ -183,6 +183,9 @@ def test_old_files_are_deleted_with_their_folders(tmp_path):
 
 def serve_after_a_used_port(rank, world_size, index, folder, port, used, *more):
     os.environ["GRADIO_TEMP_DIR"] = str(folder / "uploads")
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"  # a program that leaves a mark
+    (folder / "gs").write_text(f"#!/bin/sh\ntouch '{folder / 'started'}'\n")
+    (folder / "gs").chmod(0o755)
     serve = demo.serve_demo
 
     def serve_twice(searcher, images, *, port, **settings):
@@ -258,6 +261,33 @@ def test_a_port_that_is_in_use_and_invalid_requests_are_answered_with_a_sentence
     assert server.search()["error"] == NO_IMAGE
     for path in ("http://example.com/a.png", "HTTPS://example.com/a.png", None):
         assert server.search({"path": path, "meta": {"_type": "gradio.FileData"}})["error"] == NOT_UPLOADED
+
+
+@pytest.mark.slow
+@pytest.mark.refusal
+def test_visitors_see_no_other_files_and_start_no_program(server, indexed):
+    """Files of the server are not served, searched for or shown, and an upload in PostScript is not an image."""
+    image = str(indexed / "images" / paths_of(indexed / "images")[0])
+    for path in ("/etc/passwd", image, f"{server.uploads}/../pid", "/dev/zero"):
+        assert server.search({"path": path, "meta": {"_type": "gradio.FileData"}})["error"]
+        for route in (f"gradio_api/file={path}", f"gradio_api/file/{path}", f"static/..{path}", f"..{path}"):
+            assert httpx.get(f"{server.address}/{route}", timeout=10).status_code >= 400
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    bomb = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(bomb, "png")
+    cut = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(cut, "png")
+    for name, content in {
+        "cat.jpg": eps,
+        "cat.eps": eps,
+        "bomb.png": bomb.getvalue(),
+        "cut.png": cut.getvalue()[:999],
+        "../../cat.png": b"text",
+    }.items():
+        assert "cannot be read as an image" in server.search_for(name, content)[1]
+    assert not (server.folder / "started").exists()
+    assert not [*server.folder.glob("cat.png"), *server.folder.parent.glob("cat.png")]
+    assert server.started.exit_code is None
     content = io.BytesIO()
     Image.new("1", (10_000, 10_000)).save(content, "PNG")
     answer = server.search_for("wide.png", content.getvalue())

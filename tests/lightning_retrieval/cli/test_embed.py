@@ -23,7 +23,7 @@ from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
-from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, save_checkpoint
+from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, run, save_checkpoint
 from tests.processes import start_processes
 
 
@@ -134,6 +134,27 @@ def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size, monkeypat
         name = f"part-{number:05d}.npy"
         assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not list((tmp_path / "e").glob(".*.tmp"))
+
+
+@pytest.mark.refusal
+def test_a_file_name_that_is_not_unicode_is_named_before_an_image_is_embedded(glyphs, tmp_path, capsys, monkeypatch):
+    """Files of NumPy and an index keep its bytes; a Parquet file cannot."""
+    name = os.fsdecode(b"caf\xe9.png")
+    (tmp_path / "images").mkdir()
+    shutil.copy(glyphs[0] / "images" / paths_of(glyphs[0] / "images")[3], tmp_path / "images" / name)
+    args = ["embed", f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageEmbedder, "embed", lambda *_: pytest.fail("an image is embedded"))
+        error = error_of(capsys, *args, f"--output={tmp_path / 'parquet'}")
+    rule = "embed: the paths and labels of images must be valid Unicode in Parquet files, got"
+    assert error == f"{rule} 'caf\\udce9.png'; rename the file or folder, or choose the format npy.\n"
+    assert not (tmp_path / "parquet").exists()
+    assert command(capsys, *args, f"--output={tmp_path / 'npy'}", "--format=npy")[0] == 0
+    index = tmp_path / "index"
+    assert run(capsys, "index", f"--embeddings={tmp_path / 'npy'}", f"--output={index}")[0] == 0
+    query, page = os.path.join(tmp_path, "images", name), tmp_path / "page.html"
+    assert command(capsys, "search", query, "--index", index, "--html", page)[0] == 0
+    assert page.read_text(encoding="utf-8").count("<img") == 2
 
 
 def test_tables_give_labels_and_boxes(glyphs, tmp_path):

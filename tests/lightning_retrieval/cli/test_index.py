@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -249,6 +250,45 @@ def test_an_update_embeds_only_the_images_that_are_new(own_copy, capsys, monkeyp
     assert err.startswith("index: cannot read the image bad.png (cannot identify image file")
     made = RetrievalIndex.load(own_copy / "index")
     assert set(made.paths(made.ids)) == {*paths, "new.png"} - {paths[7]}
+
+
+def test_images_in_linked_folders_are_indexed_and_special_files_are_named(own_copy, capsys):
+    """An update keeps the rows of a folder that a link replaces, and a FIFO is skipped, with or without a table."""
+    args = indexing(own_copy, own_copy / "index", "--update")
+    assert command(capsys, *args)[0] == 0
+    paths = paths_of(own_copy / "images")
+    (own_copy / "images" / "1").rename(own_copy / "moved")
+    (own_copy / "images" / "1").symlink_to(own_copy / "moved")
+    os.mkfifo(own_copy / "images" / "fifo.jpg")
+    code, _, err = command(capsys, *args)
+    assert code == 0
+    assert "Skipped files that are not regular files, but FIFOs, sockets or devices: fifo.jpg." in err
+    made = RetrievalIndex.load(own_copy / "index")
+    assert sorted(made.paths(made.ids)) == sorted(paths)
+    (own_copy / "images" / "table.csv").write_text(f"image\nfifo.jpg\n{paths[3]}\n")
+    table, output = own_copy / "images" / "table.csv", own_copy / "embeddings"
+    embed = ["embed", f"--checkpoint={own_copy / 'model.ckpt'}", f"--images={table}", f"--output={output}"]
+    code, _, err = command(capsys, *embed)
+    assert code == 1
+    assert err.startswith("embed: cannot read the image fifo.jpg (it is not a regular file, but a FIFO")
+    query = own_copy / "images" / "fifo.jpg"
+    assert "not a regular file" in error_of(capsys, "search", query, "--index", own_copy / "index")
+
+
+@pytest.mark.refusal
+def test_an_update_loses_no_rows_of_a_folder_that_cannot_be_listed(indexed, tmp_path, as_another_user, capsys):
+    shutil.copytree(indexed / "images", tmp_path / "images")
+    shutil.copytree(indexed / "index", tmp_path / "index")
+    (tmp_path / "images" / "2").chmod(0)
+    before = files_of(tmp_path / "index")
+    with as_another_user():
+        code, _, err = run(capsys, "index", "--checkpoint=m.ckpt", "--images=images", "--output=index", "--update")
+    (tmp_path / "images" / "2").chmod(0o755)
+    assert code == 2
+    assert err.startswith(
+        "index: the folder images/2 cannot be listed (Permission denied), so its images would be lost"
+    )
+    assert files_of(tmp_path / "index") == before
 
 
 @pytest.mark.refusal

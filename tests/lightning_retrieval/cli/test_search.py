@@ -19,9 +19,11 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from PIL import Image
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.cli.demo import captioned
 from lightning_retrieval.cli.search import result_page
 from lightning_retrieval.cli.search_images import Hit, QueryResult, search_images
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.search.image_files import name_folder
 from tests.browser import Browser
 from tests.lightning_retrieval.cli.glyph_commands import STRANGE_NAME, command, error_of, indexing, paths_of
 
@@ -273,6 +275,81 @@ def test_page_and_command_report_missing_images(indexed, tmp_path, capsys):
     assert err.count("\n") == 1
     assert command(capsys, *args)[::2] == (0, "")
     assert "not readable now" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def write_made_index(indexed, output, paths, **about):
+    """An index that somebody has made by hand: of the same model, with other paths and another folder of images."""
+    earlier = RetrievalIndex.load(indexed / "index")
+    made = RetrievalIndex(earlier.dim, about={**earlier.about, **about})
+    made.add(torch.randn(len(paths), earlier.dim), paths=paths)
+    made.save(output)
+    return output
+
+
+@pytest.fixture
+def private(tmp_path):
+    """A folder of images that a command has been given, next to a private image that links in the folder lead to."""
+    Image.new("L", (32, 32), 99).save(tmp_path / "private.png")
+    folder = tmp_path / "images"
+    folder.mkdir()
+    Image.new("L", (32, 32), 200).save(folder / "a.png")
+    (folder / "link.png").symlink_to(tmp_path / "private.png")
+    (folder / "linked").symlink_to(tmp_path)
+    (tmp_path / "images-2").mkdir()
+    shutil.copy(tmp_path / "private.png", tmp_path / "images-2" / "private.png")
+    name_folder(folder)
+    return tmp_path
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+def test_an_index_shows_no_file_outside_of_its_folder(indexed, private, capsys):
+    outside = [
+        "../private.png",
+        "linked/private.png",
+        "link.png",
+        "a.png/../../private.png",
+        str(private / "private.png"),
+        "../images-2/private.png",
+        "a\0.png",
+    ]
+    index = write_made_index(indexed, private / "index", ["a.png", *outside], images=str(private / "images"))
+    query = indexed / "images" / STRANGE_NAME
+    page = private / "page.html"
+    for given in ([], ["--images", private / "images"]):
+        code, _, err = command(capsys, "search", query, "--index", index, "-k8", "--html", page, *given)
+        assert code == 0
+        assert page.read_text(encoding="utf-8").count("<img") == 2  # the query and a.png
+        assert err.startswith(f"search: 7 of 8 results cannot be read in {private / 'images'}, the first: ")
+    captions = captioned([Hit(1, 0, path, 1.0) for path in ["a.png", *outside]], private / "images")
+    assert [caption.endswith("(cannot be read)") for _, caption in captions] == [False] + [True] * 7
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+@pytest.mark.parametrize("kind", ["root", "parent", "another", "relative", "missing", "no text", "null"])
+def test_an_index_does_not_choose_the_folder_whose_files_are_shown(indexed, private, capsys, monkeypatch, kind):
+    """Only a folder whose images this user has embedded is shown without `--images`."""
+    monkeypatch.chdir(private)
+    images = {
+        "root": "/",
+        "parent": str(private),
+        "another": str(private / "images-2"),
+        "relative": ".",
+        "missing": str(private / "images" / "gone"),
+        "no text": 7,
+        "null": "a\0",
+    }[kind]
+    paths = [str(private / "private.png").lstrip("/"), "private.png"]
+    index = write_made_index(indexed, private / "index", paths, images=images)
+    args = [indexed / "images" / STRANGE_NAME, "--index", index, "--html", private / "page.html"]
+    error = error_of(capsys, "search", *args)
+    assert error.startswith("search: `--images` must be given, because the index names the folder ")
+    assert not (private / "page.html").exists()
+    assert "`--images` must be given" in error_of(capsys, "demo", "--index", index)
+    if kind == "parent":
+        assert command(capsys, "search", *args, "--images", private)[0] == 0
+        assert (private / "page.html").read_text(encoding="utf-8").count("<img") == 2
 
 
 # The dialog tells of its end in an event, after the click.

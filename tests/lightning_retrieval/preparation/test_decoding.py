@@ -1,12 +1,20 @@
 """Decoding images: colours, orientation, boxes and pixels of more than 8 bits."""
 
+import io
+import os
+import socket
+import struct
+from pathlib import Path
+
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image, ImageFile
 
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
+from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation import decoding
-from lightning_retrieval.preparation.decoding import read_image, read_pixels
+from lightning_retrieval.preparation.decoding import image_files, image_paths, image_suffixes, read_image, read_pixels
+from lightning_retrieval.preparation.prepare import open_image, prepare
 from tests.datamodules.pictures import as_it_is, picture
 from tests.datamodules.trees import truncate
 
@@ -28,6 +36,188 @@ def test_images_are_rgb_and_cropped(tmp_path):
     assert np.array_equal(boxes[1]["images"], grid[:, :2])
     with pytest.raises(ValueError, match=r"a\.png \(its box \[9, 9, 12, 12\] is outside of its 6 x 4 pixels\)"):
         boxes[2]
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def iptc_field(record, dataset, data):
+    return struct.pack(">BBBH", 0x1C, record, dataset, len(data)) + data
+
+
+# Pillow's reader of IPTC opens the content as an image in any format.
+IPTC = b"".join(
+    [
+        iptc_field(3, 60, b"\x01\x00"),
+        iptc_field(3, 20, b"\x08"),
+        iptc_field(3, 30, b"\x08"),
+        iptc_field(3, 120, b"\x05"),
+        iptc_field(8, 10, EPS),
+    ]
+)
+NOT_OPENED = {
+    "eps": EPS,
+    "eps_with_a_preview": b"\xc5\xd0\xd3\xc6" + struct.pack("<II", 32, len(EPS)) + bytes(20) + EPS,
+    "iptc": IPTC,
+    "emf": b"\x01\0\0\0" + bytes(36) + b" EMF" + bytes(100),
+    "wmf": b"\xd7\xcd\xc6\x9a\0\0" + bytes(100),
+    "hdf5": b"\x89HDF\r\n\x1a\n" + bytes(100),
+    "ole": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600),
+    "fits": b"SIMPLE  =                    T".ljust(80) + bytes(2800),
+    "pdf": b"%PDF-1.4\n%%EOF\n",
+}
+
+
+def inputs_of_readers(path):
+    """Each way in which the library reads an image file."""
+    about = {"preparation": Preparation(8).as_dict(), "input": "uint8"}
+    yield "read_image", lambda: read_image(path)
+    yield "read_pixels", lambda: read_pixels(path)
+    yield "stream", lambda: read_pixels(io.BytesIO(path.read_bytes()))
+    yield "ImageSet", lambda: ImageSet(ImageIndex([path.name], [0]), path.parent, as_it_is)[0]
+    yield "prepare", lambda: prepare(open_image(path), about)
+    yield "prepare of an opened file", lambda: prepare(Image.open(io.BytesIO(path.read_bytes())), about)
+    yield "Preparation of an opened file", lambda: Preparation(8)(Image.open(io.BytesIO(path.read_bytes())))
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+@pytest.mark.parametrize("suffix", ["jpg", "png", "eps"])
+@pytest.mark.parametrize("kind", NOT_OPENED)
+def test_formats_that_start_a_program_or_need_a_library_are_never_decoded(tmp_path, monkeypatch, kind, suffix):
+    """The fixture `users_folder` fails if a program starts. Ghostscript is looked for once in a process."""
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
+    path = tmp_path / f"cat.{suffix}"
+    path.write_bytes(NOT_OPENED[kind])
+    for _, read in inputs_of_readers(path):
+        with pytest.raises((ValueError, OSError, ArithmeticError)):  # the last one where the test itself opens it
+            read()
+
+
+def test_the_content_decides_the_format(tmp_path):
+    image = Image.new("RGB", (8, 8), (250, 10, 10))
+    for kind in ("png", "jpeg", "webp", "bmp", "gif", "tiff", "tga", "ppm"):
+        image.save(tmp_path / "a.jpg", format=kind)
+        assert np.abs(np.asarray(read_image(tmp_path / "a.jpg"))[0, 0].astype(int) - (250, 10, 10)).max() < 8, kind
+
+
+def test_suffixes_are_those_of_formats_that_are_opened():
+    assert {".jpg", ".png", ".webp", ".tif", ".bmp", ".gif", ".jp2"} <= image_suffixes()
+    assert (
+        not {".eps", ".ps", ".pdf", ".iim", ".wmf", ".emf", ".mpg", ".h5", ".mic", ".fpx", ".fits"} & image_suffixes()
+    )
+
+
+def test_a_format_that_another_package_adds_is_read(tmp_path, monkeypatch):
+    class Reader(ImageFile.ImageFile):
+        format = "RED"
+
+        def _open(self):
+            self._size, self._mode = (2, 2), "RGB"
+            self.tile = [("raw", (0, 0, 2, 2), 4, ("RGB", 0, 1))]
+
+    (tmp_path / "a.red").write_bytes(b"RED!" + bytes([255, 0, 0]) * 4)
+    with pytest.raises(OSError, match="cannot identify"):
+        read_image(tmp_path / "a.red")
+    monkeypatch.setattr(Image, "ID", [*Image.ID, "RED"])
+    monkeypatch.setitem(Image.OPEN, "RED", (Reader, lambda start: start.startswith(b"RED!")))
+    monkeypatch.setitem(Image.EXTENSION, ".red", "RED")
+    assert ".red" in image_suffixes()
+    assert np.asarray(read_image(tmp_path / "a.red"))[1, 1].tolist() == [255, 0, 0]
+
+
+def special_files(folder):
+    """Files of a folder that are not regular: reading a FIFO or a device need never end."""
+    os.mkfifo(folder / "fifo.jpg")
+    (folder / "device.jpg").symlink_to("/dev/zero")
+    (folder / "folder.jpg").mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "socket.jpg"))
+    return ["fifo.jpg", "device.jpg", "folder.jpg", "socket.jpg"]
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+def test_only_regular_files_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
+    for name in special_files(tmp_path.relative_to(tmp_path)):
+        for reader, read in inputs_of_readers(tmp_path / name):
+            if reader in ("stream", "prepare of an opened file", "Preparation of an opened file"):
+                continue  # the test itself would open the file
+            with pytest.raises(ValueError, match="not a regular file, but a FIFO, a socket, a device or a folder"):
+                read()
+
+
+@pytest.mark.refusal
+def test_only_regular_files_are_listed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    special_files(tmp_path.relative_to(tmp_path))
+    picture(tmp_path / "folder.jpg" / "a.PNG")
+    (tmp_path / "gone.png").symlink_to("nowhere.png")  # whoever reads it reports it
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    found = image_files("index", tmp_path)
+    assert found.paths == image_paths(tmp_path) == ["folder.jpg/a.PNG", "gone.png", "loop.png"]
+    assert found.special == ["device.jpg", "fifo.jpg", "socket.jpg"]
+
+
+def test_links_to_folders_are_followed_but_no_folder_is_listed_twice(tmp_path):
+    """A link may lead to a folder outside, to one of the folder itself, to the folder, or around it."""
+    top = tmp_path / "photos"
+    for path in (top / "cats" / "a.png", top / "cats" / "deep" / "b.png", tmp_path / "elsewhere" / "dogs" / "c.png"):
+        picture(path)
+    (top / "dogs").symlink_to(tmp_path / "elsewhere" / "dogs")
+    (top / "dogs again").symlink_to("dogs")
+    (top / "cats" / "loop").symlink_to(top)
+    (top / "cats" / "around").symlink_to(tmp_path)
+    (top / "a link to cats").symlink_to("cats")
+    (top / ".hidden").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "dogs" / "back").symlink_to(top)
+    (tmp_path / "elsewhere" / "dogs" / "other").symlink_to(tmp_path / "elsewhere")
+    paths = image_paths(top)
+    assert [path for path in paths if path.startswith("cats/")] == ["cats/a.png", "cats/deep/b.png"]
+    assert sorted(os.path.basename(path) for path in paths) == ["a.png", "b.png", "c.png"]
+    (tmp_path / "photos too").symlink_to("photos")
+    assert image_paths(tmp_path / "photos too") == paths
+
+
+@pytest.mark.refusal
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, as_another_user):
+    picture(tmp_path / "photos" / "cats" / "a.png")
+    (tmp_path / "photos" / "cats").chmod(0)
+    with (
+        as_another_user(),
+        pytest.raises(OSError, match=r"^index: the folder photos/cats cannot be listed \(Permission denied\), so its"),
+    ):
+        image_files("index", Path("photos"))
+    (tmp_path / "photos" / "cats").chmod(0o755)
+
+
+MALFORMED_EXIF = {
+    "text": b"Exif\0\0not a TIFF header",
+    "no_header": b"garbage",
+    "version": b"Exif\0\0II\x2b\0\x08\0\0\0",
+    "offset": b"Exif\0\0MM\0\x2a\xff\xff\xff\xff",
+    "type": b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x02\0\x02\0\0\0a\0\0\0\0\0\0\0",
+    "number": b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x63\0\0\0\0\0\0\0",
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about the metadata
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("name", MALFORMED_EXIF)
+def test_an_image_with_a_malformed_exif_block_is_upright(tmp_path, name, suffix):
+    path = tmp_path / f"a.{suffix}"
+    image = Image.new("RGB", (9, 5), "red")
+    if suffix == "tif":  # the block is part of the file's own directory
+        image.save(path, exif=b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0")
+    else:
+        image.save(path, exif=MALFORMED_EXIF[name])
+    assert read_image(path).size == (9, 5)
+    assert read_pixels(path).shape == (3, 5, 9)
+    assert read_pixels(path, np.array([1, 1, 8, 4])).shape == (3, 3, 7)
+    about = {"preparation": Preparation((5, 9)).as_dict(), "input": "uint8"}
+    assert prepare(open_image(path), about).shape == (3, 5, 9)
+    assert Preparation(None, reduced_scale=True)(open_image(path)).shape == (3, 5, 9)
 
 
 def test_sixteen_bits_are_scaled_to_eight(tmp_path):

@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import resource
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
+from lightning_retrieval.datamodules import training_transform
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.preparation.pixels import INTERPOLATIONS
@@ -61,6 +64,61 @@ def assert_as_torchvision(preparation, steps, image):
 @pytest.mark.parametrize("name", STEPS)
 def test_named_preparations_are_torchvisions_bit_for_bit(name, size):
     assert_as_torchvision(Preparation.named(name), STEPS[name], noise(*size))
+
+
+@pytest.mark.parametrize("size", [(3000, 5), (5, 3000), (1, 700)])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
+def test_thin_images_are_torchvisions_although_only_the_part_for_the_crop_is_resized(size, interpolation):
+    """Resized as a whole, they would have up to 46 million pixels."""
+    steps = [v2.Resize(256, InterpolationMode(interpolation)), v2.CenterCrop(224)]
+    assert_as_torchvision(Preparation(224, interpolation=interpolation), steps, noise(*size))
+
+
+def test_rounding_the_length_of_a_thin_image_changes_pixels_by_one_at_most():
+    image = noise(19_997, 19)
+    for interpolation in ("bicubic", "lanczos"):
+        preparation = Preparation(224, interpolation=interpolation)
+        whole = image.resize((19_997 * 256 // 19, 256), Image.Resampling[interpolation.upper()])
+        left, top = round((whole.width - 224) / 2), 16
+        wanted = np.asarray(whole.crop((left, top, left + 224, top + 224))).astype(np.int64)
+        found = preparation.to_uint8(image).permute(1, 2, 0).numpy()
+        assert np.abs(found - wanted).max() <= 1
+
+
+def prepare_thin_images(rank, world_size):
+    """The growth of the memory, in MiB, and the time of preparing images that are one pixel wide or high."""
+    preparations = [Preparation(224), Preparation(224, interpolation="bicubic")]
+    about = {"preparation": preparations[0].as_dict(), "input": "uint8"}
+    for preparation in preparations:
+        preparation(noise(300, 300))
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    for size in ((60_000, 1), (1, 60_000), (20_000, 20)):
+        image = noise(*size)
+        prepare(image, about)
+        training_transform("plain")(image)
+        training_transform("roadmap")(image)
+        for preparation in preparations:
+            preparation(image)
+            preparation(v2.functional.pil_to_tensor(image))
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return growth, time.monotonic() - begin
+
+
+def test_thin_images_take_neither_gigabytes_nor_minutes(run_alone):
+    growth, seconds = run_alone(prepare_thin_images)
+    assert growth < 500
+    assert seconds < 60
+
+
+@pytest.mark.refusal
+def test_an_image_that_resizing_would_enlarge_beyond_measure_raises_without_a_crop():
+    sentence = (
+        r"^Preparation: `image_size` must be given for an image of 60000 x 1 pixels, which resizing would enlarge"
+    )
+    for image in (noise(60_000, 1), v2.functional.pil_to_tensor(noise(60_000, 1))):
+        with pytest.raises(ValueError, match=sentence):
+            Preparation(image_size=None, resize=256)(image)
+    assert Preparation(image_size=None)(noise(3000, 2)).shape == (3, 2, 3000)
 
 
 def test_an_image_straight_from_a_file_is_upright(tmp_path):

@@ -52,6 +52,19 @@ def test_training_transforms_are_those_of_the_papers(name):
     assert levels.abs().max() < 1.001
 
 
+@pytest.mark.parametrize("name", ["plain", "roadmap"])
+@pytest.mark.parametrize("size", [(3000, 5), (5, 3000)])
+def test_thin_images_are_those_of_the_papers_although_only_the_part_for_the_crop_is_resized(name, size):
+    pixels = v2.functional.pil_to_tensor(noise(*size))
+    transform = training_transform(name)
+    torch.manual_seed(3)
+    found = transform.to_uint8(pixels)
+    following = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(found, v2.Compose(STEPS[name])(pixels))
+    assert torch.equal(following, torch.rand(2))  # as many random numbers were drawn
+
+
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("settings", [{"interpolation": "lanczos"}, {"channels": 1}])
 def test_other_filters_and_grey_images_are_those_of_pillow(name, settings):
