@@ -196,13 +196,14 @@ class ListFile:
             f"fields (line {first_of(invalid_lines)})"
         )
 
-    def integers(self, column: str, values: Sequence[str], bits: int = 64) -> list[int]:
+    def integers(self, column: str, values: Sequence[str], *, bits: int = 64, skip: int = 0) -> list[int]:
         """Convert the fields of a column to integers.
 
         Args:
             column: name of the column, for the message.
-            values: the fields.
+            values: the fields, one from each line that is not blank.
             bits: number of bits that each integer must fit into, as a signed number.
+            skip: number of lines that are not blank before the first field.
 
         Raises:
             ValueError: if a field is not an integer, or does not fit into `bits` bits.
@@ -214,16 +215,12 @@ class ListFile:
                 return numbers
         except ValueError:
             pass
-        invalid = next(value for value in values if not _fits(value, bits))
-        shown = repr(invalid)
-        if len(invalid) > 40:
-            shown = f"{invalid[:40]!r}..."
-        where = ""
-        for number, line in enumerate(self.lines(), 1):
-            if invalid in line.split():
-                where = f" in line {number}"
-                break
-        raise self.error(f"`{column}` must be integers in {self.path}, got {shown}{where}")
+        position = next(position for position, value in enumerate(values) if not _fits(value, bits))
+        shown = repr(values[position])
+        if len(values[position]) > 40:
+            shown = f"{values[position][:40]!r}..."
+        line = self.line_number(skip + position)
+        raise self.error(f"`{column}` must be integers in {self.path}, got {shown} in line {line}")
 
     def check_unique(self, column: str, values: Sequence[object], *, skip: int = 0) -> None:
         """Check that no value of a column occurs twice.
