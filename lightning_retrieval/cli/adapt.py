@@ -81,11 +81,14 @@ def adapt(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 def _summary(done: AdaptedHead) -> str:
     low, high = done.interval
     text = (
-        f"mAP of {done.classes} held-out classes {done.after:.4f}, of the features {done.before:.4f} (difference "
-        f"{low:+.4f} to {high:+.4f} with 95 % confidence), {done.epochs} epochs"
+        f"mAP of {done.classes} held-out classes {done.after:.4f}, of the features {done.before:.4f} (mean difference "
+        f"of a class {(low + high) / 2:+.4f}, {low:+.4f} to {high:+.4f} with 95 % confidence), {done.epochs} epochs"
     )
     if low <= 0:
-        text += "\nno better than the features: use the checkpoint that made the embeddings, or more classes"
+        text += (
+            "\nnot shown to be better than the features: adapt embeddings of more classes, or use the checkpoint that "
+            "made the embeddings"
+        )
     return text
 
 

@@ -1,6 +1,7 @@
 """A head that is trained on stored embeddings becomes a checkpoint that every command takes."""
 
 import csv
+import re
 import json
 
 import numpy as np
@@ -72,8 +73,21 @@ def test_features_that_cannot_be_improved_are_reported(checkpoint, tmp_path, cap
     code, out, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, "--max_epochs=3")
     assert (code, err) == (0, "")
     assert out.startswith(f"{output}: mAP of 12 held-out classes ")
-    assert "\nno better than the features: use the checkpoint that made the embeddings" in out
+    assert "\nnot shown to be better than the features: " in out
     assert output.is_file()
+
+
+def test_a_better_estimate_from_few_classes_is_not_called_worse(checkpoint, tmp_path, capsys):
+    """The estimate is above zero, and so is the difference of the two values of mAP, but the interval contains zero."""
+    folder = folder_of(tmp_path / "e", checkpoint, *points(noise=1.5, classes=12))
+    options = ["--max_epochs=10", "--lr=0.01", "--seed=3"]
+    code, out, err = run(capsys, "adapt", "--embeddings", folder, "--output", tmp_path / "a.ckpt", *options)
+    assert (code, err) == (0, "")
+    estimate, low, high = map(float, re.search(r"of a class (\S+), (\S+) to (\S+) with 95 %", out).groups())
+    assert low < 0 < estimate < high
+    assert estimate == pytest.approx((low + high) / 2, abs=1e-4)
+    assert "not shown to be better than the features" in out
+    assert "no better" not in out
 
 
 def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys):
