@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import first_of
 from lightning_retrieval.datamodules.item_seeds import all_different
+from lightning_retrieval.files import is_system_error
 from lightning_retrieval.optional_packages import optional_import
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
@@ -537,6 +538,8 @@ def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: 
             separator = TAG_SEPARATOR if name == "tags" else " "
             table[name] = [as_text(value, separator) for value in content.column(name).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
+        if is_system_error(error):
+            raise
         raise ValueError(f"{owner}: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
     _check_header(owner, path, header, required, wanted)
     return TableColumns(path, table, range(1, content.num_rows + 1), unit="row", owner=owner)

@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.distributed import rank, together
-from lightning_retrieval.files import UNCHANGED, Manifest, file_digest, flush, new_file, reason, temporary_path
+from lightning_retrieval.files import (
+    Manifest,
+    file_digest,
+    flush,
+    is_system_error,
+    new_file,
+    reason,
+    temporary_path,
+    unchanged,
+)
 from lightning_retrieval.optional_packages import optional_import
 
 ZIP_START = b"PK\x03\x04"
@@ -102,6 +111,8 @@ def _damage_of_file(stream: Any) -> str | None:
         with zipfile.ZipFile(stream) as archive:
             record = archive.testzip()
     except Exception as error:  # a damaged archive can raise errors of many types
+        if is_system_error(error):
+            raise
         text = " ".join(str(error).split())
         return f"it is no complete zip archive ({text or type(error).__name__})"
     if record is not None:
@@ -206,7 +217,9 @@ def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
                 shutil.rmtree(saved.parent, ignore_errors=True)
         if not isinstance(error, (OSError, RuntimeError)):
             raise
-        raise OSError(f"{owner}: the checkpoint {path} cannot be written ({reason(error)}); {UNCHANGED}.") from None
+        raise OSError(
+            f"{owner}: the checkpoint {path} cannot be written ({reason(error)}); {unchanged(error)}."
+        ) from None
 
 
 def _places(path: Path) -> tuple[Path, Path]:

@@ -4,6 +4,7 @@ All files whose loss would matter are written by `new_file`: such a file always 
 its complete new content.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,7 +19,8 @@ from typing import IO, Any, BinaryIO
 LOCK = "lock"
 TEMPORARY = ".tmp"  # suffix of a file that is being written
 READ_BYTES = 1 << 20  # bytes read at a time
-UNCHANGED = "what was saved there before is unchanged, so free space on the disk and save again"
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _locks: set[IO[str]] = set()  # open files whose locks this process holds
 
@@ -84,6 +86,27 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror
     return " ".join(text.split()) or type(error).__name__
+
+
+def unchanged(error: BaseException) -> str:
+    """The end of a message about a file that cannot be written: what is unchanged, and what to do if that is known."""
+    text = "what was saved there before is unchanged"
+    if isinstance(error, PermissionError):
+        return f"{text}; allow this user to write there, or save elsewhere"
+    number = getattr(error, "errno", None)
+    if number is None or number in FULL:  # without a number, fewer bytes were written than given
+        return f"{text}, so free space on the disk and save again"
+    return text
+
+
+def is_system_error(error: BaseException) -> bool:
+    """Whether an error while a file is read says nothing about its content, such as a missing permission.
+
+    EINVAL is not counted: zipfile raises it for positions in damaged archives.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
 
 
 def file_digest(path: Path) -> str:
@@ -153,7 +176,7 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], objec
         cause: BaseException = error
         if digest is not None and digest.error is not None:
             cause = digest.error
-        raise OSError(f"{owner}: {path} cannot be written ({reason(cause)}); {UNCHANGED}.") from None
+        raise OSError(f"{owner}: {path} cannot be written ({reason(cause)}); {unchanged(cause)}.") from None
     return digest.hexdigest()
 
 

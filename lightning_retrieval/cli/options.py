@@ -8,6 +8,7 @@ import argparse
 import difflib
 import errno
 import functools
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,8 +76,12 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         'index: `--images` must be a folder, got x.'
     """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        shown = printable(str(error.filename))[:SHOWN]
-        return f"{command}: a path must have names of at most 255 bytes, got {shown}..., which is longer; shorten it."
+        path = os.fsdecode(error.filename or "")
+        shown = f"{printable(path)[:SHOWN]}..."
+        limit = "have names of at most 255 bytes"
+        if max(len(os.fsencode(name)) for name in path.split("/")) <= 255:
+            limit = "be short enough for the system"
+        return f"{command}: a path must {limit}, got {shown}, which is longer; shorten it."
     message = str(error)
     owner, separator, sentence = message.partition(": ")
     if owner in OWNERS:

@@ -220,6 +220,32 @@ def test_a_loss_for_fewer_classes_or_another_dimension_raises(checkpoint, tmp_pa
         adapt_head(folder, tmp_path / "a.ckpt", loss=loss)
 
 
+class Undefined(torch.nn.Module):
+    """A loss that is not a number from one of its calls on."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.calls, self.first = 0, first
+
+    def forward(self, embeddings, labels):
+        value = embeddings.sum()
+        if self.calls >= self.first:
+            value = value * float("nan")
+        self.calls += 1
+        return value
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("first", "sentence"),
+    [(0, "`loss` must be finite at the start, got nan; give other `loss_args`"), (1, "`lr` must .* after 1 steps")],
+)
+def test_a_learning_rate_is_not_the_cause_of_a_first_value_that_is_not_finite(checkpoint, tmp_path, first, sentence):
+    folder = folder_of(tmp_path / "e", checkpoint, *points(noise=1.0, classes=6))
+    with pytest.raises(ValueError, match=f"^adapt_head: {sentence}"):
+        adapt_head(folder, tmp_path / "a.ckpt", loss=Undefined(first))
+
+
 @pytest.mark.refusal
 def test_a_model_with_whitening_or_scales_cannot_be_adapted(tmp_path):
     rows, labels = points(noise=1.0)

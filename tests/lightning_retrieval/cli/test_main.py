@@ -303,6 +303,16 @@ def test_owners_become_the_command_and_arguments_its_options():
     assert command_line_message("demo", error, []) == str(error)
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(("name", "limit"), [("n" * 300, "names of at most 255 bytes"), ("n/" * 3000, "short enough")])
+def test_a_path_is_too_long_as_a_whole_or_by_one_of_its_names(name, limit):
+    with pytest.raises(OSError, match="File name too long") as raised:
+        open(name).close()
+    message = command_line_message("index", raised.value, [])
+    assert message.startswith("index: a path must ")
+    assert limit in message
+
+
 def test_characters_that_cannot_be_printed_are_escaped():
     assert printable("a b/ü\n\x1b\udc80.jpg") == r"a b/ü\n\x1b\udc80.jpg"
 
@@ -400,6 +410,8 @@ def test_an_option_given_as_null_or_none_is_not_given(null, command):
         if is_optional and action.nargs is None and type(action) is argparse._StoreAction:
             omitted[action.dest] = action.option_strings[0]
     assert omitted
-    required = [f"{action.option_strings[0]}=x" for action in parser._actions if action.required and action.option_strings]
+    required = [
+        f"{action.option_strings[0]}=x" for action in parser._actions if action.required and action.option_strings
+    ]
     options = parser.parse_args([*required, *(f"{name}={null}" for name in omitted.values())])
     assert {name: getattr(options, name) for name in omitted} == dict.fromkeys(omitted)
