@@ -28,9 +28,9 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.datamodules.base import ShownArguments, Unpack, check_no_unknown_arguments
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
-from lightning_retrieval.files import is_system_error
 from lightning_retrieval.datamodules.loader import loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
+from lightning_retrieval.files import is_system_error
 from lightning_retrieval.preparation.prepare import to_rgb
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_or_default

@@ -1,8 +1,8 @@
 """A head that is trained on stored embeddings becomes a checkpoint that every command takes."""
 
 import csv
-import re
 import json
+import re
 
 import numpy as np
 import pytest

@@ -34,7 +34,7 @@ def test_no_query_with_a_positive(kind, roles, queries):
 
 
 FOUR_OF_TWO = torch.arange(8) // 4  # labels
-# For each case: the arguments of `update`, and a word of the cause. Only in the first, more images of a label would help.
+# For each case: the arguments of `update`, and a word of the cause. Only in the first, more images would help.
 WITHOUT_POSITIVE = {
     "one image a label": ({"labels": torch.arange(8)}, "give at least two images of a label"),
     "one camera": ({"labels": FOUR_OF_TWO, "cameras": torch.zeros(8, dtype=torch.long)}, "two cameras"),
