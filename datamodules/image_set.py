@@ -152,7 +152,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         found = [item for item in items if "skipped" not in item]
         if not found:
             found = [_placeholder_of_batch(items)]
-        check_image_sizes("ImageSet", found, "use a transform that crops, or eval_batch_size=1")
+        check_image_sizes("ImageSet", found, "use a transform that crops, or, in evaluation, eval_batch_size=1")
         batch: dict[str, Any] = default_collate(found)
         return batch
 

@@ -24,7 +24,12 @@ from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
 from lightning_retrieval.training.run_report import log_settings
-from lightning_retrieval.training.trainer_checks import check_filled, check_trainer, keeps_parameters
+from lightning_retrieval.training.trainer_checks import (
+    check_draws_images,
+    check_filled,
+    check_trainer,
+    keeps_parameters,
+)
 
 DROPPED_KEYS = ("monitor", "strict", "reduce_on_plateau")  # of a scheduler's dict, by Lightning in manual optimization
 
@@ -341,9 +346,10 @@ class ManualTraining(OptimizedModule):
         return super().configure_callbacks()
 
     def on_train_start(self) -> None:
-        """Raise if weights are missing, or a `ReduceLROnPlateau` has no validation at the end of an epoch."""
+        """Raise if weights are missing, a loader cannot be used, or a `ReduceLROnPlateau` lacks a validation."""
         check_filled(self)
         trainer: Any = self.trainer
+        check_draws_images(type(self).__name__, trainer)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
         interval = getattr(trainer, "val_check_interval", "a time")

@@ -24,6 +24,7 @@ from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
 from pytorch_lightning.strategies.xla import XLAStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
@@ -276,6 +277,22 @@ def check_processes(module: Any) -> None:
             f"{owner}: SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of "
             "chunks; set chunk_size=None, or remove sync_batchnorm."
         )
+
+
+def check_draws_images(owner: str, trainer: Any) -> None:
+    """Raise if a loader of training images would collate whole batches, because its `sampler` draws batches.
+
+    Args:
+        owner: prefix of the error message.
+        trainer: a `pytorch_lightning.Trainer` in a run.
+    """
+    for loader in CombinedLoader(trainer.train_dataloader, "sequential").flattened:
+        sampler = getattr(loader, "sampler", None)
+        if sampler is not None and getattr(sampler, "sampler", None) is sampler:  # as the samplers of global batches
+            raise ValueError(
+                f"{owner}: a {type(sampler).__name__} must be the `batch_sampler` of a DataLoader, because it draws "
+                "whole batches, got a DataLoader with it as its `sampler`; use DataLoader(dataset, batch_sampler=...)."
+            )
 
 
 def check_first_batch(module: Any, labels: Sequence[Tensor], batches: Sequence[GlobalBatch]) -> None:

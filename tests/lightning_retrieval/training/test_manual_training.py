@@ -11,10 +11,11 @@ import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import PKSampler
 from tests.lightning_retrieval.training.small_training import (
     SGD,
     Log,
@@ -30,6 +31,21 @@ from tests.quiet_trainer import quiet_trainer
 
 def module_with(**settings):
     return RetrievalModule(net(), SmoothAPLoss(tau=0.1), **{"optimizer": SGD, **settings})
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("items", ["tensors", "numbers"])
+def test_a_sampler_of_batches_is_not_taken_for_one_of_images(items):
+    """A TensorDataset would give a whole batch for each item, which torch would then stack."""
+    labels = torch.arange(20) // 4
+    dataset = TensorDataset(torch.randn(20, 6).double(), labels)
+    if items == "numbers":
+        dataset = [(row, label) for row, label in zip(*dataset.tensors)]
+    sampler = PKSampler(labels, classes_per_batch=2, samples_per_class=2)
+    for loaders in (DataLoader(dataset, sampler=sampler, batch_size=2), [DataLoader(dataset, sampler=sampler)]):
+        with pytest.raises(ValueError, match="a PKSampler must be the `batch_sampler` of a DataLoader"):
+            trainer(max_epochs=1).fit(module_with(), loaders)
+    trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, batch_sampler=sampler))
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
