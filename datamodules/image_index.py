@@ -590,7 +590,7 @@ def _load(owner: str, file: Path) -> tuple[dict[str, ImageIndex], PackedStrings]
         splits = {split: ImageIndex.from_arrays(parts) for split, parts in arrays_of_split.items()}
     except Exception as error:  # zipfile and NumPy do not document the types of their errors
         warnings.warn(
-            f"{owner}: the lists are read again because the cache file {file} is damaged ({error!r}).",
+            f"{owner}: the lists are read again because the cache file {file} cannot be read ({error!r}).",
             stacklevel=3,
         )
         return None

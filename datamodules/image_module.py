@@ -48,14 +48,17 @@ def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> Non
             cure = "." if index.tags is None else "; leave out the labels if only the tags count."
             raise ValueError(
                 f"{owner}: classes must be in training or in evaluation, not in both, got {len(shared)} in train and "
-                f"{name}, such as {shared[0]!r}{_where_class(train, shared[0])}{_where_class(index, shared[0])}{cure}"
+                f"{name}, such as {shared[0]!r}{_where_class((train, index), shared[0])}{cure}"
             )
 
 
-def _where_class(index: ImageIndex, name: str) -> str:
-    """Return the line of the first image of a class, for an error message."""
-    label = list(index.names or ()).index(name)
-    return index.where(int(np.argmax(index.labels == label)))
+def _where_class(indices: Sequence[ImageIndex], name: str) -> str:
+    """Return the line of the first image of a class in each of these indices, for an error message."""
+    lines = []
+    for index in indices:
+        label = list(index.names or ()).index(name)
+        lines.append(index.where(int(np.argmax(index.labels == label))))
+    return " and".join(filter(None, lines))
 
 
 def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None:
@@ -75,14 +78,17 @@ def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None
         if shared:
             raise ValueError(
                 f"{owner}: images must be in training or in evaluation, not in both, got {len(shared)} in train and "
-                f"{name}, such as {shared[0][0]}{_where_image(train, shared[0])}{_where_image(index, shared[0])}."
+                f"{name}, such as {shared[0][0]}{_where_image((train, index), shared[0])}."
             )
 
 
-def _where_image(index: ImageIndex, key: tuple[Any, ...]) -> str:
-    """Return the line of an image, for an error message."""
-    position = next(position for position in range(len(index)) if index.key(position) == key)
-    return index.where(position)
+def _where_image(indices: Sequence[ImageIndex], key: tuple[Any, ...]) -> str:
+    """Return the line of an image in each of these indices, for an error message."""
+    lines = []
+    for index in indices:
+        position = next(position for position in range(len(index)) if index.key(position) == key)
+        lines.append(index.where(position))
+    return " and".join(filter(None, lines))
 
 
 def _positions_with_hash_in(index: ImageIndex, sorted_hashes: NDArray[np.int64]) -> list[int]:

@@ -25,6 +25,7 @@ from lightning_retrieval.checks import (
 )
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
+from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels, check_colour
 from lightning_retrieval.preparation.prepare import Size
@@ -151,7 +152,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         found = [item for item in items if "skipped" not in item]
         if not found:
             found = [_placeholder_of_batch(items)]
-        check_image_sizes("ImageSet", found, "use a transform that crops, or eval_batch_size=1")
+        check_image_sizes("ImageSet", found, "use a transform that crops, or, in evaluation, eval_batch_size=1")
         batch: dict[str, Any] = default_collate(found)
         return batch
 
@@ -274,13 +275,21 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     def _raise_or_count(self, position: int, error: Exception) -> None:
         path = self.root / self.index.paths[position]
-        if self.on_error == "raise":
+        has_too_many = isinstance(error, OSError) and error.errno in TOO_MANY_FILES  # whatever file is opened
+        if self.on_error == "raise" or has_too_many:
             kind: type[Exception] = ValueError
             cure = "repair or remove it"
             if isinstance(error, (FileNotFoundError, NotADirectoryError)):
                 kind = FileNotFoundError
                 cure = "correct `root`"
-            raise kind(f"ImageSet: cannot read the image {path} ({error}); {cure}, or set on_error='skip'.") from error
+            elif isinstance(error, PermissionError):
+                cure = "let this user read it"
+            elif is_system_error(error):
+                cure = "look at the disk and the memory of this machine"
+            cure += ", or set on_error='skip'"
+            if has_too_many:
+                cure = "raise the limit of open files (ulimit -n), or lower `num_workers`"
+            raise kind(f"ImageSet: cannot read the image {path} ({error}); {cure}.") from error
         if not self._skipped[position]:
             self._skipped[position] = True
             count = int(self._skipped.sum())

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.checks import first_of
 from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
-from lightning_retrieval.files import check_regular_file
+from lightning_retrieval.files import check_regular_file, is_system_error
 from lightning_retrieval.optional_packages import optional_import
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
@@ -199,13 +199,14 @@ class ListFile:
             f"fields (line {first_of(invalid_lines)})"
         )
 
-    def integers(self, column: str, values: Sequence[str], bits: int = 64) -> list[int]:
+    def integers(self, column: str, values: Sequence[str], *, bits: int = 64, skip: int = 0) -> list[int]:
         """Convert the fields of a column to integers.
 
         Args:
             column: name of the column, for the message.
-            values: the fields.
+            values: the fields, one from each line that is not blank.
             bits: number of bits that each integer must fit into, as a signed number.
+            skip: number of lines that are not blank before the first field.
 
         Raises:
             ValueError: if a field is not an integer, or does not fit into `bits` bits.
@@ -217,16 +218,12 @@ class ListFile:
                 return numbers
         except ValueError:
             pass
-        invalid = next(value for value in values if not _fits(value, bits))
-        shown = repr(invalid)
-        if len(invalid) > 40:
-            shown = f"{invalid[:40]!r}..."
-        where = ""
-        for number, line in enumerate(self.lines(), 1):
-            if invalid in line.split():
-                where = f" in line {number}"
-                break
-        raise self.error(f"`{column}` must be integers in {self.path}, got {shown}{where}")
+        position = next(position for position, value in enumerate(values) if not _fits(value, bits))
+        shown = repr(values[position])
+        if len(values[position]) > 40:
+            shown = f"{values[position][:40]!r}..."
+        line = self.line_number(skip + position)
+        raise self.error(f"`{column}` must be integers in {self.path}, got {shown} in line {line}")
 
     def check_unique(self, column: str, values: Sequence[object], *, skip: int = 0) -> None:
         """Check that no value of a column occurs twice.
@@ -607,6 +604,8 @@ def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: 
             separator = TAG_SEPARATOR if name == "tags" else " "
             table[name] = [as_text(value, separator) for value in content.column(name).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
+        if is_system_error(error):
+            raise
         raise ValueError(f"{owner}: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
     _check_header(owner, path, header, required, wanted)
     return TableColumns(path, table, range(1, content.num_rows + 1), unit="row", owner=owner)

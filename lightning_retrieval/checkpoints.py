@@ -35,6 +35,7 @@ from lightning_retrieval.files import (
     exchange_names,
     file_digest,
     flush,
+    is_system_error,
     move_file,
     new_file,
     not_written,
@@ -150,6 +151,8 @@ def _damage_of_file(stream: Any) -> str | None:
                 return "its records claim to be larger than the file"
             record = archive.testzip()
     except Exception as error:  # a damaged archive can raise errors of many types
+        if is_system_error(error):
+            raise
         text = " ".join(str(error).split())
         return f"it is no complete zip archive ({text or type(error).__name__})"
     if record is not None:

@@ -21,11 +21,11 @@ from typing import IO, Any, BinaryIO
 LOCK = "lock"
 TEMPORARY = ".tmp"  # suffix of a file that is being written
 READ_BYTES = 1 << 20  # bytes read at a time
-UNCHANGED = "what was saved there before is unchanged, so "
 FREE_SPACE = "free space on the disk and save again"
 OTHER_PLACE = "give another path, or change its permissions"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 WORKING_FOLDER, EXCHANGE = -100, 2  # `AT_FDCWD` and `RENAME_EXCHANGE` of Linux
 
 _locks: set[IO[str]] = set()  # open files whose locks this process holds
@@ -223,10 +223,18 @@ def not_written(owner: str, what: object, error: BaseException) -> OSError:
         error: the error that has been raised, perhaps because of an error of the operating system.
     """
     cause = error_of_system(error)
-    cure = FREE_SPACE
-    if cause is not None and cause.errno in NOT_PERMITTED:
-        cure = OTHER_PLACE
-    return OSError(f"{owner}: {what} cannot be written ({reason(cause or error)}); {UNCHANGED}{cure}.")
+    return OSError(f"{owner}: {what} cannot be written ({reason(cause or error)}); {_unchanged(cause)}.")
+
+
+def _unchanged(error: OSError | None) -> str:
+    """The end of a message about a file that cannot be written: what is unchanged, and what to do if that is known."""
+    text = "what was saved there before is unchanged"
+    number = getattr(error, "errno", None)
+    if number in NOT_PERMITTED:
+        return f"{text}, so {OTHER_PLACE}"
+    if number is None or number in NO_SPACE:  # without a number, fewer bytes were written than given
+        return f"{text}, so {FREE_SPACE}"
+    return text
 
 
 def error_of_system(error: BaseException) -> OSError | None:
@@ -235,6 +243,16 @@ def error_of_system(error: BaseException) -> OSError | None:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
     return cause
+
+
+def is_system_error(error: BaseException) -> bool:
+    """Whether an error while a file is read says nothing about its content, such as a missing permission.
+
+    EINVAL is not counted: zipfile raises it for positions in damaged archives.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
 
 
 def file_digest(path: Path) -> str:

@@ -29,6 +29,7 @@ from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.datamodules.loader import loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
+from lightning_retrieval.files import is_system_error
 from lightning_retrieval.preparation.prepare import open_image, to_rgb
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_or_default
@@ -222,6 +223,8 @@ class BoxSet(Dataset[Item]):
         except FileNotFoundError:
             raise FileNotFoundError(f"BoxSet: cannot read the image {path}, which does not exist.") from None
         except Exception as error:  # Pillow raises errors of many types
+            if is_system_error(error):
+                raise
             raise ValueError(f"BoxSet: cannot read the image {path} ({error}); repair or remove it.") from error
         image: Tensor = functional.to_dtype(pixels, torch.float32, scale=True)
         return image

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_bool
+from lightning_retrieval.checks import check_bool, short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
@@ -182,7 +182,7 @@ class InShop(ImageDataModule):
         file.check_unique("image_name", images, skip=2)
         corners = np.empty((len(images), 4), dtype=np.int32)
         for side, texts in enumerate(columns):
-            corners[:, side] = file.integers(BOXES_HEADER[3 + side], texts, bits=32)
+            corners[:, side] = file.integers(BOXES_HEADER[3 + side], texts, bits=32, skip=2)
         row_of = dict(zip(images, range(len(images))))
         without = find_missing(wanted.tolist(), row_of)
         if without:
@@ -203,7 +203,12 @@ class InShop(ImageDataModule):
 def _read_counted(file: ListFile, header: Sequence[str]) -> list[list[str]]:
     """The columns of a list whose first line is the number of its rows."""
     first_line = next(file.lines(), "")
-    (count,) = file.integers("the number of images in line 1", [first_line.strip()])
+    try:
+        count = int(first_line)
+    except ValueError:
+        raise file.error(
+            f"line 1 of {file.path} must be the number of images, got {short_repr(first_line.strip())}"
+        ) from None
     columns = file.columns(len(header), header=header, skip=1)
     rows = len(columns[0])
     if count != rows:

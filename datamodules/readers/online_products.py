@@ -106,9 +106,9 @@ def _read_list(split: str, file: ListFile) -> _Products:
     image_ids, class_ids, super_class_ids, paths = file.columns(len(COLUMNS), header=COLUMNS)
     file.check_not_empty(split, paths)
     products = _Products(
-        file.integers("image_id", image_ids),
-        file.integers("class_id", class_ids),
-        file.integers("super_class_id", super_class_ids),
+        file.integers("image_id", image_ids, skip=1),
+        file.integers("class_id", class_ids, skip=1),
+        file.integers("super_class_id", super_class_ids, skip=1),
         paths,
     )
     file.check_unique("image_id", products.image_ids, skip=1)

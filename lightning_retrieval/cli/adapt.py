@@ -82,11 +82,14 @@ def adapt(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 def _summary(done: AdaptedHead) -> str:
     low, high = done.interval
     text = (
-        f"mAP of {done.classes} held-out classes {done.after:.4f}, of the features {done.before:.4f} (difference "
-        f"{low:+.4f} to {high:+.4f} with 95 % confidence), {done.epochs} epochs"
+        f"mAP of {done.classes} held-out classes {done.after:.4f}, of the features {done.before:.4f} (mean difference "
+        f"of a class {(low + high) / 2:+.4f}, {low:+.4f} to {high:+.4f} with 95 % confidence), {done.epochs} epochs"
     )
     if low <= 0:
-        text += "\nno better than the features: use the checkpoint that made the embeddings, or more classes"
+        text += (
+            "\nnot shown to be better than the features: adapt embeddings of more classes, or use the checkpoint that "
+            "made the embeddings"
+        )
     return text
 
 
@@ -256,12 +259,13 @@ def _fit(
     parameters = [*head.parameters(), *batch_loss.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
     best, best_epoch, best_state = _mean_ap(head, held_out), 0, copy.deepcopy(head.state_dict())
+    steps = 0
     with Progress("Training", total=max_epochs, units="epochs") as progress:
         for epoch in range(1, max_epochs + 1):
             for chosen in lists():
                 value = _value(batch_loss, head(trained.embeddings[chosen]), trained.labels[chosen], chosen)
-                if not bool(value.isfinite()):
-                    raise ValueError(f"{OWNER}: `lr` must give a finite loss, got {value.item()}; lower it.")
+                _check_loss(value, steps)
+                steps += 1
                 optimizer.zero_grad()
                 value.backward()
                 nn.utils.clip_grad_norm_(parameters, LONGEST_GRADIENT)
@@ -274,6 +278,15 @@ def _fit(
                 break
     head.load_state_dict(best_state)
     return epoch
+
+
+def _check_loss(value: Tensor, steps: int) -> None:
+    """Raise unless the value of the loss after a number of steps is finite."""
+    if bool(value.isfinite()):
+        return
+    if steps == 0:
+        raise ValueError(f"{OWNER}: `loss` must be finite at the start, got {value.item()}; give other `loss_args`.")
+    raise ValueError(f"{OWNER}: `lr` must give a finite loss, got {value.item()} after {steps} steps; lower it.")
 
 
 def _value(

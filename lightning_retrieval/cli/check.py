@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from lightning_retrieval.cli.options import did_you_mean, one_line, printable, unknown_option
+from lightning_retrieval.cli.options import did_you_mean, null_for_none, one_line, printable, unknown_option
 
 PROGRAM = "lightning-retrieval check"
 # The help lists these names instead of importing the data modules, which takes seconds. A test compares the names with
@@ -101,6 +101,10 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
 
 class _Parser(ArgumentParser):
     """A parser that prints an error as one line; for an unknown option, it names a similar option."""
+
+    def parse_args(self, args: Sequence[str], *further: Any, **settings: Any) -> Any:  # type: ignore[override]
+        """Parse arguments, in which None and null are the same."""
+        return super().parse_args(null_for_none(args), *further, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the error and exit."""

@@ -26,6 +26,7 @@ from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.files import TOO_MANY_FILES
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.preparation.decoding import image_files
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
@@ -320,6 +321,8 @@ class ReadableImages(Dataset[LoadedImage]):
         try:
             image = self.images.input_of_transform(position)
         except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
+            if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
+                raise  # whatever file is opened, so it says nothing about this image
             return LoadedImage(position, None, _reason(error))
         return LoadedImage(position, self.images.transformed(image))
 
@@ -584,9 +587,10 @@ class ImageEmbedder:
                 ) from None
             shown = shown_transform(self.about["preparation"])
             raise ValueError(
-                f"{self.owner}: `transform` must give images that the model can embed, got {shown}, which gives shape "
-                f"{tuple(images.shape)} ({first_line(error)}); take another."
-            ) from None
+                f"{self.owner}: the model must embed the images that {shown} gives, of shape {tuple(images.shape)} and "
+                f"{images.dtype}, but raises {type(error).__name__} ({first_line(error)}); if it is made for other "
+                "images, give another `transform`."
+            ) from error
         return embeddings
 
 

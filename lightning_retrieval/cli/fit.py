@@ -35,7 +35,7 @@ from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInter
 from lightning_retrieval.checkpoints import is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.embedding import find_checkpoint
-from lightning_retrieval.cli.options import did_you_mean, unknown_option
+from lightning_retrieval.cli.options import did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import folder_lock, new_file, reason, writing
@@ -486,6 +486,12 @@ class _Parser(LightningArgumentParser):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, formatter_class=formatter_class, parser_mode=parser_mode, **kwargs)
+
+    def parse_args(self, args: Any = None, *further: Any, **settings: Any) -> Any:
+        """Parse arguments, in which None and null are the same."""
+        if args is None:
+            args = sys.argv[1:]
+        return super().parse_args(null_for_none(args), *further, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""

@@ -7,6 +7,8 @@ command is in the module of the same name, which is imported after parsing.
 import argparse
 import difflib
 import errno
+import functools
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +20,7 @@ from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # the same names as in `Preparation.NAMES`
 HELP_WIDTH = 78  # columns of a description
 SHOWN = 100  # number of characters that are shown of a path that is too long
+NULLS = ("None", "null")  # values of an option that mean that it is not given
 # Prefixes of messages that are replaced by the name of the command.
 OWNERS = (
     "adapt_head",
@@ -75,8 +78,12 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         'index: `--images` must be a folder, got x.'
     """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        shown = printable(str(error.filename))[:SHOWN]
-        return f"{command}: a path must have names of at most 255 bytes, got {shown}..., which is longer; shorten it."
+        path = os.fsdecode(error.filename or "")
+        shown = f"{printable(path)[:SHOWN]}..."
+        limit = "have names of at most 255 bytes"
+        if max(len(os.fsencode(name)) for name in path.split("/")) <= 255:
+            limit = "be short enough for the system"
+        return f"{command}: a path must {limit}, got {shown}, which is longer; shorten it."
     if isinstance(error, OSError) and error.errno in (*NO_SPACE, *NOT_PERMITTED):
         shown, cure = printable(str(error.filename or "a file")), OTHER_PLACE
         if error.errno in NO_SPACE:
@@ -117,11 +124,48 @@ def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similar
     return f"; did you mean {by_lower_case[close[0]]}?"
 
 
+def null_for_none(args: Sequence[str]) -> list[str]:
+    """Command-line arguments in which each value None is written null, as YAML writes it.
+
+    jsonargparse itself passes a null on to the options of a class as the text None.
+
+    Example:
+        >>> null_for_none(["fit", "--data.cache_dir=None", "--trainer.logger", "None"])
+        ['fit', '--data.cache_dir=null', '--trainer.logger', 'null']
+    """
+    written = []
+    for argument in args:
+        option, separator, value = argument.rpartition("=")
+        if value == "None" and (option.startswith("--") or not separator):
+            argument = f"{option}{separator}null"
+        written.append(argument)
+    return written
+
+
+def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The conversion of an option's text, which returns None for the texts None and null."""
+
+    @functools.wraps(convert)
+    def converted(text: str) -> Any:
+        if text in NULLS:
+            return None
+        return convert(text)
+
+    return converted
+
+
 class CommandParser(argparse.ArgumentParser):
-    """A parser that prints an error as one line without the usage; for an unknown option, it names a similar option."""
+    """A parser that prints an error as one line without the usage; for an unknown option, it names a similar option.
+
+    An option without a default may be given as None or null, which is the same as leaving it out.
+    """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the options; end the program for `--help` or an invalid option."""
+        for action in self._actions:
+            takes_one = isinstance(action, argparse._StoreAction) and action.option_strings and action.choices is None
+            if takes_one and not action.required and action.default is None:
+                action.type = _or_none(action.type or str)  # type: ignore[arg-type]
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = next((argument for argument in unknown if argument != "--"), "--")

@@ -1,7 +1,10 @@
 """Faster R-CNN on a feature pyramid over any backbone of timm, with mmdetection's sizes for Pascal VOC."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -10,7 +13,7 @@ from torchvision.models.detection.faster_rcnn import FasterRCNN, FastRCNNPredict
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_string
+from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_string, first_line
 from lightning_retrieval.models.pretrained import are_skipped
 from lightning_retrieval.optional_packages import optional_import
 
@@ -151,12 +154,18 @@ def make_body(name: str, pretrained: bool) -> Any:
         'PyramidFasterRCNN: timm must be installed for `backbone_name`: pip install "lightning-retrieval[timm]".'
     ):
         import timm
+    build = partial(timm.create_model, name, features_only=True, out_indices=LEVELS)
     is_loaded = pretrained and not are_skipped()
     try:
         if not timm.is_model(name):  # a name like "hf-hub:..." would start a download
             raise ValueError("no model of timm")
-        body: Any = timm.create_model(name, pretrained=is_loaded, features_only=True, out_indices=LEVELS)
+        body: Any = build(pretrained=is_loaded)
     except Exception as error:
+        if is_loaded and timm.is_model(name) and _can_be_built(build):
+            raise ValueError(
+                f"PyramidFasterRCNN: `pretrained` must be False unless timm can load the weights of {name!r}, got True "
+                f"({first_line(error)}); without a network, load them once with one, after which they are in the cache."
+            ) from None
         raise ValueError(
             "PyramidFasterRCNN: `backbone_name` must be a name that timm can build with features_only=True and maps of "
             f"stride 4, 8, 16 and 32, got {name!r} ({error}); such names are timm.list_models('resnet*')."
@@ -168,3 +177,13 @@ def make_body(name: str, pretrained: bool) -> Any:
             f"{reductions} of {name!r}."
         )
     return body
+
+
+def _can_be_built(build: Callable[..., Any]) -> bool:
+    """Whether timm can build a backbone without weights."""
+    try:
+        with torch.device("meta"):
+            build(pretrained=False)
+    except Exception:  # timm raises errors of many types
+        return False
+    return True

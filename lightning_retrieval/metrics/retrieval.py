@@ -294,7 +294,7 @@ class RetrievalMetrics(EmbeddingMetric):
         self.has_one_label = self.relevance is None and bool(is_first_label.all())
         is_skipped = values["AP"].isnan()
         if bool(is_skipped.all()):
-            self._warn_of_no_positive(len(is_skipped))
+            self._warn_of_no_positive(len(is_skipped), rows, collected)
         results["skipped_queries"] = is_skipped.sum().double()
         return results, values
 
@@ -363,17 +363,61 @@ class RetrievalMetrics(EmbeddingMetric):
             self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)
         return query_values(lists, self._table(rows))
 
-    def _warn_of_no_positive(self, queries: int) -> None:
-        cure = "the gallery is empty"
-        if self.ranked_images > 0 and self.relevance is None:
-            cure = "give at least two images of a label"
-        elif self.ranked_images > 0:
-            cure = f"{self.relevance} finds no image that is relevant to a query"
+    def _warn_of_no_positive(self, queries: int, rows: Rows, collected: CollectedRows) -> None:
+        cause = _cause_of_no_positive(rows, collected)
         warnings.warn(
             f"{type(self).__name__}: none of the {queries} queries has a relevant candidate, so the metrics are NaN; "
-            f"{cure}.",
+            f"{cause}.",
             stacklevel=3,
         )
+
+
+def _cause_of_no_positive(rows: Rows, collected: CollectedRows) -> str:
+    """Why no query has a relevant candidate, and what to change.
+
+    Args:
+        rows: the images with the roles in which they were ranked.
+        collected: the rows of which the images were merged.
+    """
+    is_query, is_gallery = has_role(rows.roles, Role.QUERY), has_role(rows.roles, Role.GALLERY)
+    if not bool(is_query.any()):
+        return "no image has the role of a query"
+    if not bool(is_gallery.any()):
+        return "the gallery is empty"
+    if rows.relevance is not None:
+        return f"{rows.relevance} finds no image that is relevant to a query"
+    of_queries, of_gallery = rows.labels[is_query, 0], rows.labels[is_gallery, 0]
+    in_gallery = torch.isin(of_queries, of_gallery)
+    if not bool(in_gallery.any()):
+        return "no label of a query is in the gallery; give images of the same labels as queries and as gallery"
+    labels, counts = of_gallery.unique(return_counts=True)
+    with_label = counts[torch.searchsorted(labels, of_queries[in_gallery])]
+    others = with_label - is_gallery[is_query][in_gallery].long()
+    if int(others.max()) == 0:
+        return _cause_of_single_images(collected)
+    if rows.cameras is not None:
+        return (
+            "the images with a query's label have its camera and are excluded from its list; give images of a label "
+            "from at least two cameras, or no `cameras`"
+        )
+    return "no list holds an image with the label of its query"
+
+
+def _cause_of_single_images(collected: CollectedRows) -> str:
+    """Why each label has only one image after rows were merged, and what to change."""
+    finest_labels = collected.labels.reshape(len(collected.labels), -1)[:, 0]
+    _, rows_of_label = finest_labels.unique(return_counts=True)
+    if int(rows_of_label.max()) == 1:
+        return "give at least two images of a label"
+    if collected.instances is not None:
+        return (
+            "the images of each label are one instance and are averaged; give at least two instances of a label, or no "
+            "`instances`"
+        )
+    return (
+        "the rows of each label have one id, so they are the same image; give at least two images of a label, each "
+        "with its own id"
+    )
 
 
 def _with_swapped_roles(collected: CollectedRows) -> CollectedRows:
@@ -444,6 +488,11 @@ class RandomGalleryMetrics(RetrievalMetrics):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"
+
+    def _warn_of_no_positive(self, queries: int, rows: Rows, collected: CollectedRows) -> None:
+        of_images = rows.select(has_role(rows.roles, Role.BOTH))
+        both = torch.full_like(of_images.roles, int(Role.BOTH))  # each image is drawn into a gallery, or is a query
+        super()._warn_of_no_positive(queries, of_images._replace(roles=both), collected)
 
     def _query_values(self, rows: Rows) -> dict[str, Tensor]:
         """The results of `per_query`, concatenated over the draws."""

@@ -99,8 +99,8 @@ class NearestScores:
         count = len(self.negatives)
         if count == 0:
             raise ValueError(
-                f"{OWNER}: `negatives` must hold a score, got none, because all images have the same label; use a set "
-                "with several labels."
+                f"{OWNER}: `negatives` must hold a score, got none, because no query has an image in its list that is "
+                "not relevant; use a set with several labels in the gallery."
             )
         rounded = math.floor(false_match_rate * count)  # may be off by one
         allowed = max(number for number in (rounded - 1, rounded, rounded + 1) if number / count <= false_match_rate)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_device, check_integer, check_maps, short_repr
+from lightning_retrieval.checks import check_device, check_integer, check_maps, first_line, short_repr
 from lightning_retrieval.models.backbone_request import GLYPH_NET, BackboneRequest, BuiltBackbone
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.pretrained import is_rebuilding
@@ -105,12 +105,12 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
             request = replace(request, name=request.name.removeprefix(prefix))
     try:
         return build(request)
-    except TypeError as error:
+    except (TypeError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
         if not request.arguments:
             raise
         raise TypeError(
             f"Embedder: `backbone_args` must be arguments that {request.name} takes, got "
-            f"{short_repr(dict(request.arguments))} ({error})."
+            f"{short_repr(dict(request.arguments))} ({first_line(error)})."
         ) from None
 
 

@@ -21,7 +21,7 @@ from lightning_retrieval.models.features import (
     GlobalAvgPool,
     GlobalMaxPool,
     check_features,
-    check_image_shape,
+    check_images_fit,
     feature_shape,
 )
 from lightning_retrieval.models.pretrained import PretrainedModule, is_local_file, with_pretrained_weights
@@ -198,7 +198,7 @@ class Embedder(PretrainedModule):
             features: Tensor = self.backbone(images)
         except Exception as error:
             if self.backbone_name is not None:
-                check_image_shape(self.backbone_name, images, self.backbone, self.image_size, error)
+                check_images_fit(self.backbone_name, images, self.backbone, self.image_size, error)
             raise
         check_features(features, images.shape)
         if features.shape[1] != self.feature_dim:

@@ -186,24 +186,31 @@ def feature_shape(backbone: nn.Module, cure: str) -> tuple[int, ...]:
         ValueError: if the backbone fails on meta tensors, or the features are neither maps nor vectors.
         TypeError: if the backbone does not return a tensor.
     """
-    tensors = {**dict(backbone.named_parameters()), **dict(backbone.named_buffers())}
-    meta_tensors = {name: value.to("meta") for name, value in tensors.items()}
-    images = _meta_image(backbone, tuple(tensors.values()))
-    modes = [(module, module.training) for module in backbone.modules()]
-    backbone.eval()
+    tensors = (*backbone.parameters(), *backbone.buffers())
+    images = _meta_image(backbone, tensors)
     try:
-        with torch.no_grad():
-            features = functional_call(backbone, meta_tensors, (images,))
+        features = _features_on_meta(backbone, images)
     except Exception as error:
         raise ValueError(
             f"Embedder: `backbone` {type(backbone).__name__} could not be run on an image (a meta tensor) of shape "
             f"{tuple(images.shape)} ({type(error).__name__}: {first_line(error)}); {cure}."
         ) from None
+    check_features(features, images.shape)
+    return tuple(features.shape)
+
+
+def _features_on_meta(backbone: nn.Module, images: Tensor) -> Any:
+    """The features of images on the meta device, in eval mode; the backbone does not change."""
+    tensors = {**dict(backbone.named_parameters()), **dict(backbone.named_buffers())}
+    meta_tensors = {name: value.to("meta") for name, value in tensors.items()}
+    modes = [(module, module.training) for module in backbone.modules()]
+    backbone.eval()
+    try:
+        with torch.no_grad():
+            return functional_call(backbone, meta_tensors, (images,))
     finally:
         for module, mode in modes:
             module.training = mode
-    check_features(features, images.shape)
-    return tuple(features.shape)
 
 
 def check_features(features: Any, images: torch.Size) -> None:
@@ -229,8 +236,10 @@ def patch_map(
     return tokens[:, prefix_tokens:].transpose(1, 2).unsqueeze(-1)
 
 
-def check_image_shape(name: str, images: Tensor, backbone: nn.Module, built_for: Any, error: Exception) -> None:
-    """If a backbone fails because of the shape of the images, raise an error that says so.
+def check_images_fit(name: str, images: Tensor, backbone: nn.Module, built_for: Any, error: Exception) -> None:
+    """If a backbone fails because of the shape or the dtype of the images, raise an error that says so.
+
+    The shape is the cause if images of this shape and of the backbone's own dtype fail on the meta device too.
 
     Args:
         name: name of the backbone.
@@ -250,12 +259,27 @@ def check_image_shape(name: str, images: Tensor, backbone: nn.Module, built_for:
         ) from None
     size = tuple(images.shape[-2:])
     built_for = height_and_width(built_for)
-    if size == built_for:
+    likely = _meta_image(backbone, (*backbone.parameters(), *backbone.buffers())).new_empty(images.shape)
+    if size == built_for or _takes(backbone, likely):
+        if images.dtype != likely.dtype and not torch.is_autocast_enabled(images.device.type):
+            raise TypeError(
+                f"Embedder: `images` must have the dtype of the weights of {name}, {likely.dtype}, got {images.dtype} "
+                f"({reason}); convert the images or the network, or use autocast."
+            ) from None
         return
     raise ValueError(
         f"Embedder: `images` must have a size that {name}, built for {built_for}, takes, got {size} "
         f"({type(error).__name__}: {reason}); give Embedder the `image_size` of the images."
     ) from None
+
+
+def _takes(backbone: nn.Module, images: Tensor) -> bool:
+    """Whether a backbone embeds images on the meta device."""
+    try:
+        _features_on_meta(backbone, images)
+    except Exception:  # backbones raise errors of many types
+        return False
+    return True
 
 
 def default_pooling(features: Callable[[Tensor], Any], model: nn.Module, image_size: tuple[int, int]) -> str:

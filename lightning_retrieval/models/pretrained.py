@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
-from lightning_retrieval.files import new_files, writing
+from lightning_retrieval.files import is_system_error, new_files, writing
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
@@ -196,6 +196,8 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     except ModuleNotFoundError:
         raise
     except Exception as error:  # damaged files raise errors of many types
+        if is_system_error(error):
+            raise
         raise ValueError(
             f"Embedder: `weights` must be a file of safetensors or of torch.save with tensors only, got {path} "
             f"({type(error).__name__}: {first_line(error)})."

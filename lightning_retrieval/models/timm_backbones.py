@@ -177,6 +177,7 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
         with pretrained.hub_access(allowed=is_loaded):  # a file too may name these weights, since timm lists them
             return _flexible_model(timm, request, name, {"pretrained": is_loaded})
     except (OSError, RuntimeError, ValueError) as error:
+        _build_without_weights(timm, request)
         raise pretrained.hub_error("weights", f"{weights!r} of timm/{name}", error) from None
 
 
@@ -204,6 +205,12 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
             if not any(f"'{argument}'" in str(error) for argument in flexible):
                 raise
     return timm.create_model(name, **arguments)
+
+
+def _build_without_weights(timm: Any, request: BackboneRequest) -> None:
+    """Raise timm's error if the arguments, and not the weights, are the reason why a model cannot be built."""
+    with torch.device("meta"):
+        _flexible_model(timm, request, request.name, {})
 
 
 def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str, Tensor]]:
@@ -270,6 +277,7 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
         with _noted_loading() as missing:
             model = _flexible_model(timm, request, request.name, weights)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # timm fails on some invalid names
+        _build_without_weights(timm, request)
         raise pretrained.other_weights(path, network, error) from None
     model.pretrained_cfg.pop("state_dict", None)  # if this entry stayed, the model would store and copy the tensors
     pretrained.check_loaded(path, network, model, missing.get(model, model.state_dict().keys()))

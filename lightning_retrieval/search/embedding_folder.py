@@ -31,6 +31,7 @@ from lightning_retrieval.files import (
     check_regular_file,
     delete_temporary_files,
     folder_lock,
+    is_system_error,
     is_temporary,
     write_verified,
 )
@@ -405,6 +406,8 @@ class EmbeddingFolder:
         except ModuleNotFoundError:
             raise
         except Exception as error:  # pyarrow and NumPy raise errors of many types for damaged files
+            if is_system_error(error):
+                raise
             raise ValueError(
                 f"{self.owner}: {file} is damaged ({first_line(error)}); delete it, and run the command that wrote "
                 "it again, which keeps the others."

@@ -175,9 +175,12 @@ def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
     try:
         shards[0].train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
     except RuntimeError as error:
+        problem, cure = "faiss fails", "use another, such as Flat"
+        if "training points" in str(error):
+            problem = f"{len(embeddings)} rows are not enough"
+            cure = "add more rows in the first call, or use Flat or fewer lists"
         raise ValueError(
-            f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "
-            f"({faiss_reason(error)}); add more rows in the first call, or use Flat or fewer lists."
+            f"{OWNER}: `factory` {factory!r} must be trained, for which {problem} ({faiss_reason(error)}); {cure}."
         ) from None
     for number in range(1, len(shards)):
         shards[number] = faiss.clone_index(shards[0])
@@ -417,6 +420,8 @@ def read_shard(path: Path, mapped: bool) -> Any:
     flags = 0
     if mapped:
         flags = faiss.IO_FLAG_MMAP_IFC
+    with path.open("rb"):  # raises an error of the system as such, which faiss would report as one of the file
+        pass
     try:
         return faiss.read_index(os.fspath(path), flags)
     except RuntimeError as error:

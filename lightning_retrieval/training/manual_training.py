@@ -4,6 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -23,11 +24,14 @@ from lightning_retrieval.training.optimizers import GradientWatch, check_optimiz
 from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.trainer_checks import (
+    check_draws_images,
     check_filled,
     check_samplers,
     check_trainer,
     keeps_parameters,
 )
+
+DROPPED_KEYS = ("monitor", "strict", "reduce_on_plateau")  # of a scheduler's dict, by Lightning in manual optimization
 
 
 class OptimizedModule(CheckpointedModule):
@@ -223,6 +227,13 @@ class ManualTraining(OptimizedModule):
         self._is_first_step = True  # whether the next step is the first step of the run
         self._throughput = Throughput()
         self._logged_terms: set[str] = set()  # names of the values that the last step has logged
+        self._monitors: dict[int, str] = {}  # the metrics that `configure_optimizers` names, by id of the scheduler
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Let the module look at the metrics that its `configure_optimizers` names."""
+        super().__init_subclass__(**settings)
+        if "configure_optimizers" in vars(cls):
+            cls.configure_optimizers = _reading_monitors(cls.configure_optimizers)  # type: ignore[method-assign]
 
     def _step_optimizers(self) -> bool:
         """Step all optimizers; returns False if half precision skipped the step because a gradient was not finite."""
@@ -261,18 +272,21 @@ class ManualTraining(OptimizedModule):
 
     def _step_plateau_schedulers(self) -> None:
         """Step each `ReduceLROnPlateau` that is due with its metric; raise if the metric was not logged."""
-        trainer, monitor = self.trainer, self.lr_scheduler_monitor
+        trainer = self.trainer
         for config in trainer.lr_scheduler_configs:
             if not isinstance(config.scheduler, ReduceLROnPlateau):
                 continue
+            name, monitor = "lr_scheduler_monitor", self.lr_scheduler_monitor
+            if id(config.scheduler) in self._monitors:
+                name, monitor = "monitor", self._monitors[id(config.scheduler)]
             epoch_is_due = trainer.is_last_batch and (self.current_epoch + 1) % config.frequency == 0
             if not epoch_is_due and config.interval != "step":
                 continue
             value = trainer.callback_metrics.get(monitor)
             if value is None:
                 raise ValueError(
-                    f"{type(self).__name__}: ReduceLROnPlateau needs `lr_scheduler_monitor`, got {monitor!r}, which "
-                    f"was not logged; logged are {sorted(trainer.callback_metrics)}."
+                    f"{type(self).__name__}: ReduceLROnPlateau needs `{name}`, got {monitor!r}, which was not "
+                    f"logged; logged are {sorted(trainer.callback_metrics)}."
                 )
             self.lr_scheduler_step(config.scheduler, value)
 
@@ -336,10 +350,11 @@ class ManualTraining(OptimizedModule):
         return super().configure_callbacks()
 
     def on_train_start(self) -> None:
-        """Raise if weights are missing, a scheduler ends too early, or a `ReduceLROnPlateau` gets no validation."""
+        """Raise if weights are missing, a loader or scheduler cannot be used, or a plateau gets no validation."""
         super().on_train_start()
         check_filled(self)
         trainer: Any = self.trainer
+        check_draws_images(type(self).__name__, trainer)
         check_optimizer_states(type(self).__name__, trainer.optimizers)
         check_links(type(self).__name__, trainer.callbacks)
         for config in trainer.lr_scheduler_configs:
@@ -400,6 +415,40 @@ class ManualTraining(OptimizedModule):
         """Step the `ReduceLROnPlateau` schedulers in a run without validation."""
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
+
+
+def _reading_monitors(configure_optimizers: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The method `configure_optimizers`, which keeps the metrics that its result names for schedulers.
+
+    In manual optimization, Lightning would drop them, and advise to step schedulers that this library steps.
+    """
+
+    @wraps(configure_optimizers)
+    def configured(module: Any) -> Any:
+        return _read_monitors(configure_optimizers(module), module._monitors)
+
+    return configured
+
+
+def _read_monitors(found: Any, monitors: dict[int, str], monitor: str | None = None) -> Any:
+    """The optimizers and schedulers in nested lists and dicts, without the keys that Lightning drops.
+
+    Args:
+        found: a part of the result of `configure_optimizers`.
+        monitors: gets the metric of each scheduler that has one, by the id of the scheduler.
+        monitor: the metric that an enclosing dict names.
+    """
+    if isinstance(found, (list, tuple)):
+        return type(found)(_read_monitors(part, monitors) for part in found)
+    if not isinstance(found, dict):
+        if monitor is not None:
+            monitors[id(found)] = monitor
+        return found
+    monitor = found.get("monitor", monitor)
+    kept = {name: value for name, value in found.items() if name not in DROPPED_KEYS}
+    for name in {"lr_scheduler", "scheduler"} & kept.keys():
+        kept[name] = _read_monitors(kept[name], monitors, monitor)
+    return kept
 
 
 def steps_of_run(trainer: Any) -> float:

@@ -364,8 +364,8 @@ class RetrievalModule(ManualTraining):
         """Create one optimizer for the parameters of embedder and loss, and the scheduler of the optimizer.
 
         Override this method to return anything that Lightning accepts. Schedulers are stepped according to their
-        `interval` and `frequency`. `ReduceLROnPlateau` monitors `lr_scheduler_monitor`, since Lightning drops the key
-        `monitor` in manual optimization.
+        `interval` and `frequency`. `ReduceLROnPlateau` monitors the metric with the key `monitor`, and
+        `lr_scheduler_monitor` if there is no such key.
         """
         head = getattr(self.embedder, "head", None)
         return self._make_optimizer(

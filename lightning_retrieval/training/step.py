@@ -532,10 +532,12 @@ class TrainingStep:
                 which = f"ids {batch.ids[rows][:5].tolist()}"
             if self.candidates is not None:
                 which += f" of the {SIDES[number]}"
+            cure = "a lower learning rate or gradient_clip_val often helps"
+            if self.number == 0:
+                cure = "look at the images and at the weights of the network, which no step has changed"
             raise ValueError(
                 f"{self.owner}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} rows at step "
-                f"{self.number} (seen on rank {rank()}), the first for {which}; a lower learning rate or "
-                "gradient_clip_val often helps."
+                f"{self.number} (seen on rank {rank()}), the first for {which}; {cure}."
             ) from None
 
     @property

@@ -331,6 +331,22 @@ def check_samplers(trainer: Any) -> None:
                 original.check_one_process()
 
 
+def check_draws_images(owner: str, trainer: Any) -> None:
+    """Raise if a loader of training images would collate whole batches, because its `sampler` draws batches.
+
+    Args:
+        owner: prefix of the error message.
+        trainer: a `pytorch_lightning.Trainer` in a run.
+    """
+    for loader in train_loaders(trainer):
+        sampler = getattr(loader, "sampler", None)
+        if sampler is not None and getattr(sampler, "sampler", None) is sampler:  # as the samplers of global batches
+            raise ValueError(
+                f"{owner}: a {type(sampler).__name__} must be the `batch_sampler` of a DataLoader, because it draws "
+                "whole batches, got a DataLoader with it as its `sampler`; use DataLoader(dataset, batch_sampler=...)."
+            )
+
+
 def check_first_batch(module: Any, labels: Sequence[Tensor], batches: Sequence[GlobalBatch]) -> None:
     """Compare labels and ids of a run's first batch with what the sampler drew, if the sampler is known.
 

@@ -1,6 +1,7 @@
 """ImageSet: its items, its random numbers, and images that cannot be read."""
 
 import dataclasses
+import resource
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalMetrics
+from lightning_retrieval.cli.embedding import ReadableImages
 from lightning_retrieval.datamodules import ImageIndex, ImageSet, training_transform
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
@@ -195,3 +197,29 @@ def test_transparent_pixels_show_the_background_in_training_too(tmp_path):
     preparation = Preparation(16, background="#ff8000")
     images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, training_transform("plain", preparation))
     assert preparation.undo(images[0]["images"])[:, 0, 0].tolist() == [255, 128, 0]
+
+
+def read_with_few_open_files(rank, world_size, folder):
+    """The errors of reading an image while no further file can be opened, though unreadable images are skipped."""
+    images = ImageSet(ImageIndex(["a.png"], [0]), folder, TINY, on_error="skip")
+    images[0]  # loads what a first image loads
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    messages = []
+    for read in (lambda: images[0], lambda: ReadableImages(images)[0]):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+        try:
+            read()
+        except Exception as error:
+            messages.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    return messages
+
+
+@pytest.mark.refusal
+def test_too_many_open_files_is_no_property_of_an_image(tmp_path, run_alone):
+    picture(tmp_path / "a.png")
+    of_set, of_command = run_alone(read_with_few_open_files, tmp_path)
+    assert "(ulimit -n), or lower `num_workers`" in of_set
+    assert "repair or remove" not in of_set
+    assert "Too many open files" in of_command

@@ -1,5 +1,6 @@
 """One atomic writer, locks of a folder, and files that are on the disk before they are named."""
 
+import errno
 import fcntl
 import os
 
@@ -7,7 +8,7 @@ import faiss
 import pytest
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.files import new_file
+from lightning_retrieval.files import is_system_error, new_file, write_verified
 from tests.lightning_retrieval.search.vectors import built
 
 
@@ -88,3 +89,31 @@ def test_all_files_are_on_the_disk_before_the_manifest_is_replaced(tmp_path, mon
     folders = {path.stat().st_ino for path in (tmp_path, *tmp_path.glob("files-*"))}
     assert folders <= {inode for inode, _ in before}
     assert flushed[-1][0] == tmp_path.stat().st_ino
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("number", "is_full"),
+    [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False), (errno.EROFS, False), (errno.EIO, False)],
+)
+def test_only_a_full_disk_is_answered_by_freeing_space(number, is_full, tmp_path):
+    def write(stream):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(
+        OSError, match=r"^me: .*a cannot be written .*; what was saved there before is unchanged"
+    ) as found:
+        write_verified("me", tmp_path / "a", write)
+    assert ("free space" in str(found.value)) == is_full
+
+
+@pytest.mark.refusal
+def test_a_damaged_file_is_not_what_the_system_refuses_to_read():
+    damaged = [
+        OSError("Couldn't deserialize thrift"),
+        OSError(errno.EINVAL, "Invalid argument"),
+        ValueError("x"),
+        EOFError(),
+    ]
+    of_system = [PermissionError(errno.EACCES, "Permission denied"), OSError(errno.EIO, "I/O error"), MemoryError()]
+    assert [is_system_error(error) for error in (*damaged, *of_system)] == [False] * 4 + [True] * 3

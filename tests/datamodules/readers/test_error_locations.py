@@ -93,6 +93,9 @@ CASES = {
     "products id in both": ("StanfordOnlineProducts", TEST, 4, "1 11319 2 b.JPG", {TRAIN: [2], TEST: [4]}),
     "products id twice": ("StanfordOnlineProducts", TRAIN, 4, "1 8 12 b.JPG", {TRAIN: [2, 4]}),
     "products path twice": ("StanfordOnlineProducts", TRAIN, 4, "3 8 12 toaster_final/11108_0.JPG", {TRAIN: [2, 4]}),
+    # A wrong number whose text occurs in an earlier line too, in the header.
+    "products wrong class": ("StanfordOnlineProducts", TRAIN, 4, "3 path 12 b.JPG", {TRAIN: [4]}),
+    "clothes wrong corner": ("InShop", INSHOP_BOXES, 23, f"{CLOTHES} 1 2 x_1 002 003 030", {INSHOP_BOXES: [23]}),
     "clothes ..": ("InShop", PARTITION, 4, "img/../a/b/1.jpg id_00000001 gallery", {PARTITION: [4]}),
     "clothes class in both": (
         *("InShop", PARTITION, 6, "img/WOMEN/Dresses/id_00000002/01_1_front.jpg id_00000001 train"),
@@ -162,6 +165,16 @@ def test_an_error_names_the_data_set_the_list_and_the_line(tmp_path, case):
             assert re.search(rf"(lines?|and) {expected_number}\b", message), message
 
 
+@pytest.mark.parametrize("case", ["products class in both", "clothes class in both", "table class in both"])
+def test_an_error_about_two_lines_joins_them_by_and(tmp_path, case):
+    tree, name, number, line, _ = CASES[case]
+    TREES[tree].write(tmp_path)
+    lines = (tmp_path / name).read_text(encoding="utf-8").splitlines()
+    lines[number - 1] = line
+    write_text(tmp_path / name, "\n".join(lines) + "\n")
+    assert re.search(r"in line \d+ of \S+ and in line \d+ of \S+$", error_of(tree, tmp_path).rstrip("."))
+
+
 # For each case: the tree, the list that is changed, the text that is replaced, its replacement, and the error.
 G1, G2, MIXED = (f"protocols/ijbc_1N_{name}.csv" for name in ("gallery_G1", "gallery_G2", "probe_mixed"))
 BIRD_CLASSES, BIRD_BOXES = "image_class_labels.txt", "bounding_boxes.txt"
@@ -170,6 +183,7 @@ INVALID = {
     "products header": ("StanfordOnlineProducts", TRAIN, "image_id class_id", "image_id", "line 1 of .*train.txt must"),
     "products two categories": ("StanfordOnlineProducts", TRAIN, "2 8 12 ", "2 8 7 ", "got 8 with 12 and with 7 in"),
     "clothes count": ("InShop", PARTITION, "21\n", "22\n", "as its first line says, 22, got 21"),
+    "clothes count of text": ("InShop", PARTITION, "21\n", "many\n", "line 1 of .* the number of images, got 'many'"),
     "clothes header": ("InShop", PARTITION, "item_id", "item", "line 2 of .* must be the header"),
     "clothes status": ("InShop", PARTITION, "query", "probe", "got 'probe' in line 3 of .*partition.txt"),
     "clothes folder": ("InShop", PARTITION, CLOTHES, CLOTHES[4:], "got 'MEN/Denim/.*' in line 3"),

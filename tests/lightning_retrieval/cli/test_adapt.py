@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import resource
 import signal
 
@@ -75,8 +76,21 @@ def test_features_that_cannot_be_improved_are_reported(checkpoint, tmp_path, cap
     code, out, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, "--max_epochs=3", "--overwrite")
     assert (code, err) == (0, "")
     assert out.startswith(f"{output}: mAP of 12 held-out classes ")
-    assert "\nno better than the features: use the checkpoint that made the embeddings" in out
+    assert "\nnot shown to be better than the features: " in out
     assert output.is_file()
+
+
+def test_a_better_estimate_from_few_classes_is_not_called_worse(checkpoint, tmp_path, capsys):
+    """The estimate is above zero, and so is the difference of the two values of mAP, but the interval contains zero."""
+    folder = folder_of(tmp_path / "e", checkpoint, *points(noise=1.5, classes=12))
+    options = ["--max_epochs=10", "--lr=0.01", "--seed=3"]
+    code, out, err = run(capsys, "adapt", "--embeddings", folder, "--output", tmp_path / "a.ckpt", *options)
+    assert (code, err) == (0, "")
+    estimate, low, high = map(float, re.search(r"of a class (\S+), (\S+) to (\S+) with 95 %", out).groups())
+    assert low < 0 < estimate < high
+    assert estimate == pytest.approx((low + high) / 2, abs=1e-4)
+    assert "not shown to be better than the features" in out
+    assert "no better" not in out
 
 
 def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys):
@@ -208,6 +222,32 @@ def test_a_loss_for_fewer_classes_or_another_dimension_raises(checkpoint, tmp_pa
     loss = named_loss("ProxyAnchorLoss", json.dumps({"num_classes": classes, "embedding_size": dim}))
     with pytest.raises(ValueError, match=f"adapt_head: `loss` must accept embeddings of {DIM} numbers and labels"):
         adapt_head(folder, tmp_path / "a.ckpt", loss=loss)
+
+
+class Undefined(torch.nn.Module):
+    """A loss that is not a number from one of its calls on."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.calls, self.first = 0, first
+
+    def forward(self, embeddings, labels):
+        value = embeddings.sum()
+        if self.calls >= self.first:
+            value = value * float("nan")
+        self.calls += 1
+        return value
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("first", "sentence"),
+    [(0, "`loss` must be finite at the start, got nan; give other `loss_args`"), (1, "`lr` must .* after 1 steps")],
+)
+def test_a_learning_rate_is_not_the_cause_of_a_first_value_that_is_not_finite(checkpoint, tmp_path, first, sentence):
+    folder = folder_of(tmp_path / "e", checkpoint, *points(noise=1.0, classes=6))
+    with pytest.raises(ValueError, match=f"^adapt_head: {sentence}"):
+        adapt_head(folder, tmp_path / "a.ckpt", loss=Undefined(first))
 
 
 @pytest.mark.refusal

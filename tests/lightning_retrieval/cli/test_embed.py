@@ -260,6 +260,14 @@ def test_problems_of_an_embedding_are_reported(glyphs, tmp_path, capsys, monkeyp
     printed = error_of(capsys, *embedding, "--format=npy")
     assert "`--batch_size` must be small enough for the memory of the device, got" in printed
 
+    def fail(self, images):
+        raise RuntimeError("a fault in my forward")
+
+    monkeypatch.setattr(Embedder, "forward", fail)
+    printed = error_of(capsys, *embedding, "--format=npy")
+    assert "raises RuntimeError (a fault in my forward)" in printed
+    assert "`--transform` must" not in printed  # it is not known to be the cause
+
 
 other = Preparation(32, 32, channels=1, mean=(0.3,), std=(0.2,))
 resize = TrainingTransform([v2.Resize((32, 32)), v2.Grayscale()], other, takes_pixels=False)

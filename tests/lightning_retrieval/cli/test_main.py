@@ -1,5 +1,6 @@
 """The program finds the command, its help shows whole sentences, and its messages are in terms of the command line."""
 
+import argparse
 import importlib
 import inspect
 import itertools
@@ -9,12 +10,13 @@ import sys
 
 import pytest
 import pytorch_lightning as pl
+import yaml
 from PIL import Image
 
 from lightning_retrieval import datamodules
 from lightning_retrieval.cli.check import DATA_MODULES, data_modules
 from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
-from lightning_retrieval.cli.options import TRANSFORMS, command_line_message, printable
+from lightning_retrieval.cli.options import TRANSFORMS, command_line_message, make_parser, printable
 from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.models import Preparation
@@ -301,6 +303,16 @@ def test_owners_become_the_command_and_arguments_its_options():
     assert command_line_message("demo", error, []) == str(error)
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(("name", "limit"), [("n" * 300, "names of at most 255 bytes"), ("n/" * 3000, "short enough")])
+def test_a_path_is_too_long_as_a_whole_or_by_one_of_its_names(name, limit):
+    with pytest.raises(OSError, match="File name too long") as raised:
+        open(name).close()
+    message = command_line_message("index", raised.value, [])
+    assert message.startswith("index: a path must ")
+    assert limit in message
+
+
 def test_characters_that_cannot_be_printed_are_escaped():
     assert printable("a b/ü\n\x1b\udc80.jpg") == r"a b/ü\n\x1b\udc80.jpg"
 
@@ -365,3 +377,41 @@ def test_data_modules_are_known_by_name(capsys):
     assert (code, [name for name in DATA_MODULES if name not in out]) == (0, [])
     code, out, _ = run(capsys, "check", "--data", "InShop", "--help")
     assert (code, "--high_res" in out) == (0, True)
+
+
+@pytest.mark.parametrize("null", ["null", "None"])
+@pytest.mark.parametrize("form", ["{}={}", "{} {}"])
+def test_null_and_none_are_no_text_in_a_config(null, form, tmp_path, capsys, monkeypatch):
+    """Optional strings, paths and sizes of the module, of objects in it, of the data and of the trainer."""
+    monkeypatch.chdir(tmp_path)
+    omitted = ("model.embedder.weights", "model.embedder.image_size", "model.query_embedder", "data.cache_dir")
+    args = ["fit", "--model=RetrievalModule", "--model.embedder=Embedder", "--model.embedder.backbone=resnet18"]
+    args += ["--model.loss=SmoothAPLoss", "--data=Glyphs"]
+    for name in (*omitted, "trainer.default_root_dir"):
+        args += form.format(f"--{name}", null).split()
+    code, printed, err = run(capsys, *args, "--print_config")
+    assert (code, err) == (0, "")
+    config = yaml.safe_load(printed)
+    embedder = config["model"]["init_args"]["embedder"]["init_args"]
+    assert (embedder["weights"], embedder["image_size"], config["model"]["init_args"]["query_embedder"]) == (None,) * 3
+    assert (config["data"]["init_args"]["cache_dir"], config["trainer"]["default_root_dir"]) == (None, None)
+    code, _, _ = run(capsys, "check", "--data=Glyphs", *form.format("--cache_dir", null).split())
+    assert code == 0
+    assert not list(tmp_path.iterdir())  # no folder is named None
+
+
+@pytest.mark.parametrize("null", ["null", "None"])
+@pytest.mark.parametrize("command", ["adapt", "embed", "export", "index", "search", "demo"])
+def test_an_option_given_as_null_or_none_is_not_given(null, command):
+    parser = make_parser(command)
+    omitted = {}
+    for action in parser._actions:
+        is_optional = bool(action.option_strings) and not action.required and action.default is None
+        if is_optional and action.nargs is None and type(action) is argparse._StoreAction:
+            omitted[action.dest] = action.option_strings[0]
+    assert omitted
+    required = [
+        f"{action.option_strings[0]}=x" for action in parser._actions if action.required and action.option_strings
+    ]
+    options = parser.parse_args([*required, *(f"{name}={null}" for name in omitted.values())])
+    assert {name: getattr(options, name) for name in omitted} == dict.fromkeys(omitted)

@@ -255,6 +255,10 @@ def test_what_is_invalid(monkeypatch):
     ):
         with pytest.raises(ValueError, match=f"^PyramidFasterRCNN: `backbone_name` must (be|have) {rule}"):
             PyramidFasterRCNN(2, name, pretrained=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^PyramidFasterRCNN: `pretrained` must be False unless timm can load"):
+        PyramidFasterRCNN(2, "resnet10t")
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ImportError, match=r"^PyramidFasterRCNN: .* pip install \"lightning-retrieval\[timm\]\"\.$"):
         PyramidFasterRCNN(2)

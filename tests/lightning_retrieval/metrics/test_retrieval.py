@@ -33,6 +33,32 @@ def test_no_query_with_a_positive(kind, roles, queries):
     assert all(value.isnan() for value in found.values())
 
 
+FOUR_OF_TWO = torch.arange(8) // 4  # labels
+# For each case: the arguments of `update`, and a word of the cause. Only in the first, more images would help.
+WITHOUT_POSITIVE = {
+    "one image a label": ({"labels": torch.arange(8)}, "give at least two images of a label"),
+    "one camera": ({"labels": FOUR_OF_TWO, "cameras": torch.zeros(8, dtype=torch.long)}, "two cameras"),
+    "a camera for each label": ({"labels": FOUR_OF_TWO, "cameras": FOUR_OF_TWO + 7}, "two cameras"),
+    "one instance a label": ({"labels": FOUR_OF_TWO, "instances": FOUR_OF_TWO}, "two instances"),
+    "labels as ids": ({"labels": FOUR_OF_TWO, "ids": FOUR_OF_TWO}, "with its own id"),
+    "labels not in the gallery": ({"labels": torch.arange(8) // 2, "roles": FOUR_OF_TWO + 1}, "no label of a query"),
+    "no gallery": ({"labels": FOUR_OF_TWO, "roles": torch.ones(8, dtype=torch.long)}, "the gallery is empty"),
+    "no query": ({"labels": FOUR_OF_TWO, "roles": torch.full((8,), 2)}, "the role of a query"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_POSITIVE)
+def test_the_warning_of_queries_without_a_positive_names_the_cause(case):
+    arguments, cause = WITHOUT_POSITIVE[case]
+    metrics = RetrievalMetrics(ks=(1,))
+    metrics.update(torch.randn(8, 3), **{"ids": torch.arange(8), **arguments})
+    with pytest.warns(UserWarning, match="has a relevant candidate") as warned:
+        metrics.compute()
+    message = str(warned[0].message)
+    assert cause in message
+    assert ("two images of a label." in message) == (case == "one image a label")
+
+
 def test_no_tensor_is_as_large_as_the_score_matrix(monkeypatch):
     monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
     x, labels = torch.randn(1500, 4), torch.arange(1500) % 300

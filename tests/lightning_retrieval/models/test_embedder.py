@@ -462,3 +462,11 @@ def test_a_resized_image_has_at_least_one_pixel():
     embed = RecordsSizes()
     multi_scale(embed, torch.rand(1, 1, 4, 40), scales=[0.1])
     assert embed.seen == [(1, 4)]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("size", [64, 224])
+def test_images_of_another_dtype_are_not_reported_as_of_another_size(size):
+    embedder = Embedder("resnet18", embedding_dim=8).eval()
+    with pytest.raises(TypeError, match=r"^Embedder: `images` must have the dtype .* torch.float32, got torch.float64"):
+        embedder(torch.rand(1, 3, size, size, dtype=torch.float64))

@@ -173,3 +173,15 @@ def test_invalid_weights_of_a_hub_that_cannot_be_reached(monkeypatch):
         monkeypatch.setattr(timm.models._builder, name, unreachable)
     with pytest.raises(ValueError, match=r"^Embedder: `weights` asks for 'DEFAULT' of timm/resnet18, .*no network"):
         Embedder("timm/resnet18", 8, weights="DEFAULT")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("arguments", [{"act_layer": "nope"}, {"output_stride": 7}])
+@pytest.mark.parametrize("has_file", [False, True])
+def test_arguments_that_timm_refuses_are_not_reported_as_wrong_weights(tmp_path, arguments, has_file):
+    weights = None
+    if has_file:
+        weights = str(tmp_path / "w.pth")
+        torch.save(timm.create_model("resnet10t").state_dict(), weights)
+    with pytest.raises(TypeError, match=r"^Embedder: `backbone_args` must be arguments that resnet10t takes, got \{"):
+        Embedder("timm/resnet10t", 8, weights=weights, backbone_args=arguments)

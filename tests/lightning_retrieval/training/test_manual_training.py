@@ -11,10 +11,11 @@ import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import PKSampler
 from tests.lightning_retrieval.training.small_training import (
     SGD,
     Log,
@@ -30,6 +31,21 @@ from tests.quiet_trainer import quiet_trainer
 
 def module_with(**settings):
     return RetrievalModule(net(), SmoothAPLoss(tau=0.1), **{"optimizer": SGD, **settings})
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("items", ["tensors", "numbers"])
+def test_a_sampler_of_batches_is_not_taken_for_one_of_images(items):
+    """A TensorDataset would give a whole batch for each item, which torch would then stack."""
+    labels = torch.arange(20) // 4
+    dataset = TensorDataset(torch.randn(20, 6).double(), labels)
+    if items == "numbers":
+        dataset = [(row, label) for row, label in zip(*dataset.tensors)]
+    sampler = PKSampler(labels, classes_per_batch=2, samples_per_class=2)
+    for loaders in (DataLoader(dataset, sampler=sampler, batch_size=2), [DataLoader(dataset, sampler=sampler)]):
+        with pytest.raises(ValueError, match="a PKSampler must be the `batch_sampler` of a DataLoader"):
+            trainer(max_epochs=1).fit(module_with(), loaders)
+    trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, batch_sampler=sampler))
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -257,6 +273,37 @@ def test_plateau_looks_at_its_monitor(kind, monitor):
         assert seen[0][1] == pytest.approx(seen[0][0], abs=1e-12)
 
 
+class PlateauWithKey(RetrievalModule):
+    """Names the metric as Lightning's documentation does: in the dict of the scheduler, or beside it, or in lists."""
+
+    form = "scheduler"
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        scheduler = HALVE(optimizer)
+        of_scheduler = {"scheduler": scheduler, "monitor": "train/loss", "strict": True}
+        if self.form == "scheduler":
+            return {"optimizer": optimizer, "lr_scheduler": of_scheduler}
+        if self.form == "beside":
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "train/loss"}
+        return [optimizer], [of_scheduler]
+
+
+@pytest.mark.parametrize("form", ["scheduler", "beside", "lists"])
+def test_plateau_looks_at_the_metric_that_configure_optimizers_names(form):
+    module = PlateauWithKey(net(), SmoothAPLoss(tau=0.1))  # whose own monitor is val/mAP
+    module.form = form
+    losses = []
+
+    class Losses(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            losses.append(float(trainer.callback_metrics["train/loss"]))
+
+    run = fit(module, batches(2), max_epochs=2, callbacks=[Losses()])
+    assert run.lr_scheduler_configs[0].scheduler.best == pytest.approx(losses[0], rel=1e-6)
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [
@@ -286,6 +333,17 @@ def test_a_missing_monitor_raises():
     module = RetrievalModule(net(), SmoothAPLoss(), lr_scheduler=ReduceLROnPlateau, lr_scheduler_monitor="val/map")
     with pytest.raises(ValueError, match=r"`lr_scheduler_monitor`, got 'val/map', which was not logged; .*'val/mAP'"):
         fit(module, batches(1), batches(1), **VALIDATED)
+
+
+@pytest.mark.refusal
+def test_a_missing_metric_of_configure_optimizers_raises():
+    class Misspelt(RetrievalModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": HALVE(optimizer), "monitor": "val/map"}}
+
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau needs `monitor`, got 'val/map', which was not logged"):
+        fit(Misspelt(net(), SmoothAPLoss()), batches(1), batches(1), **VALIDATED)
 
 
 def with_batch_norm():

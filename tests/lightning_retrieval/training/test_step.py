@@ -111,6 +111,16 @@ def test_losses_that_are_not_a_finite_scalar_raise(loss, sentence):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_learning_rate_is_no_cure_for_embeddings_that_are_not_finite_at_the_first_step(step):
+    given = batches(2)
+    given[step][0][3] = float("nan")
+    with pytest.raises(ValueError, match=rf"embeddings must be finite, .* at step {step}") as raised:
+        fit(RetrievalModule(net(), SmoothAPLoss(), optimizer=SGD), given)
+    assert ("learning rate" in str(raised.value)) == (step > 0)
+
+
+@pytest.mark.refusal
 def test_labels_of_another_length_raise():
     images, labels = batches(1)[0]
     with pytest.raises(ValueError, match=r"one label for each image, got 9 labels for 10 images\."):
