@@ -23,6 +23,7 @@ from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
 from lightning_retrieval.training.run_report import log_settings
+from lightning_retrieval.training.schedulers import make_scheduler
 from lightning_retrieval.training.trainer_checks import check_filled, check_trainer, keeps_parameters
 
 
@@ -72,11 +73,11 @@ class OptimizedModule(CheckpointedModule):
             scheduler_settings: further entries of Lightning's dict of the scheduler.
             rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
-        optimizer = make_optimizer(self, self.optimizer, **rates)
+        optimizer, factors = make_optimizer(self, self.optimizer, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {
-            "scheduler": self.lr_scheduler(optimizer),
+            "scheduler": make_scheduler(type(self).__name__, self.lr_scheduler, optimizer, factors),
             "interval": self.lr_scheduler_interval,
             "frequency": self.lr_scheduler_frequency,
             **scheduler_settings,

@@ -101,7 +101,8 @@ class RetrievalModule(ManualTraining):
             candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.
         optimizer: class or function that is called with the parameter groups, such as
             `functools.partial(torch.optim.SGD, lr=0.1)`.
-        lr_scheduler: class or function that is called with the optimizer, or None.
+        lr_scheduler: class or function that is called with the optimizer, or None. Rates of its own, such as `max_lr`,
+            are those of parameters without a factor.
         lr_scheduler_interval: the scheduler is stepped after each `"step"` or each `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
