@@ -75,6 +75,8 @@ class Embedder(PretrainedModule):
             from the preparation that belongs to the weights. The attribute `preparation` is always a `Preparation`.
         backbone_args: further keyword arguments that build the network, as plain values: arguments of
             `timm.create_model`, of torchvision's function or of `GlyphNet`, or entries of the config of Hugging Face.
+            Parameters have PyTorch's default type, float32, whatever the type of saved weights is, unless `dtype` is
+            given to Hugging Face.
             Code in a hub repository is never run: build such a model yourself, and pass the module.
         lora: the rank r of low-rank adapters, or a dict of arguments of `peft.LoraConfig`. If given, the backbone is
             frozen and adapters of its attention are trained, through peft. With `weights`, checkpoints do not hold the

@@ -207,7 +207,19 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
             f"Embedder: `weights` must be a file of tensors by name, got {path}, which has none, but the entries "
             f"{found}; save the state_dict of the network."
         )
+    quantized = list(filter(lambda name: _is_quantized(tensors[name]), tensors))
+    if quantized:
+        raise ValueError(
+            f"Embedder: `weights` must be a file whose tensors are not quantised, got {path} with "
+            f"{tensors[quantized[0]].dtype} ({first_of(quantized, SHOWN_NAMES)}); take the weights before quantisation."
+        )
     return tensors
+
+
+def _is_quantized(values: Tensor) -> bool:
+    """Whether values are numbers of eight bits or less, which mean nothing without their scales."""
+    is_float8 = values.is_floating_point() and values.element_size() == 1
+    return values.is_quantized or is_float8 or values.dtype == torch.int8
 
 
 def hub_error(argument: str, what: str, error: Exception) -> ValueError:

@@ -117,7 +117,8 @@ class TextEmbedder(nn.Module):
         max_length: maximum number of tokens of a text. Longer texts are cut. If None, the maximum of the tokenizer and
             of the model; a number must not exceed these.
         backbone_args: further arguments that build the network, as plain values: `buckets`, `min_n`, `max_n` and `dim`
-            for `"ngram_net"`, or entries of the config of Hugging Face.
+            for `"ngram_net"`, or entries of the config of Hugging Face. As for `Embedder`, parameters are float32
+            unless `dtype` is given.
 
     Raises:
         ValueError: if the backbone or the weights are unknown, a number is out of its range, or an argument does not
@@ -209,7 +210,7 @@ class TextEmbedder(nn.Module):
         if tokens.shape[1] == 0:  # all texts are empty
             tokens = nn.functional.pad(tokens, (0, 1), value=PADDING)
         features: Tensor = self.backbone(tokens)
-        embeddings: Tensor = self.head(features)
+        embeddings: Tensor = self.head(features.to(self.head.weight.dtype))  # `backbone_args` may have a `dtype`
         if self.normalize:
             return l2_normalize(embeddings)
         return embeddings

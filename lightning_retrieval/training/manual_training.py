@@ -24,7 +24,12 @@ from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_s
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
-from lightning_retrieval.training.trainer_checks import check_filled, check_trainer, keeps_parameters
+from lightning_retrieval.training.trainer_checks import (
+    check_filled,
+    check_trainer,
+    keeps_parameters,
+    warn_of_half_parameters,
+)
 
 
 class OptimizedModule(CheckpointedModule):
@@ -329,8 +334,12 @@ class ManualTraining(OptimizedModule):
         return super().configure_callbacks()
 
     def on_train_start(self) -> None:
-        """Raise if weights are missing, or a `ReduceLROnPlateau` has no validation at the end of an epoch."""
+        """Raise if weights are missing, or a `ReduceLROnPlateau` has no validation at the end of an epoch.
+
+        Warn of parameters of 16 bits.
+        """
         check_filled(self)
+        warn_of_half_parameters(self)
         trainer: Any = self.trainer
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return

@@ -1,6 +1,7 @@
 """Settings and flags of the Trainer that raise; tests/test_lightning.py and tests/test_full_sharding.py have runs."""
 
 import pytest
+import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, OnExceptionCheckpoint
 from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
@@ -12,7 +13,15 @@ from lightning_retrieval import FSDP2Strategy, PCAWhitening, RetrievalModule, Sm
 from lightning_retrieval.callbacks import LearnWhitening
 from lightning_retrieval.losses import After, Before, BlackboxMAPLoss, CalibrationLoss, WeightedSum
 from lightning_retrieval.training.trainer_checks import check_processes, check_trainer
-from tests.lightning_retrieval.training.small_training import SGD, Unfreeze, assert_same, batches, fit, net
+from tests.lightning_retrieval.training.small_training import (
+    SGD,
+    Unfreeze,
+    assert_same,
+    batches,
+    fit,
+    net,
+    warnings_with,
+)
 from tests.quiet_trainer import quiet_trainer
 
 FILE = {"tensor_parallel_size": 1, "save_distributed_checkpoint": False}
@@ -161,3 +170,20 @@ def test_a_type_of_gathered_embeddings_without_gathering_raises():
         ValueError, match=r"^RetrievalModule: `gather_dtype` must be None .* got 'float16'; keep gather="
     ):
         RetrievalModule(net(), SmoothAPLoss(), gather=False, gather_dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "count"),
+    [
+        (torch.bfloat16, "bf16-mixed", 1),
+        (torch.bfloat16, "bf16-true", 0),
+        (torch.float32, "bf16-true", 0),
+        (torch.float32, "bf16-mixed", 0),
+    ],
+)
+def test_warns_of_parameters_of_16_bits_that_the_trainer_has_not_converted(dtype, precision, count):
+    """Such as those of a model that transformers has loaded in the type of its file."""
+    module = RetrievalModule(nn.Sequential(nn.Linear(6, 4).to(dtype)), SmoothAPLoss())
+    data = [(torch.randn(6, 6), torch.tensor([0, 0, 1, 1, 2, 2]))]
+    words = "RetrievalModule: parameters that learn should be float32"
+    assert len(warnings_with(words, fit, module, data, precision=precision)) == count
