@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_tensor, short_repr
+from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
@@ -147,7 +148,7 @@ class Embedder(PretrainedModule):
         wanted = wanted_settings("Embedder", preparation, image_size)
         if backbone_args is None:
             backbone_args = {}
-        self._set_backbone(backbone, pooling, wanted, backbone_args)
+        self._set_backbone(without_wrappers(backbone), pooling, wanted, backbone_args)
         has_maps = True
         if feature_dim is None:
             cure = "give `feature_dim`, the dimension of its features"
@@ -165,6 +166,7 @@ class Embedder(PretrainedModule):
         if layer_norm:
             self.head.add_module("norm", nn.LayerNorm(feature_dim))
         self.head.add_module("linear", nn.Linear(feature_dim, embedding_dim))
+        keep_plain_names(self)
         for part in (self, self.backbone):
             part.register_load_state_dict_post_hook(note_loaded_weights)
         self._prepare_backbone()

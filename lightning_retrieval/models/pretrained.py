@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
+from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import new_file
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
@@ -274,7 +275,7 @@ class PretrainedModule(nn.Module):
             ValueError: if the backbone was given as a module, which a file cannot describe, or the folder is a file.
             ModuleNotFoundError: if safetensors is not installed.
         """
-        merged = copy.deepcopy(self).merge_lora()
+        merged = copy.deepcopy(without_wrappers(self)).merge_lora()
         arguments = merged.init_args()
         if arguments is None:
             raise ValueError(

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_string, short_repr
+from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import MOST_DIM, has_loaded_weights, note_loaded_weights
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, source_of
@@ -167,6 +168,7 @@ class TextEmbedder(nn.Module):
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
+        keep_plain_names(self)
         parts: tuple[nn.Module, ...] = (self, self.backbone)
         for part in parts:
             part.register_load_state_dict_post_hook(note_loaded_weights)

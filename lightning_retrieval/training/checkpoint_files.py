@@ -30,6 +30,7 @@ from lightning_retrieval.checkpoints import (
     write_sharded_checkpoint,
 )
 from lightning_retrieval.checks import check_path, short_repr
+from lightning_retrieval.compiled import plain_state
 from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
@@ -122,6 +123,13 @@ def check_map_location(owner: str, map_location: Any) -> None:
             f"{owner}: `map_location` must be a device such as 'cpu', got {short_repr(map_location)} "
             f"({type(map_location).__name__})."
         )
+
+
+def rename_plainly_in(checkpoint: dict[str, Any]) -> None:
+    """Remove what `torch.compile` adds to the names of weights from a checkpoint, which is changed in place."""
+    for key in (*STATES, BASE_WEIGHTS):
+        if key in checkpoint:
+            checkpoint[key] = plain_state(checkpoint[key])
 
 
 def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
@@ -256,6 +264,7 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     settings = _settings_of_module(checkpoint)
     if settings is None:
         return None
+    rename_plainly_in(checkpoint)
     reader = DescriptionReader(MODULE.rpartition(".")[2])
     reader.settings(TrainingObjects, settings)
     checked = reader.settings(RetrievalNetwork, settings)
@@ -366,6 +375,7 @@ class ShardedRunCheckpoints:
             check_checkpoint(self.owner, path)
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         module = self.strategy.lightning_module
+        rename_plainly_in(checkpoint)
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)
         current = module.state_dict()

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
+from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.files import temporary_path
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, describe, unsharded_class, without_sources
@@ -85,6 +86,10 @@ class CheckpointedModule(pl.LightningModule):
     # The same for the queries of data with two sides.
     query_preparation: dict[str, Any] | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        keep_plain_names(self)
+
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
         """Save the arguments of a constructor as hyperparameters, in the form of plain values.
 
@@ -103,7 +108,8 @@ class CheckpointedModule(pl.LightningModule):
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
 
     def configure_callbacks(self) -> Any:
-        """Let the Trainer verify the checkpoints that it loads."""
+        """Let the Trainer verify the checkpoints that it loads, and replace wrappers of `torch.compile`."""
+        without_wrappers(self)
         strategy = self.trainer.strategy
         if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
             strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io)
@@ -144,6 +150,8 @@ class CheckpointedModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Convert the module to the run's precision before the weights are loaded; Lightning would do so afterwards."""
+        without_wrappers(self)
+        checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
         _unfreeze(self, checkpoint.get(TRAINABLE, ()))
