@@ -5,7 +5,7 @@
 way, so that classes, files and messages do not depend on how a network was compiled.
 """
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import nn
@@ -39,8 +39,18 @@ def _is_wrapper(network: nn.Module) -> bool:
 def _compiled_in_place(wrapper: Any) -> nn.Module:
     """The network in a wrapper, whose calls are compiled as those of the wrapper were."""
     network: nn.Module = wrapper._modules[WRAPPED]
-    network._compiled_call_impl = wrapper.dynamo_ctx(network._call_impl)
+    compile_calls(network, wrapper.dynamo_ctx)
     return network
+
+
+def compile_calls(network: nn.Module, compiler: Callable[[Any], Any]) -> None:
+    """Compile the calls of a network, as `network.compile()` does.
+
+    Args:
+        network: any network.
+        compiler: what `torch.compile` has stored as `dynamo_ctx`: it compiles a function.
+    """
+    network._compiled_call_impl = compiler(network._call_impl)
 
 
 def plain_name(name: str) -> str:
@@ -64,11 +74,6 @@ def plain_state(state: Any) -> Any:
     if versions is not None:
         renamed._metadata = versions  # type: ignore[attr-defined]
     return renamed
-
-
-def plain_names(names: Iterable[str]) -> list[str]:
-    """Names of weights without the parts that `torch.compile` adds."""
-    return list(map(plain_name, names))
 
 
 def keep_plain_names(network: nn.Module) -> None:

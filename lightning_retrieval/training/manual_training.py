@@ -11,11 +11,13 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
-from torch import Tensor
+from pytorch_lightning.utilities.compile import to_uncompiled
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
+from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
@@ -397,6 +399,21 @@ class ManualTraining(OptimizedModule):
         """Step the `ReduceLROnPlateau` schedulers in a run without validation."""
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
+
+
+def compile_only(module: Any, networks: Iterable[nn.Module]) -> None:
+    """If `torch.compile` has compiled a module, compile only its networks instead.
+
+    Args:
+        module: the LightningModule.
+        networks: the networks that it calls.
+    """
+    compiled = module._compiler_ctx
+    if compiled is None:
+        return
+    to_uncompiled(module)
+    for network in networks:
+        compile_calls(network, compiled["dynamo_ctx"])
 
 
 def steps_of_run(trainer: Any) -> float:

@@ -29,7 +29,7 @@ from lightning_retrieval.training.full_sharding import (
     start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining, steps_of_run
+from lightning_retrieval.training.manual_training import ManualTraining, compile_only, steps_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import (
     FrozenBackbone,
@@ -293,6 +293,11 @@ class RetrievalModule(ManualTraining):
         if self.query_embedder is None:
             return [self.embedder]
         return [self.embedder, self.query_embedder]
+
+    def configure_callbacks(self) -> Any:
+        """Compile only the networks if `torch.compile` has compiled the module: it cannot compile a training step."""
+        compile_only(self, self._networks())
+        return super().configure_callbacks()
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed each image independently. Losses and metrics normalise the returned embeddings.
