@@ -74,6 +74,7 @@ _OF_TRAINER = {
     "rank_zero_info": "utilities",
     "rank_zero_only": "utilities",
     "rank_zero_warn": "utilities",
+    "to_uncompiled": "utilities.compile",
 }
 _OF_FABRIC = {
     "CheckpointIO": "plugins.io.checkpoint_io",
@@ -145,6 +146,7 @@ if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     from pytorch_lightning.utilities import rank_zero_info as rank_zero_info
     from pytorch_lightning.utilities import rank_zero_only as rank_zero_only
     from pytorch_lightning.utilities import rank_zero_warn as rank_zero_warn
+    from pytorch_lightning.utilities.compile import to_uncompiled as to_uncompiled
     from pytorch_lightning.utilities.model_helpers import _restricted_classmethod as _restricted_classmethod
     from pytorch_lightning.utilities.model_helpers import is_overridden as is_overridden
 

@@ -242,6 +242,17 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
         raise ValueError(f"{owner}: `{name}` must hold numbers, got a tensor on the device meta, which has none.")
 
 
+def check_no_transform(owner: str, **values: Any) -> None:
+    """Raise if one of some tensors is inside of a function transform of `torch.func`, where numbers cannot be read."""
+    for name, value in values.items():
+        if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise TypeError(
+                f"{owner}: `{name}` must not be inside of torch.func (grad, vmap, jacrev), because checks and blocks "
+                "read numbers, got such a tensor; call the loss for each batch, and torch.autograd.grad for its "
+                "gradient."
+            )
+
+
 def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False) -> None:
     """Raise unless `value` is a dense tensor of float16, bfloat16, float32 or float64.
 

@@ -12,7 +12,7 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    {"checks", "csv_rows", "files", "optional_packages", "packed_strings", "progress"},
+    {"checks", "compiled", "csv_rows", "files", "optional_packages", "packed_strings", "progress"},
     {"backend"},
     {"checkpoints", "distributed", "plain_data"},
     {"ranking", "preparation"},

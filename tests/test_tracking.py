@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
+import torch
 import yaml
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
 from lightning_retrieval import CalibrationLoss, Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
@@ -163,3 +165,22 @@ def test_throughput_excludes_the_time_between_epochs(validated, tmp_path, glyphs
     with (tmp_path / "csv/version_0/metrics.csv").open() as file:
         speeds = [float(row["train/images/s"] or 0) for row in csv.DictReader(file)]
     assert [speed for speed in speeds if speed] == pytest.approx([18 / 0.2] * 2 * (BATCHES - 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Converting a tensor", "ignore:.*might cause the trace")
+def test_tensorboard_gets_the_graph_of_the_network(tmp_path):
+    """`log_graph=True` traces the module, before the first step."""
+    from pytorch_lightning.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    module = RetrievalModule(Embedder("glyph_net", 8, freeze_batch_norm=True), SmoothAPLoss(), chunk_size=4)
+    module.example_input_array = torch.rand(2, 1, 32, 32)
+    data = [(torch.rand(8, 1, 32, 32), torch.arange(8) // 2) for _ in range(2)]
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    trainer = quiet_trainer(max_epochs=1, logger=logger)
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    logger.finalize("success")
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert trainer.global_step == 2
+    assert any("Embedder" in node.name for node in events.Graph().node)

@@ -29,7 +29,7 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.preparation.decoding import image_files
-from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
+from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform, warning_of_guess
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
 from lightning_retrieval.progress import Progress
@@ -233,7 +233,8 @@ def load_checkpoint(owner: str, checkpoint: Path, restored: Callable[[Any], Any]
 
     Returns:
         The `RetrievalNetwork` or, for the checkpoint of a subclass, the `RetrievalModule`. Its attribute `preparation`
-            is the preparation of images in its evaluation; None if the checkpoint does not record the preparation.
+            is the preparation of images in its evaluation; None if the checkpoint does not record the preparation. Its
+            attribute `steps_of_training` is 0 if the network is as it was built.
 
     Raises:
         ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
@@ -252,6 +253,7 @@ def load_checkpoint(owner: str, checkpoint: Path, restored: Callable[[Any], Any]
             network = restored_retrieval_module(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
         raise ValueError(f"{rule} ({first_line(error)}).") from None
+    network.steps_of_training = int(saved.get("global_step") or 0)
     return network
 
 
@@ -408,6 +410,9 @@ class ImageEmbedder:
             "preparation_from": source,
             "channels": channels,
         }
+        warning = warning_of_guess(about)
+        if warning is not None and module.steps_of_training > 0 and rank() == 0:
+            print(warning, file=sys.stderr)
         if isinstance(prepare, Preparation) and not prepare.gives_one_size:
             batch_size = 1
         if device is None:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import as_int64
+from lightning_retrieval.checks import as_int64, check_no_transform
 from lightning_retrieval.ranking.relevance import Relevance
 
 T = TypeVar("T")
@@ -142,6 +142,7 @@ class BatchLoss(nn.Module):
             ValueError: if shapes do not match, or an embedding is not finite.
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
+        check_no_transform(type(self).__name__, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
         batch = RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries, relevance=relevance)
         return self.of_batch(batch)
 

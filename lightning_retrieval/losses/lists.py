@@ -20,6 +20,7 @@ from lightning_retrieval.checks import (
     check_float,
     check_integers,
     check_matrix,
+    check_no_transform,
     check_tensor,
     has_finite_sum,
     short_repr,
@@ -133,6 +134,7 @@ class ScoreLists(RankedLists):
         graded: bool = False,
         mask_name: str = "relevant",
     ) -> None:
+        check_no_transform(owner, scores=scores, relevant=relevant)
         check_float(owner, "scores", scores)
         if scores.ndim != 2 or len(scores) == 0:
             raise ValueError(f"{owner}: `scores` must have shape (Q, R) with Q > 0, got {tuple(scores.shape)}.")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_bool, check_instance, check_integer, check_path, first_line, short_repr
+from lightning_retrieval.compiled import keep_plain_names, plain_state, without_wrappers
 from lightning_retrieval.models.embedder import MOST_DIM
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
@@ -72,7 +73,9 @@ class AdaptedEmbedder(nn.Module):
     ) -> None:
         super().__init__()
         owner = type(self).__name__
+        embedder = without_wrappers(embedder)
         check_instance(owner, "embedder", embedder, nn.Module)
+        keep_plain_names(self)
         self.from_dim = check_integer(owner, "from_dim", from_dim, 1, MOST_DIM)
         self.embedding_dim = check_integer(owner, "embedding_dim", embedding_dim, 1, MOST_DIM)
         if hidden_dim is not None:
@@ -166,7 +169,9 @@ class FrozenEmbedder(nn.Module):
             )
             if preparation is None:
                 preparation = recorded
+        embedder = without_wrappers(embedder)
         check_instance("FrozenEmbedder", "embedder", embedder, nn.Module)
+        keep_plain_names(self)
         self.preparation: Preparation | None = getattr(embedder, "preparation", None)
         if isinstance(embedder, FrozenEmbedder):  # a frozen embedder of a frozen embedder is the inner one
             embedder = embedder.embedder
@@ -224,7 +229,8 @@ def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dic
     try:
         saved = read_checkpoint(checkpoint)
         settings = saved["hyper_parameters"]
-        state = {name: value for name, value in saved["state_dict"].items() if name.startswith("embedder.")}
+        weights = plain_state(saved["state_dict"])
+        state = {name: value for name, value in weights.items() if name.startswith("embedder.")}
         with without_pretrained_weights(), limited_to(owner, weights_of(saved)):
             embedder = rebuild(owner, "embedder", settings["embedder"], nn.Module)
         embedder.load_state_dict({name.removeprefix("embedder."): value for name, value in state.items()})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_tensor, short_repr
+from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
@@ -75,6 +76,8 @@ class Embedder(PretrainedModule):
             from the preparation that belongs to the weights. The attribute `preparation` is always a `Preparation`.
         backbone_args: further keyword arguments that build the network, as plain values: arguments of
             `timm.create_model`, of torchvision's function or of `GlyphNet`, or entries of the config of Hugging Face.
+            Parameters have PyTorch's default type, float32, whatever the type of saved weights is, unless `dtype` is
+            given to Hugging Face.
             Code in a hub repository is never run: build such a model yourself, and pass the module.
         lora: the rank r of low-rank adapters, or a dict of arguments of `peft.LoraConfig`. If given, the backbone is
             frozen and adapters of its attention are trained, through peft. With `weights`, checkpoints do not hold the
@@ -145,7 +148,7 @@ class Embedder(PretrainedModule):
         wanted = wanted_settings("Embedder", preparation, image_size)
         if backbone_args is None:
             backbone_args = {}
-        self._set_backbone(backbone, pooling, wanted, backbone_args)
+        self._set_backbone(without_wrappers(backbone), pooling, wanted, backbone_args)
         has_maps = True
         if feature_dim is None:
             cure = "give `feature_dim`, the dimension of its features"
@@ -163,6 +166,7 @@ class Embedder(PretrainedModule):
         if layer_norm:
             self.head.add_module("norm", nn.LayerNorm(feature_dim))
         self.head.add_module("linear", nn.Linear(feature_dim, embedding_dim))
+        keep_plain_names(self)
         for part in (self, self.backbone):
             part.register_load_state_dict_post_hook(note_loaded_weights)
         self._prepare_backbone()

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -42,6 +43,8 @@ NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id"
 FOR_READERS = (*NOT_KEPT, "label_names", "pretrained_cfg")
 # Entries of a config whose value, if it is a string, is the name of a model that transformers looks up on the hub.
 OTHER_MODELS = ("backbone", "base_model_name_or_path")
+TYPE_ARGUMENTS = ("dtype", "torch_dtype")
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # types of parameters
 NO_CODE = {"trust_remote_code": False}  # transformers must not run code of a repository, and not ask at the terminal
 
 
@@ -69,7 +72,13 @@ class HuggingFaceBackbone(nn.Module):
             self.settings["interpolate_pos_encoding"] = True
 
     def forward(self, images: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch dim ..."]:
-        output = self.model(images, **self.settings)
+        dtype = self.model.dtype
+        if dtype == images.dtype:
+            return self._features(self.model(images, **self.settings))
+        # The user has chosen a `dtype` of the model, while the layers after it have that of the images.
+        return self._features(self.model(images.to(dtype), **self.settings)).to(images.dtype)
+
+    def _features(self, output: Any) -> Float[Tensor, "batch dim ..."]:
         pooled: Tensor | None = getattr(output, "pooler_output", None)
         if self.pooling == OWN and pooled is not None:
             return pooled.flatten(1)  # (batch, dim, 1, 1) for some convolutional networks
@@ -172,7 +181,7 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
         request: name, weights and arguments.
         part: the part that is taken of the config of a model of images and texts.
     """
-    arguments = {name: value for name, value in request.arguments.items() if name not in NO_CODE}
+    arguments = {name: value for name, value in request.arguments.items() if name not in (*NO_CODE, *TYPE_ARGUMENTS)}
     if pretrained.is_rebuilding():
         _check_config_of_file(request, "backbone_args", arguments)
     if "model_type" in arguments:
@@ -187,7 +196,45 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
         config = _config_by_name(transformers, request, arguments)
     if pretrained.is_rebuilding():
         _without_pretrained_parts(config)
-    return getattr(config, part, config)
+    _check_not_quantized(request, config)
+    config = getattr(config, part, config)
+    _check_not_quantized(request, config)
+    config.dtype = _dtype(request, config.dtype)
+    return config
+
+
+def _check_not_quantized(request: BackboneRequest, config: Any) -> None:
+    """Raise if the weights of a model are integers or numbers of eight bits or less, which cannot be trained."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        raise ValueError(
+            f"Embedder: `backbone` must be a model whose weights are not quantised, got hf/{request.name} with the "
+            f"quantization_config {short_repr(quantization)}; take the model from which it was made."
+        )
+
+
+def _dtype(request: BackboneRequest, saved: Any) -> torch.dtype:
+    """The type of the parameters: PyTorch's default type, unless the arguments ask for another one.
+
+    transformers would take the type in which the weights were saved, since its release 5.
+
+    Args:
+        request: its arguments may have `dtype` or, as in older releases, `torch_dtype`; `"auto"` is the saved type.
+        saved: the type in the config.
+    """
+    given = filter(None, map(request.arguments.get, TYPE_ARGUMENTS))
+    wanted = next(given, None)
+    if wanted == "auto":
+        wanted = saved
+    if wanted is None:
+        return torch.get_default_dtype()
+    dtype = getattr(torch, str(wanted).removeprefix("torch."), None)
+    if dtype not in DTYPES:
+        raise ValueError(
+            "Embedder: `backbone_args` must have a `dtype` among float32, float64, float16 and bfloat16, got "
+            f"{short_repr(wanted)}."
+        )
+    return dtype  # type: ignore[no-any-return]
 
 
 def _config_by_name(transformers: Any, request: BackboneRequest, arguments: Mapping[str, Any]) -> Any:
@@ -222,6 +269,7 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             model: Any = kind.from_config(config, **NO_CODE, **settings)
         else:
             model = kind(config, **settings)
+        model.to(config.dtype)
         if has_file and not pretrained.are_skipped():
             prefix = f"{model.base_model_prefix}."
             pretrained.load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
@@ -229,11 +277,18 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
     what = f"{request.weights!r} of hf/{request.name}"
     _check_no_adapters(transformers, request)
     try:
-        model, loading = kind.from_pretrained(
-            request.name, config=config, output_loading_info=True, **source_of(request), **NO_CODE, **settings
+        loaded = kind.from_pretrained(
+            request.name,
+            config=config,
+            dtype=config.dtype,
+            output_loading_info=True,
+            **source_of(request),
+            **NO_CODE,
+            **settings,
         )
     except (OSError, ValueError) as error:
         raise pretrained.hub_error("weights", what, error) from None
+    model, loading = loaded
     missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
     pretrained.check_loaded(what, f"hf/{request.name}", model, trained)

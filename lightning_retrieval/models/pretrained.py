@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
+from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import is_system_error, new_files, writing
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
@@ -214,6 +215,12 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
             f"Embedder: `weights` must be a file of tensors by name, got {path}, which has none, but the entries "
             f"{found}; save the state_dict of the network."
         )
+    quantized = list(filter(lambda name: _is_quantized(tensors[name]), tensors))
+    if quantized:
+        raise ValueError(
+            f"Embedder: `weights` must be a file whose tensors are not quantised, got {path} with "
+            f"{tensors[quantized[0]].dtype} ({first_of(quantized, SHOWN_NAMES)}); take the weights before quantisation."
+        )
     return tensors
 
 
@@ -245,6 +252,12 @@ def hub_access(*, allowed: bool) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = was_offline
+
+
+def _is_quantized(values: Tensor) -> bool:
+    """Whether values are numbers of eight bits or less, which mean nothing without their scales."""
+    is_float8 = values.is_floating_point() and values.element_size() == 1
+    return values.is_quantized or is_float8 or values.dtype == torch.int8
 
 
 def hub_error(argument: str, what: str, error: Exception) -> ValueError:
@@ -308,7 +321,7 @@ class PretrainedModule(nn.Module):
             OSError: if the folder cannot be written to; the earlier files are unchanged.
             ModuleNotFoundError: if safetensors is not installed.
         """
-        merged = copy.deepcopy(self).merge_lora()
+        merged = copy.deepcopy(without_wrappers(self)).merge_lora()
         arguments = merged.init_args()
         if arguments is None:
             raise ValueError(

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_string, short_repr
+from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import MOST_DIM, has_loaded_weights, note_loaded_weights
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
@@ -128,7 +129,8 @@ class TextEmbedder(nn.Module):
         max_length: maximum number of tokens of a text. Longer texts are cut. If None, the maximum of the tokenizer and
             of the model; a number must not exceed these.
         backbone_args: further arguments that build the network, as plain values: `buckets`, `min_n`, `max_n` and `dim`
-            for `"ngram_net"`, or entries of the config of Hugging Face.
+            for `"ngram_net"`, or entries of the config of Hugging Face. As for `Embedder`, parameters are float32
+            unless `dtype` is given.
 
     Raises:
         ValueError: if the backbone or the weights are unknown, a number is out of its range, or an argument does not
@@ -177,6 +179,7 @@ class TextEmbedder(nn.Module):
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
+        keep_plain_names(self)
         parts: tuple[nn.Module, ...] = (self, self.backbone)
         for part in parts:
             part.register_load_state_dict_post_hook(note_loaded_weights)
@@ -221,7 +224,7 @@ class TextEmbedder(nn.Module):
             tokens = nn.functional.pad(tokens, (0, 1), value=PADDING)
         self._check_vocabulary(tokens)
         features: Tensor = self.backbone(tokens)
-        embeddings: Tensor = self.head(features)
+        embeddings: Tensor = self.head(features.to(self.head.weight.dtype))  # `backbone_args` may have a `dtype`
         if self.normalize:
             return l2_normalize(embeddings)
         return embeddings

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_retrieval.compiled import without_wrappers
+
 LONGEST_LIST = 100  # for a longer list or dict, only the length is logged
 DEEPEST_NESTING = 3  # for deeper values, only the class is logged
 _SCALARS = (bool, int, float, str)
@@ -74,6 +76,7 @@ def describe(value: Any) -> Any:
         >>> describe(SmoothAPLoss(tau=0.1))["init_args"]["tau"]
         0.1
     """
+    value = without_wrappers(value)
     if value is None or isinstance(value, _SCALARS):
         return _scalar(value)
     if isinstance(value, (list, tuple)):
@@ -125,6 +128,7 @@ def logged_settings(value: Any) -> dict[str, Any]:
         >>> settings["class_path"], settings["tau"]
         ('lightning_retrieval.SmoothAPLoss', 0.1)
     """
+    value = without_wrappers(value)
     attributes = getattr(value, "__dict__", {})
     settings: dict[str, Any] = {"class_path": class_path(type(value))}
     for base in type(value).__mro__[:-1]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from torch import nn
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data.describe import constructor_parameters, is_variadic
 from lightning_retrieval.plain_data.rules import (
@@ -52,6 +53,7 @@ def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
     if _is_description(value):
         check_plain_data(owner, name, value)
         value = DescriptionReader(owner).description(name, value, _Place((kind,))).build()
+    value = without_wrappers(value)
     if not isinstance(value, kind):
         raise TypeError(f"{owner}: `{name}` must be a {kind.__module__}.{kind.__name__}, got {type(value).__name__}.")
     return value

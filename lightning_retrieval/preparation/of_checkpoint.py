@@ -23,9 +23,10 @@ PROBED_SIZE = (224, 224)  # height and width of the black image on which a funct
 SOURCES = {
     "argument": "",
     "checkpoint": ", as the checkpoint says",
-    "model": ", as its embedder wants",
-    "default": ", the default, because the checkpoint names none",
+    "model": ", as its embedder wants (not known to be that of its evaluation)",
+    "default": ", the default (not known to be that of its evaluation)",
 }
+GUESSES = {"model": "which its embedder wants", "default": "the default"}  # by sources that may be wrong
 DEFAULT_NAMES = {1: "glyphs"}  # name of the preparation by number of channels; "plain" for other numbers
 
 
@@ -89,6 +90,24 @@ def shown_choice(about: dict[str, Any]) -> str:
         about: the attribute `about` of an `ImageEmbedder`, with the keys `preparation` and `preparation_from`.
     """
     return f"{shown_transform(about['preparation'])}{SOURCES[about['preparation_from']]}"
+
+
+def warning_of_guess(about: dict[str, Any]) -> str | None:
+    """The warning that the preparation of a model's images is not known; None if it is.
+
+    Args:
+        about: as for `shown_choice`, with the key `checkpoint`.
+    """
+    guess = GUESSES.get(about["preparation_from"])
+    if guess is None:
+        return None
+    names = ", ".join(Preparation.NAMES)
+    return (
+        f"warning: {about['checkpoint']} does not say how its images were prepared in evaluation, as with a "
+        f"data module of your own; they are prepared with {shown_transform(about['preparation'])}, {guess}. If that is "
+        "another size, crop, mean or std, the embeddings are wrong: pass --transform with the dotted name of the "
+        f"function that prepared them, or one of {names}."
+    )
 
 
 def _check_not_of_python(owner: str, name: str) -> None:

@@ -45,7 +45,8 @@ def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch di
                 [1.0000, 0.0000]])
     """
     x = embeddings.to(promote_types(embeddings.dtype, float32))
-    if torch.is_grad_enabled() and x.requires_grad:
+    is_traced = torch.jit.is_tracing()  # a trace would hold a call of Python, which no other program can run
+    if torch.is_grad_enabled() and x.requires_grad and not is_traced:
         unit: Tensor = _UnitRows.apply(x)[0]
         return unit
     return _unit_rows(x)[0]

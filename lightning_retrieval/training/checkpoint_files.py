@@ -34,6 +34,7 @@ from lightning_retrieval.checkpoints import (
     write_sharded_checkpoint,
 )
 from lightning_retrieval.checks import check_path, short_repr
+from lightning_retrieval.compiled import plain_state
 from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
@@ -160,6 +161,13 @@ def check_map_location(owner: str, map_location: Any) -> None:
             f"{owner}: `map_location` must be a device such as 'cpu', got {short_repr(map_location)} "
             f"({type(map_location).__name__})."
         )
+
+
+def rename_plainly_in(checkpoint: dict[str, Any]) -> None:
+    """Remove what `torch.compile` adds to the names of weights from a checkpoint, which is changed in place."""
+    for key in (*STATES, BASE_WEIGHTS):
+        if key in checkpoint:
+            checkpoint[key] = plain_state(checkpoint[key])
 
 
 def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
@@ -295,6 +303,7 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     if settings is None:
         return None
     check_content(MODULE.rpartition(".")[2], checkpoint)
+    rename_plainly_in(checkpoint)
     reader = DescriptionReader(MODULE.rpartition(".")[2])
     reader.settings(TrainingObjects, settings)
     checked = reader.settings(RetrievalNetwork, settings)
@@ -408,6 +417,7 @@ class ShardedRunCheckpoints:
         check_content(self.owner, checkpoint)
         check_state_of_trainer(self.owner, checkpoint)
         module = self.strategy.lightning_module
+        rename_plainly_in(checkpoint)
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)
         current = module.state_dict()

@@ -38,6 +38,7 @@ from lightning_retrieval.checkpoints import (
     write_checkpoint,
 )
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
+from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.csv_rows import csv_rows
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
@@ -150,6 +151,7 @@ class CheckpointedModule(pl.LightningModule):
     def __init__(self) -> None:
         warn_of_other_package()
         super().__init__()
+        keep_plain_names(self)
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
         """Save the arguments of a constructor as hyperparameters, in the form of plain values.
@@ -169,7 +171,8 @@ class CheckpointedModule(pl.LightningModule):
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
 
     def configure_callbacks(self) -> Any:
-        """Let the Trainer verify the checkpoints that it loads."""
+        """Let the Trainer verify the checkpoints that it loads, and replace wrappers of `torch.compile`."""
+        without_wrappers(self)
         self._verify_checkpoints()
         return super().configure_callbacks()
 
@@ -178,7 +181,6 @@ class CheckpointedModule(pl.LightningModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
             strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io, self.trainer)
-        return super().configure_callbacks()
 
     @_restricted_classmethod
     def load_from_checkpoint(
@@ -219,6 +221,8 @@ class CheckpointedModule(pl.LightningModule):
         Lightning would convert it after the weights are loaded.
         """
         check_content(type(self).__name__, checkpoint)
+        without_wrappers(self)
+        checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
             restrict_states(type(self).__name__, self.trainer, checkpoint)
             self.trainer.precision_plugin.convert_module(self)

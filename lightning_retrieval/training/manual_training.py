@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, TrainerFn, pl, rank_zero_warn
+from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, TrainerFn, pl, rank_zero_warn, to_uncompiled
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
+from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
@@ -23,12 +24,14 @@ from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_s
 from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
 from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
+from lightning_retrieval.training.schedulers import make_scheduler
 from lightning_retrieval.training.trainer_checks import (
     check_draws_images,
     check_filled,
     check_samplers,
     check_trainer,
     keeps_parameters,
+    warn_of_half_parameters,
 )
 
 DROPPED_KEYS = ("monitor", "strict", "reduce_on_plateau")  # of a scheduler's dict, by Lightning in manual optimization
@@ -80,11 +83,11 @@ class OptimizedModule(CheckpointedModule):
             scheduler_settings: further entries of Lightning's dict of the scheduler.
             rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
-        optimizer = make_optimizer(self, self.optimizer, **rates)
+        optimizer, factors = make_optimizer(self, self.optimizer, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {
-            "scheduler": self.lr_scheduler(optimizer),
+            "scheduler": make_scheduler(type(self).__name__, self.lr_scheduler, optimizer, factors),
             "interval": self.lr_scheduler_interval,
             "frequency": self.lr_scheduler_frequency,
             **scheduler_settings,
@@ -350,9 +353,13 @@ class ManualTraining(OptimizedModule):
         return super().configure_callbacks()
 
     def on_train_start(self) -> None:
-        """Raise if weights are missing, a loader or scheduler cannot be used, or a plateau gets no validation."""
+        """Raise if weights are missing, a loader or scheduler cannot be used, or a plateau gets no validation.
+
+        Warn of parameters of 16 bits.
+        """
         super().on_train_start()
         check_filled(self)
+        warn_of_half_parameters(self)
         trainer: Any = self.trainer
         check_draws_images(type(self).__name__, trainer)
         check_optimizer_states(type(self).__name__, trainer.optimizers)
@@ -449,6 +456,21 @@ def _read_monitors(found: Any, monitors: dict[int, str], monitor: str | None = N
     for name in {"lr_scheduler", "scheduler"} & kept.keys():
         kept[name] = _read_monitors(kept[name], monitors, monitor)
     return kept
+
+
+def compile_only(module: Any, networks: Iterable[nn.Module]) -> None:
+    """If `torch.compile` has compiled a module, compile only its networks instead.
+
+    Args:
+        module: the LightningModule.
+        networks: the networks that it calls.
+    """
+    compiled = module._compiler_ctx
+    if compiled is None:
+        return
+    to_uncompiled(module)
+    for network in networks:
+        compile_calls(network, compiled["dynamo_ctx"])
 
 
 def steps_of_run(trainer: Any) -> float:

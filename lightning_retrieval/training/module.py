@@ -37,7 +37,7 @@ from lightning_retrieval.training.full_sharding import (
     start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining, fraction_of_run, steps_of_run
+from lightning_retrieval.training.manual_training import ManualTraining, compile_only, fraction_of_run, steps_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import (
     FrozenBackbone,
@@ -112,7 +112,8 @@ class RetrievalModule(ManualTraining):
             candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.
         optimizer: class or function that is called with the parameter groups, such as
             `functools.partial(torch.optim.SGD, lr=0.1)`.
-        lr_scheduler: class or function that is called with the optimizer, or None.
+        lr_scheduler: class or function that is called with the optimizer, or None. Rates of its own, such as `max_lr`,
+            are those of parameters without a factor.
         lr_scheduler_interval: the scheduler is stepped after each `"step"` or each `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
@@ -305,6 +306,11 @@ class RetrievalModule(ManualTraining):
         if self.query_embedder is None:
             return [self.embedder]
         return [self.embedder, self.query_embedder]
+
+    def configure_callbacks(self) -> Any:
+        """Compile only the networks if `torch.compile` has compiled the module: it cannot compile a training step."""
+        compile_only(self, self._networks())
+        return super().configure_callbacks()
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed each image independently. Losses and metrics normalise the returned embeddings.

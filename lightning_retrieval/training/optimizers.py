@@ -137,8 +137,8 @@ def make_optimizer(
     layer_decay: float = 1.0,
     query_embedder: nn.Module | None = None,
     query_lr_factor: float = 1.0,
-) -> Optimizer:
-    """Create one optimizer for the trainable parameters of a module.
+) -> tuple[Optimizer, list[float]]:
+    """Create one optimizer for the trainable parameters of a module, and the factors of its parameter groups.
 
     Args:
         module: owner of the parameters; its class name is the prefix of error messages.
@@ -150,9 +150,12 @@ def make_optimizer(
             `backbone`, too, if it has them.
         query_lr_factor: learning rate of the second network divided by that of the first.
 
+    Returns:
+        The optimizer, and by which factor the learning rate of each of its groups was multiplied.
+
     Raises:
-        ValueError: if no parameter is trainable, if `head_lr_factor` is not 1 but there is no head with parameters, or
-            if `layer_decay` is not 1 but there is no backbone.
+        ValueError: if no parameter is trainable, if `head_lr_factor` is not 1 but there is no head with parameters, if
+            `layer_decay` is not 1 but there is no backbone, or if the optimizer has other groups than it was given.
     """
     networks = [(getattr(module, "embedder", module), head, 1.0)]
     if query_embedder is not None:
@@ -177,9 +180,39 @@ def make_optimizer(
             "parameters; name its last layers `head`, or keep the factor 1."
         )
     optimizer = make([{"params": groups[place]} for place in sorted(groups)])
-    for settings, place in zip(optimizer.param_groups, sorted(groups)):
-        settings["lr"] *= place.factor
-    return optimizer
+    return optimizer, _multiply_rates(type(module).__name__, optimizer, places)
+
+
+def _multiply_rates(owner: str, optimizer: Optimizer, places: dict[nn.Parameter, "_Place"]) -> list[float]:
+    """Multiply the rate of each group by the factor of its parameters, and return the factors of the groups.
+
+    Args:
+        owner: prefix of error messages.
+        optimizer: the optimizer, which may have split the groups that it was given.
+        places: place of each parameter of the networks.
+    """
+    factors = []
+    for group in optimizer.param_groups:
+        factors.append(_factor_of_group(owner, group, places))
+        if factors[-1] != 1:
+            group["lr"] = group["lr"] * factors[-1]  # not in place: groups may share a tensor
+    return factors
+
+
+def _factor_of_group(owner: str, group: dict[str, Any], places: dict[nn.Parameter, "_Place"]) -> float:
+    factors = {places.get(parameter, _Place()).factor for parameter in group["params"]}
+    if len(factors) > 1:
+        raise ValueError(
+            f"{owner}: `optimizer` must keep parameters with different learning rates in different groups, got a group "
+            f"with the factors {sorted(factors)} of `head_lr_factor`, `layer_decay` and `query_lr_factor`; pass the "
+            "given groups on to the optimizer, or split them."
+        )
+    if factors not in ({1.0}, set()) and group.get("lr") is None:
+        raise ValueError(
+            f"{owner}: `optimizer` must have a learning rate if `head_lr_factor`, `layer_decay` or `query_lr_factor` "
+            f"is not 1, got lr={group.get('lr')!r}; give it `lr`."
+        )
+    return next(iter(factors), 1.0)
 
 
 class _Place(NamedTuple):

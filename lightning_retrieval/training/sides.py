@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import as_int64, check_auto, check_choice, short_repr
+from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
@@ -198,6 +199,7 @@ class RetrievalNetwork(nn.Module):
         whitening: Whitening | None = None,
     ) -> None:
         super().__init__()
+        keep_plain_names(self)
         owner = "RetrievalModule"  # the class whose settings these are
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
         self.query_embedder: nn.Module | None = None

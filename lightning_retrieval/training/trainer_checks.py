@@ -43,6 +43,7 @@ from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
+from lightning_retrieval.training.optimizers import trained_parameters
 from lightning_retrieval.training.sides import SIDES, chunk_size_of
 from lightning_retrieval.training.step import GatherDtype, GlobalBatch
 
@@ -208,6 +209,26 @@ def check_filled(module: Any) -> None:
             f"{type(module).__name__}: a network on the meta device must be filled from the first process or from a "
             f"checkpoint, got no values for {names}; build the network on the CPU in the first process, or give a "
             "`ckpt_path` that holds them."
+        )
+
+
+def warn_of_half_parameters(module: Any) -> None:
+    """Warn of trained parameters of 16 bits, unless the Trainer has converted the whole module.
+
+    A step changes a parameter of bfloat16 only if it is larger than 1/256 of its value.
+
+    Args:
+        module: the LightningModule in a run.
+    """
+    if module.trainer.precision in ("bf16-true", "16-true"):
+        return
+    half = (torch.float16, torch.bfloat16)
+    names = [name for name, parameter in trained_parameters(module) if parameter.dtype in half]
+    if names:
+        rank_zero_warn(
+            f"{type(module).__name__}: parameters that learn should be float32, since small steps are lost in 16 bits, "
+            f"got {len(names)} of 16 bits ({first_of(names, 3)}); load the network in float32 (of transformers: "
+            "dtype=torch.float32), call its float(), or choose precision='bf16-true' of the Trainer."
         )
 
 

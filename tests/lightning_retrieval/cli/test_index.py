@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
@@ -31,6 +32,7 @@ from tests.lightning_retrieval.cli.glyph_commands import (
     run,
     save_checkpoint,
 )
+from tests.quiet_trainer import quiet_trainer
 
 
 def similarities(capsys, query, index, k):
@@ -451,3 +453,35 @@ def test_invalid_settings_and_then_bad_files_are_named_before_an_index_is_made(e
         manifest.write_text(wrong)
         fails("part-00000.npy must hold shard 0 .*of another model, of other images, or ")
     assert not (tmp_path / "i").exists()
+
+
+def trained_on_own_data(path, network, channels):
+    """A checkpoint of a run whose loader has prepared the images in a way that nothing records."""
+    module = RetrievalModule(Embedder(network, 8, image_size=32), SmoothAPLoss())
+    data = [(torch.rand(8, channels, 32, 32), torch.arange(8) // 2)]
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    trainer.save_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize(("network", "channels"), [("resnet18", 3), ("glyph_net", 1)])
+def test_warns_that_the_preparation_of_a_trained_network_is_not_known(network, channels, tmp_path, capsys):
+    """Each command that loads the checkpoint says what it takes instead, and what to pass; a given name is no guess."""
+    checkpoint = trained_on_own_data(tmp_path / "own.ckpt", network, channels)
+    for number in range(4):
+        write_image(tmp_path / "images" / f"{number}.png")
+    words = f"warning: {checkpoint} does not say how its images were prepared in evaluation"
+    images = ["--images", tmp_path / "images"]
+    name = ["--transform", {3: "plain", 1: "glyphs"}[channels]]
+    for number, arguments in enumerate((["index", *images], ["embed", *images], ["export"])):
+        folder = tmp_path / f"output-{number}"
+        given = ["--checkpoint", checkpoint, *arguments[1:], "--output", folder]
+        if arguments[0] != "export":  # which embeds on the CPU
+            given.append("--device=cpu")
+        outcome, _, err = run(capsys, arguments[0], *given)
+        assert outcome == 0, err
+        assert err.count(words) == 1
+        assert "pass --transform" in err
+        shutil.rmtree(folder)
+        assert words not in run(capsys, arguments[0], *given, *name)[2]

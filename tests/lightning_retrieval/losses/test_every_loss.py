@@ -362,3 +362,17 @@ def test_extreme_weights_are_refused_or_give_a_finite_loss_and_gradient(make_sum
     for weight in (-1e300, 1e30):
         with pytest.raises(ValueError, match=rf"^{owner} must be from -1e\+12 to 1e\+12, got"):
             make_sum(weight)
+
+
+@pytest.mark.refusal
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch itself calls it for a Hessian
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev, torch.func.hessian])
+@ALL
+def test_a_loss_inside_of_a_function_transform_is_one_sentence(name, transform):
+    loss, labels, embeddings = make(name), torch.tensor([0, 0, 1, 1]), torch.randn(4, 3)
+    if transform is torch.func.vmap:
+        embeddings = embeddings[None]
+    with pytest.raises(TypeError, match=r"^\w+: `embeddings` must not be inside of torch\.func"):
+        transform(lambda rows: loss(rows, labels))(embeddings)
+    with pytest.raises(TypeError, match=r"^\w+: `scores` must not be inside of torch\.func"):
+        transform(lambda rows: loss.from_scores(rows @ rows.T, labels == labels[:, None]))(embeddings)

@@ -470,3 +470,13 @@ def test_images_of_another_dtype_are_not_reported_as_of_another_size(size):
     embedder = Embedder("resnet18", embedding_dim=8).eval()
     with pytest.raises(TypeError, match=r"^Embedder: `images` must have the dtype .* torch.float32, got torch.float64"):
         embedder(torch.rand(1, 3, size, size, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Converting a tensor", "ignore:.*might cause the trace")
+@pytest.mark.parametrize("training", [False, True])
+def test_the_trace_of_an_embedder_gives_its_embeddings(training):
+    embedder = Embedder("resnet18", 8, freeze_batch_norm=True).train(training)
+    images = torch.rand(2, 3, 32, 32)
+    traced = torch.jit.trace(embedder, images)
+    others = torch.rand(5, 3, 32, 32)
+    torch.testing.assert_close(traced(others), embedder(others))

@@ -117,6 +117,63 @@ def test_a_local_file_of_weights(tmp_path):
         torch.testing.assert_close(embedder.pooled_features(images), model(images).last_hidden_state[:, 0])
 
 
+def saved_in(folder, kind, dtype):
+    """The folder of a small model whose weights are saved in a type; the values that float32 must have."""
+    model = write_folder(folder, kind).to(dtype)
+    model.save_pretrained(folder)
+    return {name: value.float() for name, value in model.state_dict().items() if value.is_floating_point()}
+
+
+def types_of(network):
+    values = [*network.parameters(), *network.buffers()]
+    return {value.dtype for value in values if value.is_floating_point()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("settings", [{"weights": "DEFAULT"}, {}, {"weights": "DEFAULT", "lora": 2}])
+@pytest.mark.parametrize("kind", ["dinov2", "clip_vision_model", "resnet"])
+def test_parameters_are_float32_whatever_the_type_of_the_saved_weights_is(kind, settings, dtype, tmp_path):
+    if kind == "resnet" and "lora" in settings:
+        settings = {**settings, "lora": {"r": 2, "target_modules": ["convolution"]}}
+    values = saved_in(tmp_path, kind, dtype)
+    embedder = Embedder(f"hf/{tmp_path}", 8, **settings).eval()
+    assert types_of(embedder) == {torch.float32}
+    assert embedder(torch.rand(2, 3, 32, 32)).dtype == torch.float32
+    found = embedder.backbone.model.state_dict()
+    if settings == {"weights": "DEFAULT"}:
+        assert all(found[name].equal(values[name]) for name in found if name in values)
+    with without_pretrained_weights():
+        assert types_of(Embedder(**Embedder(f"hf/{tmp_path}", 8).init_args())) == {torch.float32}
+
+
+@pytest.mark.parametrize("weights", ["DEFAULT", None])
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "auto"])
+def test_the_type_that_the_user_asks_for(name, dtype, weights, tmp_path):
+    """It is that of the backbone; embeddings of images of float32 stay float32. A checkpoint rebuilds the same type."""
+    saved_in(tmp_path, "dinov2", torch.bfloat16)
+    embedder = Embedder(f"hf/{tmp_path}", 8, weights=weights, backbone_args={name: dtype})
+    wanted = getattr(torch, dtype.replace("auto", "bfloat16"))
+    assert types_of(embedder.backbone) == {wanted}
+    assert embedder(torch.rand(2, 3, 32, 32)).dtype == torch.float32
+    with without_pretrained_weights():
+        assert types_of(Embedder(**embedder.init_args()).backbone) == {wanted}
+
+
+@pytest.mark.refusal
+def test_types_and_weights_that_cannot_be_trained(tmp_path):
+    write_folder(tmp_path)
+    for dtype in ("int8", "float8_e4m3fn", "nope", "nn"):
+        with pytest.raises(ValueError, match=f"^Embedder: `backbone_args` must have a `dtype` .*got '{dtype}'"):
+            Embedder(f"hf/{tmp_path}", 8, backbone_args={"dtype": dtype})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for weights in (None, "DEFAULT"):
+        with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be .* not quantised, got .*bitsandbytes"):
+            Embedder(f"hf/{tmp_path}", 8, weights=weights)
+
+
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A folder as of a hub, whose config names Python code that writes a file, and a user who says yes to all."""

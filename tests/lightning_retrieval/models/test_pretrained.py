@@ -77,6 +77,27 @@ def test_invalid_files(tmp_path):
         Embedder("squeezenet1_1", weights=str(tmp_path / "none.pth"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("backbone", ["squeezenet1_1", "timm/resnet18", "resnet18"])
+def test_parameters_are_float32_whatever_the_type_in_a_file_is(backbone, dtype, tmp_path):
+    state = Embedder(backbone, 8).backbone.to(dtype).state_dict()
+    torch.save(state, tmp_path / "w.pth")
+    found = Embedder(backbone, 8, weights=str(tmp_path / "w.pth")).backbone.state_dict()
+    assert {value.dtype for value in found.values()} <= {torch.float32, torch.int64}
+    assert all(value.equal(state[name].to(value.dtype)) for name, value in found.items())
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("backbone", ["squeezenet1_1", "timm/resnet18"])
+def test_a_file_of_quantised_weights(backbone, dtype, tmp_path):
+    """Without their scales, such numbers would be loaded as wrong weights."""
+    state = Embedder(backbone, 8).backbone.state_dict()
+    torch.save({name: value.to(dtype) for name, value in state.items()}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=rf"^Embedder: `weights` .* not quantised, got .*w\.pth with {dtype}"):
+        Embedder(backbone, 8, weights=str(tmp_path / "w.pth"))
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.model.backbone."])
 def test_prefixes_of_names_are_removed_with_what_is_not_of_the_backbone(tmp_path, prefix):
     state = get_model("squeezenet1_1").state_dict()

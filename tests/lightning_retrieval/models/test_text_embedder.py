@@ -45,6 +45,17 @@ def test_a_text_model_gives_what_transformers_gives(kind, tmp_path):
         torch.testing.assert_close(embedder(tokens), expected)
 
 
+@pytest.mark.parametrize("kind", TEXT_MODELS)
+def test_parameters_are_float32_unless_the_user_asks_for_another_type(kind, tmp_path):
+    model, _ = write_text_folder(tmp_path, kind)
+    model.bfloat16().save_pretrained(tmp_path)
+    for arguments, dtype in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
+        for weights in ("DEFAULT", None):
+            embedder = TextEmbedder(f"hf/{tmp_path}", 8, weights=weights, backbone_args=arguments)
+            assert {value.dtype for value in embedder.backbone.parameters()} == {dtype}
+            assert embedder(embedder.tokenizer(TEXTS)).dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", [*TEXT_MODELS, "ngram_net"])
 def test_an_embedding_depends_neither_on_padding_nor_on_the_batch(kind, tmp_path):
     name = kind

@@ -1,11 +1,16 @@
 """Parameter groups: rates of head and layers, frozen parameters and backbones, and parameters that nothing trains."""
 
+import functools
+
 import pytest
 import pytorch_lightning as pl
 import torch
+import transformers
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
@@ -92,6 +97,167 @@ def test_rates_of_two_networks(make, rates):
     (optimizer,) = module.trainer.optimizers
     of_queries = [parameter for group in optimizer.param_groups[5:] for parameter in group["params"]]
     assert set(of_queries) == set(module.query_embedder.parameters())
+
+
+STEPS = 8  # of the schedulers below
+RATES = [0.125, 0.25, 0.5, 0.5, 1.0]  # of WithBackbone with the factors below and the rate 0.5
+FACTORS = {"layer_decay": 0.5, "head_lr_factor": 2}
+ONE_CYCLE = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=STEPS, cycle_momentum=False)
+CYCLIC = functools.partial(
+    schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="triangular2", cycle_momentum=False
+)
+
+
+class AbsoluteWarmUp(schedulers.LRScheduler):
+    """All groups begin at one rate, and then reach their own."""
+
+    def get_lr(self):
+        part = min(self.last_epoch / 4, 1)
+        return [0.01 + part * (rate - 0.01) for rate in self.base_lrs]
+
+
+class OneRate(schedulers.LRScheduler):
+    """Sets a rate of its own, whatever that of the group is."""
+
+    def get_lr(self):
+        return [0.1 / (1 + self.last_epoch) for _ in self.base_lrs]
+
+
+def sequence(*parts, milestones=(3,)):
+    return lambda optimizer: schedulers.SequentialLR(optimizer, [part(optimizer) for part in parts], list(milestones))
+
+
+LINEAR = functools.partial(schedulers.LinearLR, start_factor=0.1, total_iters=3)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        ONE_CYCLE,
+        functools.partial(ONE_CYCLE, three_phase=True, anneal_strategy="linear"),
+        lambda optimizer: ONE_CYCLE(optimizer, max_lr=[0.2 * rate for rate in RATES]),
+        {
+            "class_path": "torch.optim.lr_scheduler.OneCycleLR",
+            "init_args": {"max_lr": 0.1, "total_steps": STEPS, "cycle_momentum": False},
+        },
+        CYCLIC,
+        lambda optimizer: CYCLIC(optimizer, base_lr=[0.02 * rate for rate in RATES]),
+        functools.partial(SWALR, swa_lr=0.05, anneal_epochs=4),
+        sequence(LINEAR, ONE_CYCLE),
+        sequence(CYCLIC, LINEAR),
+        lambda optimizer: schedulers.ChainedScheduler([ONE_CYCLE(optimizer), schedulers.ExponentialLR(optimizer, 0.9)]),
+        functools.partial(schedulers.ReduceLROnPlateau, patience=0, min_lr=0.2),
+        functools.partial(schedulers.CosineAnnealingLR, T_max=STEPS),
+        functools.partial(schedulers.LambdaLR, lr_lambda=lambda step: step / STEPS),
+        functools.partial(transformers.get_cosine_schedule_with_warmup, num_warmup_steps=2, num_training_steps=STEPS),
+    ],
+)
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_schedulers_keep_the_factors_of_the_groups(scheduler, number):
+    """At each step, the rates of the groups are one number multiplied by the factors of the groups."""
+    optimizer = functools.partial(torch.optim.Adam, lr=number(0.5), foreach=False)
+    module = RetrievalModule(WithBackbone(), SmoothAPLoss(), optimizer=optimizer, lr_scheduler=scheduler, **FACTORS)
+    settings = module.configure_optimizers()
+    optimizer, built = settings["optimizer"], settings["lr_scheduler"]["scheduler"]
+    seen = []
+    for _ in range(STEPS - 1):
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        seen.append(rates[0])
+        assert rates == pytest.approx([rates[0] * rate / RATES[0] for rate in RATES])
+        optimizer.step()
+        built.step(1.0) if isinstance(built, schedulers.ReduceLROnPlateau) else built.step()
+    assert len(set(seen)) > 1
+
+
+def test_the_rate_of_a_scheduler_is_that_of_groups_without_a_factor():
+    log = Log()
+    module = module_with(WithBackbone(), lr_scheduler=CYCLIC, lr_scheduler_interval="step", **FACTORS)
+    fit(module, batches(), callbacks=[log])
+    assert log.rates[0] == pytest.approx([0.0025, 0.005, 0.01, 0.01, 0.02])
+
+
+def test_cyclic_rates_of_a_resumed_run_are_those_of_one_run(tmp_path):
+    """The rates that the scheduler had multiplied are not multiplied again."""
+
+    def module():
+        return module_with(WithBackbone(), lr_scheduler=ONE_CYCLE, lr_scheduler_interval="step", **FACTORS)
+
+    whole, first, second = Log(), Log(), Log()
+    fit(module(), batches(), callbacks=[whole], max_epochs=2)
+    fit(module(), batches(), callbacks=[first]).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = trainer(callbacks=[second], max_epochs=2)
+    resumed.fit(module(), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
+    assert first.rates + second.rates == whole.rates
+
+
+def test_a_scheduler_that_depends_on_the_rates_of_the_groups_may_begin_at_one_rate():
+    module = module_with(WithBackbone(), lr_scheduler=AbsoluteWarmUp, **FACTORS)
+    module.configure_optimizers()
+    lambdas = [lambda step, power=power: 0.5**power for power in range(5)]
+    module = module_with(WithBackbone(), lr_scheduler=lambda x: schedulers.LambdaLR(x, lambdas), **FACTORS)
+    module.configure_optimizers()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("scheduler", "sentence"),
+    [
+        (OneRate, "OneRate, which sets 0.1, 0.1"),
+        (functools.partial(ONE_CYCLE, max_lr=[0.1, 0.1, 0.1, 0.1, 0.3]), r"OneCycleLR, which sets .*0\.012"),
+        (functools.partial(CYCLIC, max_lr=[0.1, 0.2, 0.3, 0.4, 0.5]), r"CyclicLR, which sets .*0\.5"),
+    ],
+)
+def test_schedulers_that_undo_the_factors_are_refused(scheduler, sentence):
+    module = module_with(WithBackbone(), lr_scheduler=scheduler, **FACTORS)
+    with pytest.raises(ValueError, match=f"RetrievalModule: `lr_scheduler` must keep the factors .*{sentence}"):
+        module.configure_optimizers()
+    module_with(WithBackbone(), lr_scheduler=OneRate).configure_optimizers()  # there are no factors to keep
+
+
+@pytest.mark.parametrize(("eta_min", "count"), [(0.2, 1), (0.1, 0)])
+def test_warns_of_a_rate_that_would_rise_to_the_smallest_rate(eta_min, count):
+    scheduler = functools.partial(schedulers.CosineAnnealingLR, T_max=STEPS, eta_min=eta_min)
+    module = module_with(WithBackbone(), lr_scheduler=scheduler, **FACTORS)
+    assert (
+        len(warnings_with("smallest learning rate of the parameter groups, 0.125,", module.configure_optimizers))
+        == count
+    )
+
+
+def split(groups):
+    """Groups with and without weight decay, as many training scripts make them."""
+    found = []
+    for group in groups:
+        found.append({"params": [value for value in group["params"] if value.ndim > 1], "weight_decay": 0.1})
+        found.append({"params": [value for value in group["params"] if value.ndim < 2], "weight_decay": 0.0})
+    return torch.optim.SGD([group for group in found if group["params"]], lr=0.5)
+
+
+def test_an_optimizer_that_splits_groups_keeps_the_rate_of_each_parameter():
+    module = RetrievalModule(WithBackbone(), SmoothAPLoss(), optimizer=split, **FACTORS)
+    rates = {}
+    for group in module.configure_optimizers().param_groups:
+        rates.update({id(parameter): group["lr"] for parameter in group["params"]})
+    network = module.embedder
+    assert [rates[id(layer.bias)] for layer in (*network.backbone[::2], network.head)] == [0.125, 0.25, 1.0]
+    assert [rates[id(layer.weight)] for layer in (*network.backbone[::2], network.head)] == [0.125, 0.25, 1.0]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("optimizer", "sentence"),
+    [
+        (
+            lambda groups: SGD([value for group in groups for value in group["params"]]),
+            r"keep .*with the factors \[0.25, 0.5",
+        ),
+        (lambda groups: transformers.Adafactor(groups), "have a learning rate .*got lr=None"),
+    ],
+)
+def test_optimizers_whose_groups_cannot_have_the_factors_are_refused(optimizer, sentence):
+    module = RetrievalModule(WithBackbone(), SmoothAPLoss(), optimizer=optimizer, **FACTORS)
+    with pytest.raises(ValueError, match=f"RetrievalModule: `optimizer` must {sentence}"):
+        module.configure_optimizers()
 
 
 def two_sided():

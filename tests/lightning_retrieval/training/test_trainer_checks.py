@@ -219,3 +219,20 @@ def test_a_type_of_gathered_embeddings_without_gathering_raises():
         ValueError, match=r"^RetrievalModule: `gather_dtype` must be None .* got 'float16'; keep gather="
     ):
         RetrievalModule(net(), SmoothAPLoss(), gather=False, gather_dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "count"),
+    [
+        (torch.bfloat16, "bf16-mixed", 1),
+        (torch.bfloat16, "bf16-true", 0),
+        (torch.float32, "bf16-true", 0),
+        (torch.float32, "bf16-mixed", 0),
+    ],
+)
+def test_warns_of_parameters_of_16_bits_that_the_trainer_has_not_converted(dtype, precision, count):
+    """Such as those of a model that transformers has loaded in the type of its file."""
+    module = RetrievalModule(nn.Sequential(nn.Linear(6, 4).to(dtype)), SmoothAPLoss())
+    data = [(torch.randn(6, 6), torch.tensor([0, 0, 1, 1, 2, 2]))]
+    words = "RetrievalModule: parameters that learn should be float32"
+    assert len(warnings_with(words, fit, module, data, precision=precision)) == count
