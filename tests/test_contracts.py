@@ -725,6 +725,7 @@ def resumed(callback, fresh):
     return fresh
 
 
+@pytest.mark.filterwarnings("ignore:PCAWhitening. nothing has been learned yet:UserWarning")
 @with_contract("resume", pl.Callback)
 def test_a_callback_resumes_with_what_a_run_left_in_it(name, tmp_path):
     callback = make(name)
@@ -735,6 +736,7 @@ def test_a_callback_resumes_with_what_a_run_left_in_it(name, tmp_path):
     assert changed_attributes(callback, other) == TABLE[name].not_resumed.keys()
 
 
+@pytest.mark.filterwarnings("ignore:PCAWhitening. nothing has been learned yet:UserWarning")
 @without_contract("resume", pl.Callback)
 def test_a_callback_without_state_keeps_nothing_from_a_run(name, tmp_path):
     callback = make(name)
