@@ -92,7 +92,7 @@ def what_is_lost(loader: Any) -> str | None:
         reasons.append(type(original).__name__)
     dropped = 0
     if batches.drop_last:
-        dropped = processes * (len(batches.sampler) % batches.batch_size)
+        dropped = processes * ((sized_len(batches.sampler) or 0) % batches.batch_size)
     if dropped > 0:
         reasons.append("drop_last=True")
     if not reasons:

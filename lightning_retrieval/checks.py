@@ -147,6 +147,11 @@ def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> A
     raise ValueError(f"{owner}: `{name}` must be one of {listed}, got {short_repr(value)}.")
 
 
+def is_traced() -> bool:
+    """Whether `torch.jit.trace` is recording; a check that depends on values would be a constant in the trace."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def check_bool(owner: str, name: str, value: bool) -> bool:
     """Return `value`; raise unless it is True or False."""
     if not isinstance(value, bool):
@@ -347,7 +352,7 @@ def is_integer(values: Any) -> bool:
 def check_integers(
     owner: str,
     name: str,
-    values: Tensor,
+    values: Any,
     rows: int,
     of: str,
     *,

@@ -68,11 +68,11 @@ def plain_state(state: Any) -> Any:
     """A copy of a state dict with plain names, and with the versions of modules; another object as it is."""
     if not isinstance(state, MutableMapping) or not any(PREFIX in str(name) for name in state):
         return state
-    renamed = type(state)(state)
+    renamed: Any = type(state)(state)  # type: ignore[call-arg]
     rename_plainly(renamed)
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        renamed._metadata = versions  # type: ignore[attr-defined]
+        renamed._metadata = versions
     return renamed
 
 

@@ -175,7 +175,7 @@ class FrozenEmbedder(nn.Module):
         self.preparation: Preparation | None = getattr(embedder, "preparation", None)
         if isinstance(embedder, FrozenEmbedder):  # a frozen embedder of a frozen embedder is the inner one
             embedder = embedder.embedder
-        self.embedder: nn.Module = embedder.requires_grad_(False).eval()  # type: ignore[union-attr]
+        self.embedder: nn.Module = embedder.requires_grad_(False).eval()
         if preparation is not None:
             self.preparation = Preparation(**wanted_settings("FrozenEmbedder", preparation))
 

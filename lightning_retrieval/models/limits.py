@@ -32,7 +32,7 @@ class _Limits(TorchDispatchMode):
     """
 
     def __init__(self, rule: str, tensors: int, numbers: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rule = rule
         self.operations = FURTHER_OPERATIONS + OPERATIONS_PER_TENSOR * tensors
         self.numbers = FURTHER_NUMBERS + NUMBERS_PER_WEIGHT * numbers
@@ -52,7 +52,7 @@ class _Limits(TorchDispatchMode):
 
 def _new_numbers(func: Any, args: Any, kwargs: Any) -> int:
     """About how many numbers the result of an operation has, without running it; 0 on the meta device."""
-    tensors = [value for value in args if isinstance(value, Tensor)]
+    tensors: list[Tensor] = [value for value in args if isinstance(value, Tensor)]
     if any(tensor.is_meta for tensor in tensors) or str(kwargs.get("device")) == "meta":
         return 0
     name = func._schema.name.removeprefix("aten::")
@@ -60,9 +60,9 @@ def _new_numbers(func: Any, args: Any, kwargs: Any) -> int:
         made: Tensor = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})
         return made.numel()
     if name.startswith("new_"):
-        return math.prod(args[1])
+        return math.prod(map(int, args[1]))
     if name == "repeat":
-        return tensors[0].numel() * math.prod(args[1])
+        return tensors[0].numel() * math.prod(map(int, args[1]))
     numbers = max((tensor.numel() for tensor in tensors), default=0)
     try:
         return max(numbers, torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel())

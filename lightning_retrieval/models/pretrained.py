@@ -236,7 +236,7 @@ def hub_access(*, allowed: bool) -> Iterator[None]:
     """
     try:
         from huggingface_hub import constants
-        from huggingface_hub.utils import get_session
+        from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
     except ModuleNotFoundError:  # the libraries that download from the hub need it
         yield
         return
@@ -362,7 +362,8 @@ class PretrainedModule(nn.Module):
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
         safetensors = load_safetensors()
-        tensors, damage = None, None
+        tensors: Any = None
+        damage: Exception | None = None
         try:
             tensors = safetensors.load_file(weights)
         except Exception as error:  # safetensors raises its own type of error

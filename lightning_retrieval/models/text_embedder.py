@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_string, short_repr
+from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_string, is_traced, short_repr
 from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import MOST_DIM, has_loaded_weights, note_loaded_weights
@@ -231,7 +231,7 @@ class TextEmbedder(nn.Module):
 
     def _check_vocabulary(self, tokens: Int64[Tensor, "batch token"]) -> None:
         """Raise if a token on the CPU has no vector. On another device, the host would wait for the answer."""
-        if tokens.device.type != "cpu" or len(tokens) == 0 or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if tokens.device.type != "cpu" or len(tokens) == 0 or torch.compiler.is_compiling() or is_traced():
             return
         smallest, largest = map(int, tokens.aminmax())
         if smallest < PADDING or largest >= self.backbone.vocabulary:
@@ -314,8 +314,8 @@ class TextEmbedder(nn.Module):
 
     def _check_tokenizer(self, tokenizer: JSONTokenizer) -> None:
         """Raise unless the model has a vector for each token of a tokenizer, and for each position of its texts."""
-        vectors = self.backbone.model.get_input_embeddings().num_embeddings  # type: ignore[union-attr, operator]
-        most = self.backbone.max_length  # type: ignore[union-attr]
+        backbone: Any = self.backbone
+        vectors, most = backbone.model.get_input_embeddings().num_embeddings, backbone.max_length
         if tokenizer.largest >= vectors or tokenizer.max_length > most:
             raise ValueError(
                 f"TextEmbedder: the tokenizer of {self.backbone_name} must have tokens below {vectors} and at most "

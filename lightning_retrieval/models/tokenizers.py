@@ -211,7 +211,7 @@ def check_growth(owner: str, text: str) -> None:
         pending = [json.loads(text)]
     except (ValueError, RecursionError):
         return  # which is no tokenizer
-    growth = 1
+    growth = 1.0
     while pending and growth <= MOST_GROWTH:
         value = pending.pop()
         if isinstance(value, dict):

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, finfo, float32, promote_types
 from torch.linalg import vector_norm
 
+from lightning_retrieval.checks import is_traced
 from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
 
 _GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are gathered
@@ -45,8 +46,8 @@ def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch di
                 [1.0000, 0.0000]])
     """
     x = embeddings.to(promote_types(embeddings.dtype, float32))
-    is_traced = torch.jit.is_tracing()  # a trace would hold a call of Python, which no other program can run
-    if torch.is_grad_enabled() and x.requires_grad and not is_traced:
+    # A trace would hold a call of Python, which no other program can run.
+    if torch.is_grad_enabled() and x.requires_grad and not is_traced():
         unit: Tensor = _UnitRows.apply(x)[0]
         return unit
     return _unit_rows(x)[0]

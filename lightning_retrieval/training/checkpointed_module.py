@@ -11,7 +11,7 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 import fsspec
-import yaml
+import yaml  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm

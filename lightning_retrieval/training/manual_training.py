@@ -236,7 +236,7 @@ class ManualTraining(OptimizedModule):
         """Let the module look at the metrics that its `configure_optimizers` names."""
         super().__init_subclass__(**settings)
         if "configure_optimizers" in vars(cls):
-            cls.configure_optimizers = _reading_monitors(cls.configure_optimizers)  # type: ignore[method-assign]
+            cls.configure_optimizers = _reading_monitors(cls.configure_optimizers)  # type: ignore[method-assign, assignment]
 
     def _step_optimizers(self) -> bool:
         """Step all optimizers; returns False if half precision skipped the step because a gradient was not finite."""
@@ -535,7 +535,7 @@ def check_scheduler_length(owner: str, trainer: Any, config: Any) -> None:
 
 def _scheduler_steps_left(trainer: Any, config: Any) -> int | None:
     """How often a scheduler is stepped until a run ends; None if this is unknown."""
-    left = (steps_of_run(trainer) - trainer.global_step) / max(len(trainer.optimizers), 1)
+    left: float = (steps_of_run(trainer) - trainer.global_step) / max(len(trainer.optimizers), 1)
     if config.interval == "epoch":
         left /= trainer.num_training_batches
     is_known = math.isfinite(left) and config.frequency == 1 and hasattr(config.scheduler, "last_epoch")

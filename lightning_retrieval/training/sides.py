@@ -173,7 +173,8 @@ def embed_at_scales(module: Any, embed: Callable[[Tensor], Tensor], inputs: Tens
     if module.whitening.learned is None:
         module.whitening.warn_of_plain(embeddings)
         return embeddings
-    return module.whitening(embeddings)
+    whitened: Tensor = module.whitening(embeddings)
+    return whitened
 
 
 class RetrievalNetwork(nn.Module):

@@ -115,8 +115,8 @@ def gather_labels(
         if not may_be_empty:
             _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
         return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
-    forms = [(*_form_of(rows), hash_of_batch) for rows in sides]
-    local_forms = to_device([forms], sides[0].inputs.device)
+    forms_of_sides = [(*_form_of(rows), hash_of_batch) for rows in sides]
+    local_forms = to_device([forms_of_sides], sides[0].inputs.device)
     forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
     if not may_be_empty:
         _check_not_empty(owner, forms_of_processes[:, :, 0].tolist())

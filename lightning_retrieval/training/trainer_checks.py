@@ -347,7 +347,7 @@ def check_samplers(trainer: Any) -> None:
     for loader in train_loaders(trainer):
         for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
             wrapper = getattr(sampler, "dataset", None)  # Lightning may wrap a sampler in a DistributedSampler
-            original = getattr(wrapper, "_sampler", sampler)
+            original: Any = getattr(wrapper, "_sampler", sampler)
             if hasattr(original, "check_one_process"):
                 original.check_one_process()
 
