@@ -65,7 +65,7 @@ def _new_numbers(func: Any, args: Any, kwargs: Any) -> int:
         return tensors[0].numel() * math.prod(map(int, args[1]))
     numbers = max((tensor.numel() for tensor in tensors), default=0)
     try:
-        return max(numbers, torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel())
+        return max(numbers, int(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel()))
     except RuntimeError:  # no elementwise operation
         return numbers
 
