@@ -24,7 +24,7 @@ from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
 from pytorch_lightning.strategies.xla import XLAStrategy
 from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
@@ -207,7 +207,7 @@ def check_filled(module: Any) -> None:
 
 
 def check_memory_start(module: Any, steps: float) -> None:
-    """Raise if a memory has `start_step="auto"` but no callback decides when it begins; warn if it begins too late.
+    """Raise if a memory has `start_step="auto"` but no callback decides when it begins; say if it begins too late.
 
     Args:
         module: a `RetrievalModule` in a run.
@@ -224,8 +224,8 @@ def check_memory_start(module: Any, steps: float) -> None:
     if memory.start_step != "auto":
         left = (steps - module.global_step) / max(len(module.trainer.optimizers), 1)
         if memory.steps + left <= memory.start_step + 1 and not module.trainer.fast_dev_run:
-            rank_zero_warn(
-                f"{type(module).__name__}: the memory is never ranked in this run, which ends after "
+            rank_zero_info(
+                f"CrossBatchMemory: the memory is never ranked in this run, which ends after "
                 f"{memory.steps + left:.0f} batches, because its first batch is stored after start_step="
                 f"{memory.start_step}; give CrossBatchMemory a smaller start_step, or train longer."
             )
