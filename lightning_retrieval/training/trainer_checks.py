@@ -9,7 +9,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from lightning_retrieval.backend import BackboneFinetuning, BaseFinetuning, BatchSizeFinder, BitsandbytesPrecision, CombinedLoader, DDPStrategy, DeepSpeedStrategy, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint, ModelParallelStrategy, ModelPruning, OnExceptionCheckpoint, SingleDeviceStrategy, SingleDeviceXLAStrategy, SpikeDetection, StochasticWeightAveraging, TrainerFn, TransformerEnginePrecision, WeightAveraging, XLAStrategy, rank_zero_warn
+from lightning_retrieval.backend import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    BatchSizeFinder,
+    BitsandbytesPrecision,
+    CombinedLoader,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelParallelStrategy,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    TrainerFn,
+    TransformerEnginePrecision,
+    WeightAveraging,
+    XLAStrategy,
+    rank_zero_warn,
+)
 from lightning_retrieval.checks import check_choice, check_finite_number, first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
@@ -337,7 +360,9 @@ def check_draws_images(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer` in a run.
     """
     for loader in train_loaders(trainer):
-        sampler = getattr(loader, "sampler", None)
+        sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+        if batch_sampler is None or sampler is batch_sampler:  # each item of the sampler is taken for a batch
+            continue
         if sampler is not None and getattr(sampler, "sampler", None) is sampler:  # as the samplers of global batches
             raise ValueError(
                 f"{owner}: a {type(sampler).__name__} must be the `batch_sampler` of a DataLoader, because it draws "
