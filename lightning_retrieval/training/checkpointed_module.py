@@ -16,7 +16,20 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.backend import BaseFinetuning, CheckpointIO, TorchCheckpointIO, _WrappingCheckpointIO, _default_map_location, _given_hyperparameters_context, _load, _restricted_classmethod, load_hparams_from_tags_csv, pl, rank_zero_warn, warn_of_other_package
+from lightning_retrieval.backend import (
+    BaseFinetuning,
+    CheckpointIO,
+    TorchCheckpointIO,
+    _default_map_location,
+    _given_hyperparameters_context,
+    _load,
+    _restricted_classmethod,
+    _WrappingCheckpointIO,
+    load_hparams_from_tags_csv,
+    pl,
+    rank_zero_warn,
+    warn_of_other_package,
+)
 from lightning_retrieval.checkpoints import (
     check_content,
     is_sharded_checkpoint,
@@ -47,6 +60,7 @@ HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Light
 class VerifiedCheckpoints(CheckpointIO):
     """Verifies checkpoints before they are loaded, and that only checkpoints of the run are removed.
 
+    What the states in a checkpoint may make the run do is restricted here, where no subclass of a module can skip it.
     Everything else is delegated to another `CheckpointIO`.
 
     Args:
@@ -81,6 +95,8 @@ class VerifiedCheckpoints(CheckpointIO):
         else:
             content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
         checkpoint_files.check_state_of_trainer(self.owner, content)
+        if self.trainer is not None:
+            content = restrict_states(self.owner, self.trainer, content)
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -157,10 +173,21 @@ class CheckpointedModule(pl.LightningModule):
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
 
+    @property
+    def trainer(self) -> Any:
+        """The Trainer. When it is set, which no hook of a subclass can prevent, it begins to verify checkpoints."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = trainer
+        if isinstance(trainer, pl.Trainer):
+            self._verify_checkpoints()
+        pl.LightningModule.trainer.fset(self, trainer)
+
     def configure_callbacks(self) -> Any:
-        """Let the Trainer verify the checkpoints that it loads, and replace wrappers of `torch.compile`."""
+        """Replace wrappers of `torch.compile`."""
         without_wrappers(self)
-        self._verify_checkpoints()
         return super().configure_callbacks()
 
     def _verify_checkpoints(self) -> None:
@@ -203,7 +230,7 @@ class CheckpointedModule(pl.LightningModule):
         return restored_module(cls, checkpoint, kwargs, strict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restrict what the checkpoint may make a run do, and convert the module to the run's precision.
+        """Prepare the module for the weights of a checkpoint, and convert it to the run's precision.
 
         Lightning would convert it after the weights are loaded.
         """
@@ -211,7 +238,6 @@ class CheckpointedModule(pl.LightningModule):
         without_wrappers(self)
         checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
-            restrict_states(type(self).__name__, self.trainer, checkpoint)
             self.trainer.precision_plugin.convert_module(self)
         _unfreeze(self, checkpoint.get(TRAINABLE, ()))
         checkpoint_files.add_base_weights(type(self).__name__, self, checkpoint)
