@@ -16,6 +16,7 @@ from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
 from lightning_retrieval.checkpoints import read_checkpoint, write_sharded_checkpoint
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.training.checkpoint_files import restored_network
@@ -445,3 +446,23 @@ def test_huge_tensors_of_a_checkpoint_that_is_rebuilt(tmp_path):
         RetrievalModule.load_from_checkpoint(tmp_path / "last.ckpt", embedder=net())
     with pytest.raises(ValueError, match=r"^RetrievalModule: the checkpoint has a tensor of the shape"):
         restored_network(torch.load(tmp_path / "last.ckpt", weights_only=True))
+
+
+def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_run, monkeypatch):
+    """Weights & Biases uploads the best checkpoint, whose path a resumed run has from the file."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    saving = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, "enable_version_counter": False}
+    run(tmp_path / "run", 1, saving=[ModelCheckpoint(tmp_path / "run", **saving)])
+    private = tmp_path / "private.ckpt"
+    torch.save({"private": "words of the user"}, private)
+    change = functools.partial(put, field="best_model_path", path=str(private))
+    checkpoint = write_states(tmp_path / "run" / "last.ckpt", change)
+    logger = RetrievalWandbLogger(save_dir=tmp_path / "logged", offline=True)
+    resumed = [ModelCheckpoint(tmp_path / "run", **saving)]
+    run(tmp_path / "run", 3, checkpoint, resumed, logger=logger)
+    assert resumed[0].best_model_path == str(private)  # which may be read
+    end_offline_run()
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path != private]
+    assert any(path.suffix == ".wandb" for path in written)
+    assert not [path for path in written if b"words of the user" in path.read_bytes()]
