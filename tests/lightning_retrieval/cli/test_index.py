@@ -500,5 +500,13 @@ def test_warns_that_the_preparation_of_a_trained_network_is_not_known(network, c
         assert outcome == 0, err
         assert err.count(words) == 1
         assert "pass --transform" in err
+        if arguments[0] == "index":
+            queries = ["search", tmp_path / "images" / "0.png", "--index", folder, "--device=cpu"]
+            outcome, _, err = run(capsys, *queries)
+            assert outcome == 0, err
+            assert err.count(words) == 1
+            assert "make the index again with --transform" in err
         shutil.rmtree(folder)
         assert words not in run(capsys, arguments[0], *given, *name)[2]
+        if arguments[0] == "index":
+            assert words not in run(capsys, *queries)[2]
