@@ -223,7 +223,7 @@ class ImageIndex:
             a role is not from 0 to 3; if a tag is below -1 or has no name in `tag_names`; if images with the same label
             at a level have different labels at the next level; if a box contains no pixel or does not fit into 32 bits;
             if `instances` is None and an image (with its box, if there are boxes) has two labels; or if an instance has
-            images of several classes or cameras.
+            images of several classes, cameras or roles.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex
@@ -460,6 +460,8 @@ def _check_instances(index: ImageIndex) -> None:
     annotations = {"label": index.labels}
     if index.cameras is not None:
         annotations["camera"] = index.cameras
+    if index.roles is not None:
+        annotations["role"] = index.roles
     for name, values in annotations.items():
         conflict = _first_conflict(index.instances, values)
         if conflict is not None:

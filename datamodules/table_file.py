@@ -526,29 +526,39 @@ def _read_csv(owner: str, path: Path, required: Sequence[str], all_columns: bool
             table[name].append(row.fields[position].strip())
     if spanning:
         values = {name: frozenset(column) for name, column in table.items()}
+        forms = {name: frozenset(map(_form, column)) for name, column in table.items()}
         for row in spanning:
-            _check_lines_of_row(owner, path, header, values, row)
+            _check_lines_of_row(owner, path, header, values, forms, row)
     return TableColumns(path, table, lines, owner=owner)
 
 
 def _check_lines_of_row(
-    owner: str, path: Path, header: Sequence[str], values: Mapping[str, Container[str]], row: CSVRow
+    owner: str,
+    path: Path,
+    header: Sequence[str],
+    values: Mapping[str, Container[str]],
+    forms: Mapping[str, Container[str]],
+    row: CSVRow,
 ) -> None:
     """Raise if a row of several lines probably holds other rows, between a stray quote and the next one.
 
-    Only free text may have several lines. None of them may have the form of a row of the table, with a value of another
-    column that occurs in the table.
+    Only free text may have several lines. None of them may be a row of the table, with a value of another column that
+    occurs in the table. Not all of them may have the form of a row, with values of other columns that differ from
+    those in the table only in numbers, or file names of a type that occurs there.
 
     Args:
         owner: prefix of error messages.
         path: path of the table.
         header: names of all columns.
         values: the fields of each column that is read.
+        forms: the forms of these fields.
         row: the row.
     """
     for position, (name, field) in enumerate(zip(header, row.fields)):
         is_structured = name in COLUMNS and "\n" in field.strip()
-        if is_structured or any(_is_row(header, values, found) for found in _lines_as_rows(row.fields, position)):
+        lines = list(_lines_as_rows(row.fields, position))
+        has_row = any(_is_row(header, values, line) for line in lines)
+        if is_structured or has_row or _have_form_of_rows(header, forms, lines):
             raise ValueError(
                 f"{owner}: `{name}` must not hold other rows, got one row in lines {row.first} to {row.last} of "
                 f"{path}; close the quote that line {row.first} opens, or write two quotes for a quote in a field."
@@ -585,6 +595,31 @@ def _is_row(header: Sequence[str], values: Mapping[str, Container[str]], fields:
     if len(fields) != len(header):
         return False
     return any(field is not None and field.strip() in values.get(name, ()) for name, field in zip(header, fields))
+
+
+def _have_form_of_rows(
+    header: Sequence[str], forms: Mapping[str, Container[str]], lines: Iterable[Sequence[str | None]]
+) -> bool:
+    """Whether all lines have as many fields as the header, and fields with forms of the table; see `_lines_as_rows`."""
+    found = False
+    for fields in lines:
+        if len(fields) != len(header):
+            return False
+        is_known = [field is not None for field in fields]
+        has_form = any(_form(field) in forms.get(name, ()) for name, field in zip(header, fields) if field is not None)
+        if any(is_known) and not has_form:
+            return False
+        found |= has_form
+    return found
+
+
+def _form(field: str) -> str:
+    """The suffix of a file name, or else the text, with 0 for each number."""
+    text = re.sub(r"\d+", "0", field.strip())
+    suffix = re.search(r"\.[A-Za-z]\w{1,4}$", text)
+    if suffix is not None:
+        return suffix.group().lower()
+    return text
 
 
 def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:

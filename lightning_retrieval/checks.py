@@ -342,6 +342,9 @@ def as_int64(owner: str, name: str, values: Any) -> Any:
     return converted
 
 
+CURE_OF_ONE_HOT = "give one-hot labels as labels.argmax(1), and multi-hot labels as tags with the rule SharedTags"
+
+
 def is_integer(values: Any) -> bool:
     """Whether a value is a tensor with an integer dtype; bool does not count."""
     if not isinstance(values, Tensor):
@@ -371,10 +374,13 @@ def check_integers(
             "set, with the same number for the same text."
         )
     check_tensor(owner, name, values)
+    cure = ""
     if levels and values.ndim == 2 and values.shape[1] > 0:
+        if values.shape[1] > 1:
+            cure = f"; {CURE_OF_ONE_HOT}"
         values = values[:, 0]
     if not is_integer(values):
-        raise TypeError(f"{owner}: `{name}` must be integers, got {values.dtype}.")
+        raise TypeError(f"{owner}: `{name}` must be integers, got {values.dtype}{cure}.")
     if values.shape != (rows,):
         raise ValueError(
             f"{owner}: `{name}` must have shape ({rows},), one for each row of `{of}`, got {tuple(values.shape)}."

@@ -4,11 +4,12 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,6 +28,7 @@ from lightning_retrieval.cli.index import read_image_rows
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
+from lightning_retrieval.preparation.of_checkpoint import warning_of_guess
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
 from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
@@ -186,7 +188,8 @@ def adapt_head(
     held_out = LabelledSet(rows[is_held_out], numbers[is_held_out])
     lists = partial(lists_of_epoch, trained.labels, batch_size, generator)
     epochs = _fit(embedder.head, loss, trained, held_out, lists=lists, lr=lr, max_epochs=max_epochs)
-    _save(embedder, loss, module, output)
+    preparation = _preparation(folder.manifest, module)
+    _save(embedder, loss, preparation, output)
     return _compare(embedder.head, held_out, epochs)
 
 
@@ -357,14 +360,24 @@ def _compare(head: Head, held_out: LabelledSet, epochs: int) -> AdaptedHead:
     return AdaptedHead(float(before.mean()), float(after.mean()), interval, len(differences), epochs)
 
 
-def _save(embedder: AdaptedEmbedder, loss: nn.Module, source: RetrievalModule, output: Path) -> None:
+def _preparation(manifest: EmbeddingManifest, source: RetrievalModule) -> dict[str, Any] | None:
+    """The preparation of images for the head: that of the embeddings; with a warning if it was a guess."""
+    if source.preparation is not None:
+        return source.preparation
+    warning = warning_of_guess(manifest.about, made="embeddings")
+    if warning is not None:
+        print(warning, file=sys.stderr)
+    return manifest.preparation or None
+
+
+def _save(embedder: AdaptedEmbedder, loss: nn.Module, preparation: dict[str, Any] | None, output: Path) -> None:
     """Write the checkpoint. A loss that cannot be rebuilt from it is replaced: only further training needs the loss."""
     try:
         loss = rebuild(OWNER, "loss", describe(loss), nn.Module)
     except ValueError:
         loss = losses.SmoothAPLoss()
     module = RetrievalModule(embedder, loss)
-    module.preparation = source.preparation
+    module.preparation = preparation
     with quiet_trainer():
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         trainer.strategy.connect(module)

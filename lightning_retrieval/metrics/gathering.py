@@ -346,7 +346,7 @@ def merge_duplicates(collected: CollectedRows) -> Rows:
 
     Raises:
         ValueError: if ids, instances or cameras were given for only some rows, label levels do not nest, an id or an
-            instance has two labels or two cameras, or an id has two embeddings.
+            instance has two labels or two cameras, an instance has two roles, or an id has two embeddings.
     """
     error = _incomplete_column(collected)
     if error is not None:
@@ -453,16 +453,15 @@ def _first_of_each(
     annotations = {"label": labels}
     if cameras is not None:
         annotations["camera"] = cameras[:, None]
+    if name == "instance":
+        annotations["role"] = roles[:, None]
     for annotation, column in annotations.items():
         differs = (column != column[first][inverse]).any(1)
         if bool(differs.any()):
             wrong = int(values[differs.nonzero()[0, 0]])
-            cure = ""
-            if name == "id":
-                cure = f"; {_CURE_OF_SHARED_IDS}"
             raise ValueError(
                 f"{owner}: `{name}s` must have one {annotation} each, got {name} {wrong} with two different "
-                f"{annotation}s{cure}."
+                f"{annotation}s; {_CURE_OF_SHARED_IDS.format(name)}."
             )
     union = torch.zeros_like(unique)
     for role in (Role.QUERY, Role.GALLERY):
@@ -496,7 +495,7 @@ def _check_one_image_per_id(collected: CollectedRows, ids: Int[Tensor, " row"], 
         f"{collected.owner}: rows with the same id must be the same image, got different embeddings for "
         f"{len(different)} of {len(first)} ids ({first_of(different.tolist())}), such as id {int(ids[row])} in "
         f"{sets[0]} and again in {sets[1]}, with a cosine similarity of {1 - float(squares[wrong[0]]) / 2:.3f}; "
-        f"{_CURE_OF_SHARED_IDS}; if they are the same images, embed them without random transforms."
+        f"{_CURE_OF_SHARED_IDS.format('id')}; if they are the same images, embed them without random transforms."
     )
 
 
@@ -509,7 +508,7 @@ _SETS = {
 }
 _CURE_OF_SHARED_IDS = (
     "if two sets, such as queries and gallery or the parts of a ConcatDataset, both count from 0, add the length of "
-    "the first to the ids of the second"
+    "the first to the {}s of the second"
 )
 
 

@@ -81,6 +81,7 @@ def list_folder(owner: str, folder: Path) -> FolderEntries:
 
     Raises:
         OSError: if the folder, or what a link in it leads to, cannot be opened.
+        FileNotFoundError: if a link without a suffix, as that of a folder, leads to nothing.
     """
     entries = FolderEntries([], [], [])
     if not folder.is_dir():
@@ -89,7 +90,9 @@ def list_folder(owner: str, folder: Path) -> FolderEntries:
         with os.scandir(folder) as found:
             for entry in found:
                 if not entry.name.startswith("."):
-                    _list_of(entry, entries).append(Path(entry.path))
+                    _list_of(owner, entry, entries).append(Path(entry.path))
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise OSError(
             f"{owner}: the folder {folder} cannot be listed ({error.strerror}), so its images would be lost; give the "
@@ -98,7 +101,7 @@ def list_folder(owner: str, folder: Path) -> FolderEntries:
     return FolderEntries(*map(sorted, entries))
 
 
-def _list_of(entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
+def _list_of(owner: str, entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
     """The list that an entry belongs to."""
     try:
         if entry.is_dir():
@@ -107,9 +110,16 @@ def _list_of(entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
         if error.errno == errno.ELOOP:  # a link to itself, which whoever reads it reports
             return entries.files
         raise
-    if entry.is_file() or not os.path.exists(entry.path):
+    if entry.is_file():
         return entries.files
-    return entries.special
+    if os.path.exists(entry.path):
+        return entries.special
+    if entry.is_symlink() and not Path(entry.name).suffix:
+        raise FileNotFoundError(
+            f"{owner}: the link {entry.path} leads to {os.readlink(entry.path)}, which does not exist, so images would "
+            "be lost if it was a folder; restore the folder, or remove the link."
+        )
+    return entries.files
 
 
 class ImageFiles(NamedTuple):

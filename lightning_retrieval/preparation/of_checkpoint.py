@@ -1,6 +1,7 @@
 """Chooses the preparation for a checkpoint's model after training: that of its evaluation, if recorded."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +93,24 @@ def shown_choice(about: dict[str, Any]) -> str:
     return f"{shown_transform(about['preparation'])}{SOURCES[about['preparation_from']]}"
 
 
-def warning_of_guess(about: dict[str, Any]) -> str | None:
+def warning_of_guess(about: Mapping[str, Any], *, made: str = "") -> str | None:
     """The warning that the preparation of a model's images is not known; None if it is.
 
     Args:
         about: as for `shown_choice`, with the key `checkpoint`.
+        made: what an earlier command has made with this preparation, such as an index, or "".
     """
-    guess = GUESSES.get(about["preparation_from"])
+    guess = GUESSES.get(about.get("preparation_from", ""))
     if guess is None:
         return None
+    cure = "pass"
+    if made:
+        cure = f"make the {made} again with"
     names = ", ".join(Preparation.NAMES)
     return (
         f"warning: {about['checkpoint']} does not say how its images were prepared in evaluation, as with a "
         f"data module of your own; they are prepared with {shown_transform(about['preparation'])}, {guess}. If that is "
-        "another size, crop, mean or std, the embeddings are wrong: pass --transform with the dotted name of the "
+        f"another size, crop, mean or std, the embeddings are wrong: {cure} --transform with the dotted name of the "
         f"function that prepared them, or one of {names}."
     )
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_retrieval.checks import check_counts, short_repr
+from lightning_retrieval.checks import CURE_OF_ONE_HOT, check_counts, short_repr
 
 
 class Role(IntFlag):
@@ -287,9 +287,7 @@ def check_nesting(owner: str, labels: Int[Tensor, "row level"]) -> None:
         if len(repeated) > 0:
             cure = "; if the columns are not levels, give the rule of `relevance` that reads them"
             if bool(((unique == 0) | (unique == 1)).all()):
-                cure = (
-                    "; give one-hot labels as labels.argmax(1), and multi-hot labels as tags with the rule SharedTags"
-                )
+                cure = f"; {CURE_OF_ONE_HOT}"
             raise ValueError(
                 f"{owner}: label levels must nest, each label of level {level} within one of level {level + 1}, got "
                 f"label {int(repeated[0])} within {coarse[fine == repeated[0]].tolist()}{cure}."

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_retrieval.backend import rank_zero_warn
 from lightning_retrieval.distributed import to_host, world_size
 from lightning_retrieval.training.step import GlobalRows, LocalRows, are_integers
 
 LEAST_ROWS = 4  # number of rows from which batches are not equal by chance
+LEAST_LABELS = 3  # number of different labels from which the labels of batches are not equal by chance
+_BITS = 32  # of each of two hashes
 
 
 class EqualBatches:
@@ -17,17 +20,22 @@ class EqualBatches:
     A hash of the batches is gathered together with the number of rows, so no further collective is needed. All batches
     since the start of the run are compared, until each process has had a few rows. Later steps compute no hash.
 
+    Random transforms may have changed the inputs of equal images. So equal labels without ids cause a warning.
+
     Args:
         is_needed: False if the loader is known to give each process its own part of a batch.
+        may_repeat_labels: True if the loader is known to give each process other images, perhaps of the same classes.
     """
 
-    def __init__(self, is_needed: bool) -> None:
+    def __init__(self, is_needed: bool, *, may_repeat_labels: bool = False) -> None:
         self._is_done = world_size() == 1 or not is_needed
+        self._may_repeat_labels = may_repeat_labels
         self._hash = 0  # hash of all batches of this process
+        self._hash_of_labels = 0
         self._rows = [0] * world_size()  # number of rows that each process has had
 
     def add(self, sides: Sequence[LocalRows]) -> int:
-        """Return the hash of all batches of this process, this batch included; 0 if nothing is compared.
+        """Return hashes of all batches and of all labels of this process, in one number; 0 if nothing is compared.
 
         Args:
             sides: the rows of this process, for each side of a batch.
@@ -35,7 +43,8 @@ class EqualBatches:
         if self._is_done or not all(map(are_integers, sides)):
             return 0
         self._hash = hash((self._hash, *map(_hash_of, sides)))
-        return self._hash
+        self._hash_of_labels = hash((self._hash_of_labels, *map(_hash_of_labels, sides)))
+        return self._hash % 2 ** (_BITS - 1) << _BITS | self._hash_of_labels % 2**_BITS
 
     def compare(self, owner: str, sides: Sequence[GlobalRows]) -> None:
         """Raise on all processes if two of them have had the same batches.
@@ -51,12 +60,25 @@ class EqualBatches:
             return
         for rows in sides:
             self._rows = [had + count for had, count in zip(self._rows, rows.counts)]
+        has_ids = sides[0].ids is not None
+        equal = self._first_equal([hashes >> _BITS for hashes in sides[0].hashes])
+        if equal is not None:
+            raise ValueError(_message(owner, *equal, self._rows[equal[1]], has_ids=has_ids))
+        self._is_done = min(self._rows) >= LEAST_ROWS
+        if not self._is_done or has_ids or self._may_repeat_labels:
+            return
+        equal = self._first_equal([hashes % 2**_BITS for hashes in sides[0].hashes])
+        if equal is not None and len(torch.unique(sides[0].labels)) >= LEAST_LABELS:
+            rank_zero_warn(_warning(owner, *equal, self._rows[equal[1]]))
+
+    def _first_equal(self, hashes: Sequence[int]) -> tuple[int, int] | None:
+        """The first two ranks that have the same hash after enough rows; None if there are none."""
         first_rank: dict[int, int] = {}
-        for rank, hash_of_rank in enumerate(sides[0].hashes):
+        for rank, hash_of_rank in enumerate(hashes):
             first = first_rank.setdefault(hash_of_rank, rank)
             if first != rank and self._rows[rank] >= LEAST_ROWS:
-                raise ValueError(_message(owner, first, rank, self._rows[rank], has_ids=sides[0].ids is not None))
-        self._is_done = min(self._rows) >= LEAST_ROWS
+                return first, rank
+        return None
 
 
 def _hash_of(rows: LocalRows) -> int:
@@ -66,6 +88,21 @@ def _hash_of(rows: LocalRows) -> int:
         return hash((*labels, *to_host(rows.ids).tolist()))
     inputs = to_host(rows.inputs).contiguous().flatten().view(torch.uint8)
     return hash((*labels, zlib.crc32(inputs.numpy().data)))
+
+
+def _hash_of_labels(rows: LocalRows) -> int:
+    """The hash of labels. Equal on all processes for equal labels."""
+    return hash(tuple(to_host(rows.labels).flatten().tolist()))
+
+
+def _warning(owner: str, first: int, second: int, rows: int) -> str:
+    """The warning for two ranks with the same labels, whose images may be the same."""
+    return (
+        f"{owner}: each process must have its own part of a batch, got the same labels in {rows} rows on the ranks "
+        f"{first} and {second}; if their images are the same but for random transforms, each would be a positive of "
+        "its own copy: use RetrievalDataLoader(dataset, PKSampler(...)), or let the data set return the index of each "
+        "image as its id, which is then compared instead."
+    )
 
 
 def _message(owner: str, first: int, second: int, rows: int, *, has_ids: bool) -> str:

@@ -83,7 +83,9 @@ from lightning_retrieval.training.trainer_checks import (
     check_processes,
     check_relevance,
     check_schedule,
+    has_distributed_samplers,
     has_shards,
+    warn_of_equal_rates,
 )
 
 FRACTION = "training_fraction"  # key of a checkpoint: the fraction of the training that is done
@@ -414,6 +416,8 @@ class RetrievalModule(ManualTraining):
         super().on_train_start()
         check_memory_start(self, steps_of_run(self.trainer))
         check_schedule(self, steps_of_run(self.trainer))
+        if type(self).configure_optimizers is not RetrievalModule.configure_optimizers:
+            warn_of_equal_rates(self)
         if self.global_step == 0:  # a new run, perhaps of a module that was trained before
             self._fraction = 0.0
         report_resumed_phase(self, self._fraction, fraction_of_run(self.trainer))
@@ -445,7 +449,9 @@ class RetrievalModule(ManualTraining):
         if self._is_first_step:
             check_processes(self)
             self._dimensions = Dimensions()
-            self._equal_batches = EqualBatches(is_needed=not has_shards(self.trainer))
+            self._equal_batches = EqualBatches(
+                not has_shards(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
+            )
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()):

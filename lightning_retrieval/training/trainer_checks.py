@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_retrieval.backend import (
     BackboneFinetuning,
@@ -233,6 +233,29 @@ def warn_of_half_parameters(module: Any) -> None:
         )
 
 
+RATE_FACTORS = ("head_lr_factor", "layer_decay", "query_lr_factor")
+
+
+def warn_of_equal_rates(module: Any) -> None:
+    """Warn if the module's own `configure_optimizers` gives all parameters one rate, although they have factors.
+
+    Args:
+        module: a `RetrievalModule` in a run.
+    """
+    factors = [f"{name}={getattr(module, name)}" for name in RATE_FACTORS if getattr(module, name) != 1]
+    rates = set()
+    for optimizer in module.trainer.optimizers:
+        for group in optimizer.param_groups:
+            rates.add(float(group.get("initial_lr", group["lr"])))  # a warm-up may begin with the same rate
+    if factors and len(rates) == 1:
+        rank_zero_warn(
+            f"{type(module).__name__}: the learning rates of the parameter groups must differ by {', '.join(factors)}, "
+            f"but its `configure_optimizers` gives all of them {rates.pop():.3g}, perhaps by a scheduler that sets the "
+            "rates itself, such as OneCycleLR; give the scheduler a list with a rate for each group, give it to the "
+            "module as `lr_scheduler`, which multiplies its rates, or leave the factors out."
+        )
+
+
 def check_memory_start(module: Any, steps: float) -> None:
     """Raise if a memory has `start_step="auto"` but no callback decides when it begins; say if it begins too late.
 
@@ -334,6 +357,15 @@ def has_shards(trainer: Any) -> bool:
         trainer: a `pytorch_lightning.Trainer` in a run.
     """
     return all(hasattr(loader, "check_first_batch") for loader in train_loaders(trainer))
+
+
+def has_distributed_samplers(trainer: Any) -> bool:
+    """Whether all loaders of training batches have a `DistributedSampler`, as Lightning's own.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer` in a run.
+    """
+    return all(isinstance(getattr(loader, "sampler", None), DistributedSampler) for loader in train_loaders(trainer))
 
 
 def check_samplers(trainer: Any) -> None:

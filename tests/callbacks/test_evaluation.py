@@ -225,6 +225,21 @@ def test_a_loader_that_loses_nothing_does_not_warn(loader):
     assert evaluation_warnings(PointsModule(), loader) == []
 
 
+@pytest.mark.refusal
+@pytest.mark.filterwarnings("ignore:Total length of .DataLoader. across ranks is zero")
+@pytest.mark.parametrize("stage", ["validate", "test", "fit"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_loader_that_drops_its_only_batch_raises(stage, number):
+    loaders = [DataLoader(POINTS, batch_size=5), DataLoader(POINTS, batch_size=24, drop_last=True)][-number:]
+    run = make_trainer(RetrievalEvaluation(KS), logger=False, max_epochs=1)
+    name = "test" if stage == "test" else "val"
+    prefix = f"{name}/1" if number == 2 else name
+    sentence = rf"{prefix} metrics must have a batch, got 0 of 23 images \(drop_last=True\), for batch_size=24; set"
+    argument = "val_dataloaders" if stage == "fit" else "dataloaders"
+    with pytest.raises(ValueError, match=f"^RetrievalEvaluation: the loader of the {sentence} drop_last=False"):
+        getattr(run, stage)(PointsModule(), **{argument: loaders})
+
+
 def test_each_process_of_two_knows_what_is_lost():
     """A sampler that Lightning has put in for two processes, of which each drops one of 11 or 6 images."""
     repeating = DistributedSampler(POINTS, 2, 0)

@@ -308,6 +308,27 @@ def test_a_stray_quote_hides_no_row(tmp_path, case):
         read(tmp_path)
 
 
+UNIQUE = {
+    "text, label": (("text", "label"), "a text of the number {0},{0}", 0),
+    "image, title": (("image", "title"), "{0}.jpg,a title of {0}", 1),
+    "image, label, title": (("image", "label", "title"), "{0}.jpg,{0},a title", 2),
+    "words": (("image", "title"), "{1}.JPG,{1}", 1),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("case", UNIQUE)
+@pytest.mark.parametrize("end", [6, 7, 12])
+def test_a_stray_quote_hides_no_row_of_values_that_occur_once(tmp_path, case, end):
+    columns, row, column = UNIQUE[case]
+    lines = [",".join(columns), *(row.format(number, "abcdefghijklmnopqrst"[number] * 3) for number in range(20))]
+    write_text(tmp_path / "t.csv", with_quotes(lines, column, start=5, end=end))
+    with pytest.raises(
+        ValueError, match=f"^T: `{columns[column]}` must not hold other rows, .* in lines 5 to {end} of"
+    ):
+        read_table(tmp_path / "t.csv", columns[:1], all_columns=True, owner="T")
+
+
 def test_quotes_that_hide_no_row_are_read(tmp_path):
     rows = [
         ("image", "label", "note"),

@@ -20,6 +20,8 @@ from lightning_retrieval.cli.search_images import ImageSearcher
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.files import file_digest
+from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.preparation.serialised import serialise_transform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 from lightning_retrieval.search.rows import FolderRows
 from tests.lightning_retrieval.cli.glyph_commands import command, paths_of, run, save_checkpoint
@@ -29,8 +31,9 @@ DIM, USEFUL = 24, 6
 
 def folder_of(path, checkpoint, rows, labels, **about):
     """A folder of embeddings, as if this checkpoint had made them."""
-    known = {"checkpoint": str(checkpoint), "checkpoint_sha256": file_digest(checkpoint), **about}
-    what = {"images_sha256": "list", "model_sha256": "model", "preparation": {}, "file_format": "npy", "about": known}
+    known = {"preparation": {}, "checkpoint": str(checkpoint), "checkpoint_sha256": file_digest(checkpoint), **about}
+    what = {"images_sha256": "list", "model_sha256": "model", "file_format": "npy", "about": known}
+    what["preparation"] = known["preparation"]
     folder = EmbeddingFolder.create(
         "me", path, EmbeddingManifest(images=len(rows), dim=rows.shape[1], shard_size=100, **what)
     )
@@ -91,6 +94,18 @@ def test_a_better_estimate_from_few_classes_is_not_called_worse(checkpoint, tmp_
     assert estimate == pytest.approx((low + high) / 2, abs=1e-4)
     assert "not shown to be better than the features" in out
     assert "no better" not in out
+
+
+@pytest.mark.parametrize(("source", "warnings"), [("argument", 0), ("model", 1), ("default", 1)])
+def test_a_head_is_for_images_prepared_as_those_of_its_embeddings(checkpoint, tmp_path, capsys, source, warnings):
+    """Also if the checkpoint of the embeddings does not say how; a preparation that was a guess is called one."""
+    preparation = serialise_transform(Preparation.named("glyphs"))
+    about = {"preparation": preparation, "preparation_from": source}
+    folder = folder_of(tmp_path / "e", checkpoint, *points(noise=0.5), **about)
+    assert load_checkpoint("me", checkpoint).preparation is None
+    code, _, err = run(capsys, "adapt", "--embeddings", folder, "--output", tmp_path / "a.ckpt", "--max_epochs=1")
+    assert (code, err.count("make the embeddings again with --transform")) == (0, warnings)
+    assert load_checkpoint("me", tmp_path / "a.ckpt").preparation == preparation
 
 
 def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys):

@@ -294,6 +294,23 @@ def test_an_update_loses_no_rows_of_a_folder_that_cannot_be_listed(indexed, tmp_
 
 
 @pytest.mark.refusal
+def test_an_update_loses_no_rows_of_a_linked_folder_that_is_gone_before_the_link_is(own_copy, capsys):
+    shutil.move(own_copy / "images" / "2", own_copy / "elsewhere")
+    link = own_copy / "images" / "2"
+    link.symlink_to(own_copy / "elsewhere")
+    args = indexing(own_copy, own_copy / "index", "--update")
+    assert command(capsys, *args)[0] == 0
+    number = len(RetrievalIndex.load(own_copy / "index"))
+    before = files_of(own_copy / "index")
+    (own_copy / "elsewhere").rename(own_copy / "unmounted")
+    assert error_of(capsys, *args).startswith(f"index: the link {link} leads to {own_copy / 'elsewhere'}, which does")
+    assert files_of(own_copy / "index") == before
+    link.unlink()
+    assert command(capsys, *args)[0] == 0
+    assert 0 < len(RetrievalIndex.load(own_copy / "index")) < number
+
+
+@pytest.mark.refusal
 def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(indexed, other_model, own_copy, capsys):
     index = own_copy / "index"
     shutil.copytree(indexed / "index", index)
@@ -483,5 +500,13 @@ def test_warns_that_the_preparation_of_a_trained_network_is_not_known(network, c
         assert outcome == 0, err
         assert err.count(words) == 1
         assert "pass --transform" in err
+        if arguments[0] == "index":
+            queries = ["search", tmp_path / "images" / "0.png", "--index", folder, "--device=cpu"]
+            outcome, _, err = run(capsys, *queries)
+            assert outcome == 0, err
+            assert err.count(words) == 1
+            assert "make the index again with --transform" in err
         shutil.rmtree(folder)
         assert words not in run(capsys, arguments[0], *given, *name)[2]
+        if arguments[0] == "index":
+            assert words not in run(capsys, *queries)[2]

@@ -358,6 +358,9 @@ def test_one_hot_and_multi_hot_labels_raise(name, labels):
     cure = r"give one-hot labels as labels.argmax\(1\), and multi-hot labels as tags with the rule SharedTags"
     with pytest.raises(ValueError, match=rf"^\w+: label levels must nest, .*; {cure}"):
         CALLS[name](labels)
+    for other in (labels.float(), labels.bool()):
+        with pytest.raises(TypeError, match=rf"^\w+: `labels` must be integers, got {other.dtype}; {cure}"):
+            CALLS[name](other)
 
 
 class Calling(torch.nn.Module):

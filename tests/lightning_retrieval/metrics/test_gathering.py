@@ -135,6 +135,11 @@ def test_few_wrong_rows_among_repeated_images_are_found(monkeypatch):
         (Y, {"instances": [1, 2, 2, 3]}, "`instances` must have one label each, got instance 2 with two different"),
         (Y * 0, {"ids": [5, 6, 7, 5], "cameras": [0, 1, 2, 3]}, "`ids` must have one camera each, got id 5 with two"),
         (Y * 0, {"instances": [1, 1, 2, 2], "cameras": [0, 1, 2, 3]}, "`instances` must have one camera each, got"),
+        (
+            Y * 0,
+            {"instances": [1, 2, 1, 2], "roles": [1, 1, 2, 2]},
+            "`instances` must have one role each, got instance 1",
+        ),
         (torch.tensor([[0, 0], [0, 1], [1, 1], [1, 1]]), {}, r"label levels must nest, .* label 0 within \[0, 1\]"),
         (torch.tensor([[0, 4, 7], [1, 4, 8], [2, 5, 8], [3, 5, 8]]), {}, r".* of level 1 .* label 4 within \[7, 8\]"),
     ],

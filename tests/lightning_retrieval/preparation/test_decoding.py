@@ -192,6 +192,18 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, as_another_user):
     (tmp_path / "photos" / "cats").chmod(0o755)
 
 
+@pytest.mark.refusal
+def test_a_link_to_a_folder_that_is_gone_is_an_error(tmp_path):
+    picture(tmp_path / "cats" / "a.png")
+    (tmp_path / "dogs").symlink_to("disk/dogs")
+    sentence = rf"^index: the link {tmp_path}/dogs leads to disk/dogs, which does not exist, .* or remove the link\.$"
+    with pytest.raises(FileNotFoundError, match=sentence):
+        image_files("index", tmp_path)
+    (tmp_path / "dogs").unlink()
+    (tmp_path / "notes.txt").symlink_to("gone.txt")  # the name of a file
+    assert image_paths(tmp_path) == ["cats/a.png"]
+
+
 MALFORMED_EXIF = {
     "text": b"Exif\0\0not a TIFF header",
     "no_header": b"garbage",

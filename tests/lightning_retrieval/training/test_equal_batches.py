@@ -1,5 +1,7 @@
 """Several processes whose loaders do not give each of them its own part of a batch raise, on all of them."""
 
+import warnings
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -202,3 +204,59 @@ def test_equal_batches_raise_on_all_processes_and_batches_of_their_own_do_not(wo
             assert f"rows on the ranks {ranks}, " in message
             assert "use RetrievalDataLoader(" in message
             assert steps == (3 if "rows one by one" in case else 0), case
+
+
+class Augmented(Items):
+    """Items with random transforms, which differ between the processes."""
+
+    def __getitem__(self, index):
+        image, *others = super().__getitem__(index)
+        noise = torch.randn(6, generator=torch.Generator().manual_seed(100 * rank() + int(index)))
+        return (image + noise, *others)
+
+
+class Wrapped:
+    """A sampler of a user that draws the batches of another one, or in each process a part of them."""
+
+    def __init__(self, split):
+        self.batches, self.split = PKSampler(LABELS, classes_per_batch=3, samples_per_class=4), split
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        for batch in self.batches:
+            yield batch[rank() :: 2] if self.split else batch
+
+
+def warnings_of_runs(this, world):
+    sharded = DistributedSampler(Items(), num_replicas=world, rank=this, shuffle=False)
+    loaders = {
+        "same images": DataLoader(Augmented(), batch_sampler=Wrapped(split=False)),
+        "same classes": DataLoader(Augmented(), batch_sampler=Wrapped(split=True)),
+        "same classes, ids": DataLoader(Augmented(has_ids=True), batch_sampler=Wrapped(split=True)),
+        "distributed": DataLoader(Augmented(), batch_size=6, sampler=sharded),
+        "other": DataLoader(Augmented(), batch_sampler=[[this, 4, 5, 8 + 4 * this]]),
+    }
+    found = {}
+    for name, loader in loaders.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert run_fit(Drawn(), loader, world)[0] == ""
+        messages = [str(warning.message) for warning in caught]
+        found[name] = [message for message in messages if "got the same labels in" in message]
+    return found
+
+
+def test_equal_labels_of_images_that_random_transforms_have_changed_warn(run_processes):
+    """Without ids, nobody can tell the same images from others of the same classes."""
+    first, second = run_processes(warnings_of_runs, 2, backend=None)
+    assert {name: len(messages) for name, messages in first.items()} == {
+        "same images": 1,
+        "same classes": 1,
+        "same classes, ids": 0,
+        "distributed": 0,
+        "other": 0,
+    }
+    assert "in 12 rows on the ranks 0 and 1; if their images are the same but for" in first["same images"][0]
+    assert set(map(len, second.values())) == {0}

@@ -298,6 +298,42 @@ class Partial(RetrievalModule):
         return [torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.1)]
 
 
+class OwnScheduler(RetrievalModule):
+    """Its own `configure_optimizers` adds a scheduler to the optimizer of the module."""
+
+    def __init__(self, scheduler, **settings):
+        super().__init__(WithBackbone(), SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
+        self.make = scheduler
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": self.make(optimizer)}
+
+
+class OneGroup(OwnScheduler):
+    """Its own `configure_optimizers` gives all parameters to one group."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler", "count"),
+    [
+        (OwnScheduler, ONE_CYCLE, 1),
+        (OwnScheduler, CYCLIC, 1),
+        (OneGroup, ONE_CYCLE, 1),
+        (OwnScheduler, functools.partial(ONE_CYCLE, max_lr=RATES), 0),
+        (OwnScheduler, functools.partial(schedulers.LambdaLR, lr_lambda=lambda step: step / STEPS), 0),
+    ],
+)
+def test_warns_of_optimizers_of_a_subclass_that_undo_the_factors(kind, scheduler, count):
+    words = "must differ by head_lr_factor=2, layer_decay=0.5, but its `configure_optimizers` gives all of them"
+    assert len(warnings_with(words, fit, kind(scheduler, **FACTORS), batches())) == count
+    if count:
+        assert warnings_with("must differ by", fit, kind(scheduler), batches()) == []
+
+
 @pytest.mark.refusal
 def test_a_parameter_in_no_optimizer_raises_before_the_first_step():
     module = Partial(net(), SmoothAPLoss(), chunk_size=3)
