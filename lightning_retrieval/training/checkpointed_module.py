@@ -16,7 +16,20 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.backend import BaseFinetuning, CheckpointIO, TorchCheckpointIO, _WrappingCheckpointIO, _default_map_location, _given_hyperparameters_context, _load, _restricted_classmethod, load_hparams_from_tags_csv, pl, rank_zero_warn, warn_of_other_package
+from lightning_retrieval.backend import (
+    BaseFinetuning,
+    CheckpointIO,
+    TorchCheckpointIO,
+    _WrappingCheckpointIO,
+    _default_map_location,
+    _given_hyperparameters_context,
+    _load,
+    _restricted_classmethod,
+    load_hparams_from_tags_csv,
+    pl,
+    rank_zero_warn,
+    warn_of_other_package,
+)
 from lightning_retrieval.checkpoints import (
     check_content,
     is_sharded_checkpoint,

@@ -9,7 +9,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from lightning_retrieval.backend import BackboneFinetuning, BaseFinetuning, BatchSizeFinder, BitsandbytesPrecision, CombinedLoader, DDPStrategy, DeepSpeedStrategy, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint, ModelParallelStrategy, ModelPruning, OnExceptionCheckpoint, SingleDeviceStrategy, SingleDeviceXLAStrategy, SpikeDetection, StochasticWeightAveraging, TrainerFn, TransformerEnginePrecision, WeightAveraging, XLAStrategy, rank_zero_warn
+from lightning_retrieval.backend import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    BatchSizeFinder,
+    BitsandbytesPrecision,
+    CombinedLoader,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelParallelStrategy,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    TrainerFn,
+    TransformerEnginePrecision,
+    WeightAveraging,
+    XLAStrategy,
+    rank_zero_warn,
+)
 from lightning_retrieval.checks import check_choice, check_finite_number, first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
