@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from lightning_retrieval.backend import (
     ModelCheckpoint,
     WandbLogger,
-    pl,
     rank_zero_experiment,
     rank_zero_only,
     rank_zero_warn,

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import DefaultHelpFormatter, get_loader, set_loader
 
+from lightning_retrieval import callbacks, datamodules, losses
 from lightning_retrieval.backend import (
     LightningArgumentParser,
     LightningCLI,
@@ -22,7 +23,6 @@ from lightning_retrieval.backend import (
     pl,
     rank_zero_info,
 )
-from lightning_retrieval import callbacks, datamodules, losses
 from lightning_retrieval.callbacks.csv_logger import (
     ResumableCSVLogger,
     RowsBeforeCheckpoints,

@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.contrib.logging import logging_redirect_tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.backend import (
-    TQDMProgressBar,
     TensorBoardLogger,
+    TQDMProgressBar,
     module_names,
     pl,
     rank_zero_info,

@@ -360,7 +360,9 @@ def check_draws_images(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer` in a run.
     """
     for loader in train_loaders(trainer):
-        sampler = getattr(loader, "sampler", None)
+        sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+        if batch_sampler is None or sampler is batch_sampler:  # each item of the sampler is taken for a batch
+            continue
         if sampler is not None and getattr(sampler, "sampler", None) is sampler:  # as the samplers of global batches
             raise ValueError(
                 f"{owner}: a {type(sampler).__name__} must be the `batch_sampler` of a DataLoader, because it draws "
