@@ -9,8 +9,8 @@ The loop of `RetrievalModule` is that of a Trainer without logger, checkpoints a
 such a Trainer with the shortest module in manual optimization. Takes about three minutes.
 
 With `--compile`, the step of a plain network is compared with that of the same network after `embedder.compile()`, for
-GlyphNet at 32 pixels and ResNet-18 at 64. The seconds of compiling are the wall-clock time by which the first epoch takes
-longer than the others. Takes about ten minutes, and needs a compiler of C++.
+GlyphNet at 32 pixels and ResNet-18 at 64. The seconds of compiling are the wall-clock time by which the first epoch
+takes longer than the others. Takes about ten minutes, and needs a compiler of C++.
 """
 
 import logging
