@@ -457,7 +457,7 @@ def _check_one_label_each(index: ImageIndex) -> None:
 def _check_instances(index: ImageIndex) -> None:
     if index.instances is None:
         return
-    annotations = {"label": index.labels}
+    annotations: dict[str, Any] = {"label": index.labels}
     if index.cameras is not None:
         annotations["camera"] = index.cameras
     if index.roles is not None:

@@ -70,7 +70,7 @@ _OF_TRAINER = {
     "_restricted_classmethod": "utilities.model_helpers",
     "is_overridden": "utilities.model_helpers",
     "load_hparams_from_tags_csv": "core.saving",
-    "migrate_checkpoint": "utilities.migration",
+    "migrate_checkpoint": "utilities.migration.utils",
     "move_data_to_device": "utilities",
     "rank_zero_info": "utilities",
     "rank_zero_only": "utilities",
@@ -148,7 +148,7 @@ if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     from pytorch_lightning.utilities import rank_zero_only as rank_zero_only
     from pytorch_lightning.utilities import rank_zero_warn as rank_zero_warn
     from pytorch_lightning.utilities.compile import to_uncompiled as to_uncompiled
-    from pytorch_lightning.utilities.migration import migrate_checkpoint as migrate_checkpoint
+    from pytorch_lightning.utilities.migration.utils import migrate_checkpoint as migrate_checkpoint
     from pytorch_lightning.utilities.model_helpers import _restricted_classmethod as _restricted_classmethod
     from pytorch_lightning.utilities.model_helpers import is_overridden as is_overridden
 

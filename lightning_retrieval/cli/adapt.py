@@ -367,7 +367,7 @@ def _preparation(manifest: EmbeddingManifest, source: RetrievalModule) -> dict[s
     warning = warning_of_guess(manifest.about, made="embeddings")
     if warning is not None:
         print(warning, file=sys.stderr)
-    return manifest.preparation or None
+    return dict(manifest.preparation or {}) or None
 
 
 def _save(embedder: AdaptedEmbedder, loss: nn.Module, preparation: dict[str, Any] | None, output: Path) -> None:

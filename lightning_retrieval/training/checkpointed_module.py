@@ -191,7 +191,7 @@ class CheckpointedModule(pl.LightningModule):
         self._trainer = trainer
         if isinstance(trainer, pl.Trainer):
             self._verify_checkpoints()
-        pl.LightningModule.trainer.fset(self, trainer)
+        pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def configure_callbacks(self) -> Any:
         """Replace wrappers of `torch.compile`."""

@@ -44,7 +44,8 @@ class EqualBatches:
             return 0
         self._hash = hash((self._hash, *map(_hash_of, sides)))
         self._hash_of_labels = hash((self._hash_of_labels, *map(_hash_of_labels, sides)))
-        return self._hash % 2 ** (_BITS - 1) << _BITS | self._hash_of_labels % 2**_BITS
+        of_batches, of_labels = self._hash % 2 ** (_BITS - 1), self._hash_of_labels % 2**_BITS
+        return int(of_batches << _BITS | of_labels)
 
     def compare(self, owner: str, sides: Sequence[GlobalRows]) -> None:
         """Raise on all processes if two of them have had the same batches.

@@ -236,7 +236,7 @@ class ManualTraining(OptimizedModule):
         """Let the module look at the metrics that its `configure_optimizers` names."""
         super().__init_subclass__(**settings)
         if "configure_optimizers" in vars(cls):
-            cls.configure_optimizers = _reading_monitors(cls.configure_optimizers)  # type: ignore[method-assign, assignment]
+            cls.configure_optimizers = _reading_monitors(cls.configure_optimizers)  # type: ignore[method-assign]
 
     def _step_optimizers(self) -> bool:
         """Step all optimizers; returns False if half precision skipped the step because a gradient was not finite."""
@@ -340,7 +340,7 @@ class ManualTraining(OptimizedModule):
         """Check the flags of the Trainer. This is the first hook in which the Trainer is known."""
         owner, strategy = type(self).__name__, self.trainer.strategy
         check_trainer(owner, self.trainer)
-        strategy.training_step = CheckedSteps(strategy, self)  # type: ignore[method-assign]
+        strategy.training_step = CheckedSteps(strategy, self)
         if isinstance(strategy, DDPStrategy):
             release_ddp(strategy, self)
         if isinstance(strategy, ModelParallelStrategy):
