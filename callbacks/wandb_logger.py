@@ -20,6 +20,7 @@ from lightning_retrieval.backend import (
 from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checkpoints import is_checkpoint, saved_at
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
+from lightning_retrieval.training.restored_states import is_within
 
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 _LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # metrics of which lower values are better
@@ -70,10 +71,10 @@ class RetrievalWandbLogger(WandbLogger):
             the environment variable `WANDB_MODE` is not set and there is no API key for the server, which is
             `WANDB_BASE_URL`, if set. The key is either in the environment variable `WANDB_API_KEY`, or in `~/.netrc`,
             where `wandb login` writes the key.
-        artifact: upload the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of type "model". The
-            alias of the artifact is the monitored metric with its value, such as "val-mAP-0.7660". The artifact of the
-            first `ModelCheckpoint` that monitors a metric also gets the alias "best"; without a monitored metric, the
-            alias is "last".
+        artifact: upload the best checkpoint of each `ModelCheckpoint`, if it is in the `dirpath` of the callback, as an
+            artifact of the run, of type "model". The alias of the artifact is the monitored metric with its value, such
+            as "val-mAP-0.7660". The artifact of the first `ModelCheckpoint` that monitors a metric also gets the alias
+            "best"; without a monitored metric, the alias is "last".
         prefix: prefix of the names of all metrics.
         kwargs: further arguments of `WandbLogger` and of `wandb.init`, such as `tags`, `group` or `notes`.
 
@@ -161,7 +162,8 @@ class RetrievalWandbLogger(WandbLogger):
             return
         for checkpoint in self._checkpoints.values():
             path = Path(checkpoint.best_model_path)
-            if not is_checkpoint(path):
+            # A run that was resumed has the path from a file, which must not choose what is published.
+            if not (is_within(path, checkpoint.dirpath) and is_checkpoint(path)):
                 continue
             version = (str(path), saved_at(path))
             if version in self._uploaded:

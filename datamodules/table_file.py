@@ -631,7 +631,10 @@ def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: 
     check_regular_file(owner, path)
     table: dict[str, list[str]] = {}
     try:
-        header = pyarrow.parquet.read_schema(path).names
+        metadata = pyarrow.parquet.read_metadata(path)
+        if metadata.num_rows > path.stat().st_size:  # rows that repeat a value take nearly no space
+            raise ValueError(f"it has {metadata.num_rows:,} rows, more than bytes")
+        header = metadata.schema.to_arrow_schema().names
         wanted = _wanted_columns(header, required, all_columns)
         readable = [name for name in wanted if header.count(name) == 1]
         content = pyarrow.parquet.read_table(path, columns=readable)

@@ -70,6 +70,7 @@ _OF_TRAINER = {
     "_restricted_classmethod": "utilities.model_helpers",
     "is_overridden": "utilities.model_helpers",
     "load_hparams_from_tags_csv": "core.saving",
+    "migrate_checkpoint": "utilities.migration",
     "move_data_to_device": "utilities",
     "rank_zero_info": "utilities",
     "rank_zero_only": "utilities",
@@ -147,6 +148,7 @@ if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     from pytorch_lightning.utilities import rank_zero_only as rank_zero_only
     from pytorch_lightning.utilities import rank_zero_warn as rank_zero_warn
     from pytorch_lightning.utilities.compile import to_uncompiled as to_uncompiled
+    from pytorch_lightning.utilities.migration import migrate_checkpoint as migrate_checkpoint
     from pytorch_lightning.utilities.model_helpers import _restricted_classmethod as _restricted_classmethod
     from pytorch_lightning.utilities.model_helpers import is_overridden as is_overridden
 
@@ -202,7 +204,7 @@ def warn_of_other_package() -> None:
     are no modules or data modules, before any method of theirs is called.
     """
     global _warned
-    other = next(package for package in MODULES if package != PACKAGE)
+    (other,) = MODULES.keys() - {PACKAGE}
     is_imported = MODULES[other][_TRAINER] in sys.modules
     if _warned or os.environ.get(VARIABLE) or not is_imported:
         return
@@ -217,7 +219,7 @@ def warn_of_other_package() -> None:
 
 def module_names() -> tuple[str, ...]:
     """The names of the modules of both packages, which are also the names of their loggers."""
-    return tuple(name for names in MODULES.values() for name in names)
+    return (*MODULES["lightning"], *MODULES["pytorch_lightning"])
 
 
 def of_this_backend(value: Any) -> Any:

@@ -49,7 +49,7 @@ ZIP_START = b"PK\x03\x04"
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 MANIFEST = Manifest(content="sharded checkpoint", name="checkpoint.json", command="fit", cure="take another checkpoint")
 REST = "rest.pt"
-MOST_DEPTH, MOST_VALUES = 100, 50_000_000  # limits for the containers in a checkpoint
+MOST_DEPTH, MOST_SHARED = 100, 100_000  # limits for the containers in a checkpoint, and for repeated visits of one
 MOST_REPEATED_BYTES = 2**26  # by which the tensors of a checkpoint may be larger than what is stored
 PENDING = ".new"  # suffix of a complete checkpoint that is about to get its name
 SAVED = re.compile(r"[0-9a-f]{16}")  # name of the folder with the files that were saved together
@@ -233,20 +233,22 @@ def check_content(owner: str, content: Any) -> None:
     Raises:
         ValueError: if large tensors are larger than their storage, or containers are nested too deeply.
     """
-    pending, seen, repeated = [(content, 0)], 0, 0
+    pending, visited, shared, repeated = [(content, 0)], set[int](), 0, 0
     while pending:
         item, depth = pending.pop()
-        seen += 1
-        if depth > MOST_DEPTH or seen > MOST_VALUES:
+        if isinstance(item, Tensor):
+            repeated += _repeated_bytes(item)
+        elif isinstance(item, (dict, list, tuple, set)):
+            shared += id(item) in visited
+            visited.add(id(item))
+            parts: Any = item
+            if isinstance(item, dict):
+                parts = item.values()
+            pending += [(value, depth + 1) for value in parts]
+        if depth > MOST_DEPTH or shared > MOST_SHARED:  # lists that share lists may expand exponentially
             raise ValueError(
                 f"{owner}: the checkpoint has lists or dicts that are nested too deeply; take another one."
             )
-        if isinstance(item, Tensor):
-            repeated += _repeated_bytes(item)
-        elif isinstance(item, dict):
-            pending += [(value, depth + 1) for value in item.values()]
-        elif isinstance(item, (list, tuple, set)):
-            pending += [(value, depth + 1) for value in item]
         if repeated > MOST_REPEATED_BYTES:
             raise ValueError(
                 f"{owner}: the checkpoint has a tensor of the shape {tuple(item.shape)}, of which the file stores only "
@@ -431,7 +433,7 @@ def _remove_saved(folder: Path, but: Path | None = None) -> None:
     for saved in folder.iterdir():
         if saved == but or saved.is_symlink() or not saved.is_dir() or not SAVED.fullmatch(saved.name):
             continue
-        if all(PART.fullmatch(file.name) for file in saved.iterdir()):
+        if all(map(PART.fullmatch, os.listdir(saved))):
             shutil.rmtree(saved, ignore_errors=True)  # what remains does no harm
 
 

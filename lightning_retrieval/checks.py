@@ -253,7 +253,7 @@ def check_no_transform(owner: str, **values: Any) -> None:
         if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
             raise TypeError(
                 f"{owner}: `{name}` must not be inside of torch.func (grad, vmap, jacrev), because checks and blocks "
-                "read numbers, got such a tensor; call the loss for each batch, and torch.autograd.grad for its "
+                f"read numbers, got such a tensor; call {owner} for each batch, and torch.autograd.grad for its "
                 "gradient."
             )
 
@@ -310,6 +310,8 @@ def has_finite_sum(values: Tensor) -> Tensor:
 
 def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
     """Raise if there are NaN or infinities; the message lists the first such rows, by id if `ids` are given."""
+    if torch._C._functorch.is_batchedtensor(values):  # `vmap` has no numbers that can be read
+        check_no_transform(owner, **{name: values})
     finite = torch.isfinite(values)
     if bool(finite.all()):
         return

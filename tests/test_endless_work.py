@@ -4,21 +4,29 @@ Each case runs in a process of its own, whose time and memory are limited, so th
 """
 
 import base64
+import contextlib
+import io
 import json
 import resource
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 from torchvision.transforms import v2
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.files import file_digest
 from lightning_retrieval.models.adapted import embedder_of_checkpoint
 from lightning_retrieval.models.tokenizers import JSONTokenizer
 from lightning_retrieval.preparation.serialised import rebuild_transform, serialise_transform
 from lightning_retrieval.search.conditions import parse_where
+from lightning_retrieval.search.index import RetrievalIndex
+from lightning_retrieval.search.storage import FORMAT, MANIFEST
 from lightning_retrieval.training.checkpoint_files import restored_network
 from lightning_retrieval.training.checkpointed_module import module_of_checkpoint
 from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
@@ -268,3 +276,105 @@ def test_a_checkpoint_holds_as_much_as_its_records_claim(tmp_path):
     for name in ("deflated", "shared"):
         with pytest.raises(ValueError, match=r"^RetrievalModule: the checkpoint .* is damaged, it"):
             RetrievalModule.load_from_checkpoint(tmp_path / f"{name}.ckpt")
+
+
+def times_nine(depth):
+    """Lists that share lists: few in memory, 9 to the power of `depth` values for whoever walks through them."""
+    shared = ["x"]
+    for _ in range(depth):
+        shared = [shared] * 9
+    return shared
+
+
+def errors_of_shared_lists(rank, world_size, path):
+    """The errors of loading a checkpoint with lists that share lists, at different places."""
+    limited()
+    content, errors = torch.load(path, weights_only=True), []
+    for place in ("preparation", "callbacks", "loops", "trainable_parameters", "another"):
+        torch.save({**content, place: {"a": times_nine(12)}}, path)
+        for load in (
+            lambda: RetrievalModule.load_from_checkpoint(path),
+            lambda: restored_network(torch.load(path, weights_only=True)),
+        ):
+            with pytest.raises(ValueError) as raised:
+                load()
+            errors.append(str(raised.value))
+    return errors
+
+
+def test_lists_of_a_checkpoint_that_share_lists(tmp_path, run_alone):
+    path = save_checkpoint(tmp_path / "model.ckpt", RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()))
+    for error in run_alone(errors_of_shared_lists, path, timeout=SECONDS):
+        assert error.startswith("RetrievalModule: the checkpoint has lists or dicts that are nested too deeply")
+
+
+def output_of_a_config(rank, world_size, path):
+    """What `fit` prints for a config that it refuses."""
+    limited()
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), pytest.raises(SystemExit):
+        main(["fit", f"--config={path}"])
+    return printed.getvalue()
+
+
+def test_aliases_of_a_config(tmp_path, run_alone):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, 12):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]")
+    (tmp_path / "config.yaml").write_text("\n".join([*lines, "model: *a11"]))
+    assert "aliases make it longer than" in run_alone(output_of_a_config, tmp_path / "config.yaml", timeout=SECONDS)
+
+
+def error_of_a_table(rank, world_size, path):
+    limited()
+    with pytest.raises(ValueError) as raised:
+        read_table(path, required=("image",))
+    return str(raised.value)
+
+
+def test_a_table_with_more_rows_than_bytes(tmp_path, run_alone):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "table.parquet"
+    with pyarrow.parquet.ParquetWriter(path, pyarrow.schema([("image", pyarrow.string())])) as writer:
+        for _ in range(20):
+            images = pyarrow.DictionaryArray.from_arrays(np.zeros(2_000_000, dtype=np.int32), ["a.jpg"])
+            writer.write_table(pyarrow.table({"image": images.cast(pyarrow.string())}))
+    error = run_alone(error_of_a_table, path, timeout=SECONDS)
+    assert error.startswith(f"ImageTable: {path} must be a Parquet file, but ")
+    assert "40,000,000 rows" in error
+
+
+def errors_of_arrays(rank, world_size, folder):
+    """The errors of loading an index one of whose arrays claims a size that its file does not have."""
+    limited()
+    manifest, errors = FORMAT.read("test", folder), []
+    for name in manifest["files"]:
+        file = folder / name
+        content = file.read_bytes()
+        if file.suffix != ".npy":
+            continue
+        for shape in ((10**12,), (10**30,), (2**62,), (2**40, 2**40), (-1,)):
+            header = io.BytesIO()
+            described = {"descr": np.load(io.BytesIO(content)).dtype.str, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(header, described)
+            file.write_bytes(header.getvalue() + bytes(64))
+            changed = {name: {"bytes": file.stat().st_size, "sha256": file_digest(file)}}
+            files = {**manifest["files"], **changed}
+            (folder / MANIFEST).write_bytes(FORMAT.encode({**manifest, "files": files}))
+            for mapped in (False, True):
+                with pytest.raises(ValueError) as raised:
+                    RetrievalIndex.load(folder, mapped=mapped)
+                errors.append(str(raised.value))
+        file.write_bytes(content)
+    return errors
+
+
+def test_arrays_of_an_index_that_claim_another_size(tmp_path, run_alone):
+    index = RetrievalIndex(8)
+    index.add(torch.nn.functional.normalize(torch.randn(9, 8)), torch.arange(9), paths=[f"{i}.jpg" for i in range(9)])
+    index.save(tmp_path / "index")
+    errors = run_alone(errors_of_arrays, tmp_path / "index", timeout=SECONDS)
+    assert len(errors) == 3 * 5 * 2
+    for error in errors:
+        assert error.startswith(f"RetrievalIndex: {tmp_path / 'index'} is damaged, its manifest and its files do not")

@@ -56,7 +56,8 @@ def begins():
     return {**ranked(), "memory": CrossBatchMemory(150, start_step="auto")}
 
 
-SCENARIOS = {"ranked": ranked, "proxies": proxies, "begins": begins}
+# A network that is divided over processes is compiled in "compiled", and compared with a plain one.
+SCENARIOS = {"ranked": ranked, "proxies": proxies, "begins": begins, "compiled": ranked}
 CASES = [*((name, 2) for name in SCENARIOS), ("ranked", 4)]
 OF_FSDP = (
     "all_gather_into_tensor",
@@ -135,6 +136,8 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), h
         enable_checkpointing=True,
     )
     module = untrained_module(scenario)
+    if scenario == "compiled" and world > 1:
+        module.embedder.compile(backend="eager")
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     if not has_weights or (world == 4 and (ckpt_path is not None or not is_first)):
         module.embedder.to("meta")  # the weights come from the checkpoint or from the first process

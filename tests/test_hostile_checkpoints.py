@@ -16,6 +16,7 @@ from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
 from lightning_retrieval.checkpoints import read_checkpoint, write_sharded_checkpoint
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.training.checkpoint_files import restored_network
@@ -77,11 +78,11 @@ def callbacks(folder: Path, **settings) -> list[ModelCheckpoint]:
     ]
 
 
-def run(folder: Path, steps: int, checkpoint=None, saving=None, **settings):
+def run(folder: Path, steps: int, checkpoint=None, saving=None, trained=None, **settings):
     """A run to this step that saves after each of its steps; its Trainer."""
     saving = saving or callbacks(folder)
     fitted = trainer(callbacks=saving, enable_checkpointing=True, max_epochs=9, max_steps=steps, **settings)
-    fitted.fit(module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
+    fitted.fit(trained or module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
     assert fitted.global_step == steps
     return fitted
 
@@ -200,6 +201,48 @@ def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
     assert_own_paths([saving], folder)
 
 
+class OwnHooks(RetrievalModule):
+    """A subclass whose hooks do not call those of the library."""
+
+    def on_save_checkpoint(self, checkpoint):
+        pass
+
+    def on_load_checkpoint(self, checkpoint):
+        pass
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_module_of_the_users_with_hooks_of_its_own(users_folder, stored, tmp_path, form):
+    folder = tmp_path / "run"
+    run(folder, 1)
+    path = forms(users_folder, folder)[form]
+
+    def change(state):
+        for field in FIELDS:
+            put(state, field, path)
+
+    checkpoint = write_states(folder / "last.ckpt", change)
+    saving = callbacks(folder)
+    with pytest.warns(UserWarning, match=DROPPED.replace("RetrievalModule", "OwnHooks")):
+        run(folder, 3, checkpoint, saving, OwnHooks(net(), SmoothAPLoss(tau=0.1), optimizer=SGD))
+    assert_own_paths(saving, folder)
+
+
+@pytest.mark.filterwarnings("ignore:You have multiple `ModelCheckpoint` callback states")
+def test_a_checkpoint_that_says_it_is_of_an_early_release(users_folder, tmp_path):
+    """Lightning moves the paths of its early releases from elsewhere in the file to the states of callbacks."""
+    run(tmp_path, 1)
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    content["pytorch-lightning_version"] = "0.9.0"
+    content["checkpoint_callback_best_model_path"] = f"local://{users_folder}"
+    del content["callbacks"], content["loops"]
+    torch.save(content, tmp_path / "last.ckpt")
+    saving = [ModelCheckpoint(tmp_path, "last", every_n_train_steps=1)]
+    with pytest.warns(UserWarning, match=DROPPED):
+        run(tmp_path, 3, tmp_path / "last.ckpt", saving)
+    assert_own_paths(saving, tmp_path)
+
+
 class OwnFormat(TorchCheckpointIO):
     """A `CheckpointIO` of the user."""
 
@@ -290,7 +333,8 @@ def test_a_folder_where_a_checkpoint_would_be_saved(users_folder, tmp_path):
     (photos / "checkpoint.json").write_text("{}")
     with pytest.raises(ValueError, match=r"^RetrievalModule: ModelCheckpoint\(save_last='link'\) replaces .*last.ckpt"):
         run(tmp_path, 1, saving=callbacks(tmp_path, save_last="link")[1:])
-    run(tmp_path, 1, saving=callbacks(tmp_path)[1:])
+    with pytest.raises(OSError, match=r"^RetrievalModule: the checkpoint .*last.ckpt cannot be written"):
+        run(tmp_path, 1, saving=callbacks(tmp_path)[1:])
     assert (photos / "trip" / "private.txt").read_text() == "private, too"
 
 
@@ -382,7 +426,7 @@ def test_states_that_no_run_has(tmp_path, case):
         value.append(value)
     place[keys[-1]] = value
     torch.save(content, tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match=r"^RetrievalModule: the (checkpoint|state 'exp_avg' of the optimizer in the)"):
+    with pytest.raises(ValueError, match=r"^RetrievalModule: (a checkpoint|the checkpoint|the state 'exp_avg' of)"):
         scheduled(tmp_path, 2, tmp_path / "last.ckpt")
 
 
@@ -402,3 +446,23 @@ def test_huge_tensors_of_a_checkpoint_that_is_rebuilt(tmp_path):
         RetrievalModule.load_from_checkpoint(tmp_path / "last.ckpt", embedder=net())
     with pytest.raises(ValueError, match=r"^RetrievalModule: the checkpoint has a tensor of the shape"):
         restored_network(torch.load(tmp_path / "last.ckpt", weights_only=True))
+
+
+def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_run, monkeypatch):
+    """Weights & Biases uploads the best checkpoint, whose path a resumed run has from the file."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    saving = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, "enable_version_counter": False}
+    run(tmp_path / "run", 1, saving=[ModelCheckpoint(tmp_path / "run", **saving)])
+    private = tmp_path / "private.ckpt"
+    torch.save({"private": "words of the user"}, private)
+    change = functools.partial(put, field="best_model_path", path=str(private))
+    checkpoint = write_states(tmp_path / "run" / "last.ckpt", change)
+    logger = RetrievalWandbLogger(save_dir=tmp_path / "logged", offline=True)
+    resumed = [ModelCheckpoint(tmp_path / "run", **saving)]
+    run(tmp_path / "run", 3, checkpoint, resumed, logger=logger)
+    assert resumed[0].best_model_path == str(private)  # which may be read
+    end_offline_run()
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path != private]
+    assert any(path.suffix == ".wandb" for path in written)
+    assert not [path for path in written if b"words of the user" in path.read_bytes()]

@@ -115,9 +115,23 @@ def _of_this_backend(args: Any) -> Any:
     return changed
 
 
+MOST_VALUES = 100_000  # in a config or an option
+
+
 def _load_config(text: str) -> Any:
     """The value of a config or of an option, with Lightning's classes as in the package that this process uses."""
-    return of_this_backend(get_loader("yaml")(text))
+    value = get_loader("yaml")(text)
+    pending, values = [value], 0
+    while pending:
+        item = pending.pop()
+        values += 1
+        if values > MOST_VALUES:  # lists of a short text can repeat lists that repeat lists
+            raise yaml.YAMLError(f"aliases make it longer than {MOST_VALUES:,} values")
+        if isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    return of_this_backend(value)
 
 
 set_loader(CONFIGS, _load_config, exceptions=(yaml.YAMLError,))

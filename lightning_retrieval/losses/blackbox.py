@@ -48,6 +48,7 @@ from lightning_retrieval.checks import (
     check_finite,
     check_float,
     check_integer,
+    check_no_transform,
     check_not_negative,
     check_positive,
     check_tensor,
@@ -72,7 +73,8 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
 
     Raises:
         ValueError: if `lambda_` is not from 1e-12 to 1e12, or a score is not finite.
-        TypeError: if `lambda_` is not a number, or `scores` is not a floating-point tensor of at least one dimension.
+        TypeError: if `lambda_` is not a number, or `scores` is not a floating-point tensor of at least one dimension,
+            or is inside of `torch.func`.
 
     Example:
         >>> import torch
@@ -99,6 +101,7 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
             f"{scores.dtype} of shape {tuple(scores.shape)}."
         )
     check_float("blackbox_rank", "scores", scores)
+    check_no_transform("blackbox_rank", scores=scores)
     check_finite("blackbox_rank", "scores", scores)
     ranks: Tensor = _Rank.apply(scores.to(torch.promote_types(scores.dtype, torch.float32)), lambda_)
     return ranks

@@ -7,9 +7,10 @@ a model can be rebuilt from a checkpoint without a network connection.
 
 import inspect
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
@@ -106,8 +107,8 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     """
     transformers = load_transformers(request)
     with hub_of(request):
-        config = _config(transformers, request, "vision_config")
         with limited_to("Embedder", None):
+            config = _config(transformers, request, "vision_config")
             model = _model(transformers, request, config)
         recorded = _folder_preparation(transformers, request)
     image_size = _image_size(config)
@@ -141,10 +142,9 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
         ModuleNotFoundError: if transformers is not installed.
     """
     transformers = load_transformers(request)
-    with hub_of(request):
+    with hub_of(request), limited_to("Embedder", None):
         config = _config(transformers, request, "text_config")
-        with limited_to("Embedder", None):
-            model = _model(transformers, request, config)
+        model = _model(transformers, request, config)
     if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:
         raise ValueError(
             f"Embedder: `backbone` must be an encoder of texts, got hf/{request.name}, a {type(model).__name__}."
@@ -196,17 +196,16 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
         config = _config_by_name(transformers, request, arguments)
     if pretrained.is_rebuilding():
         _without_pretrained_parts(config)
-    _check_not_quantized(request, config)
+    _check_not_quantized(request, getattr(config, "quantization_config", None))
     config = getattr(config, part, config)
-    _check_not_quantized(request, config)
+    _check_not_quantized(request, getattr(config, "quantization_config", None))
     config.dtype = _dtype(request, config.dtype)
     return config
 
 
-def _check_not_quantized(request: BackboneRequest, config: Any) -> None:
-    """Raise if the weights of a model are integers or numbers of eight bits or less, which cannot be trained."""
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
+def _check_not_quantized(request: BackboneRequest, quantization: Any) -> None:
+    """Raise if a config says that weights are integers or numbers of eight bits or less, which cannot be trained."""
+    if quantization:
         raise ValueError(
             f"Embedder: `backbone` must be a model whose weights are not quantised, got hf/{request.name} with the "
             f"quantization_config {short_repr(quantization)}; take the model from which it was made."
@@ -276,6 +275,7 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     _check_no_adapters(transformers, request)
+    _check_names_of_shards(request)
     try:
         loaded = kind.from_pretrained(
             request.name,
@@ -307,6 +307,21 @@ def _check_no_adapters(transformers: Any, request: BackboneRequest) -> None:
             f"Embedder: `backbone` must be a model with its own weights, got hf/{request.name}, which has the adapters "
             f"of another model ({Path(file).name}); merge them into the weights and save the model."
         )
+
+
+def _check_names_of_shards(request: BackboneRequest) -> None:
+    """Raise if the index of a folder whose weights are in several files names a file that is not in the folder."""
+    for index in sorted(Path(request.name).glob("*.index*.json")):
+        names: Any = ()
+        with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            names = json.loads(index.read_bytes())["weight_map"].values()  # transformers reports other content
+        for name in names:
+            path = PurePath(str(name))
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(
+                    f"Embedder: `backbone` must be a folder whose files of weights are in it, got hf/{request.name}, "
+                    f"whose {index.name} names {short_repr(name)}; copy the file into the folder and correct the name."
+                )
 
 
 def _class_of_model(transformers: Any, config: Any) -> Any:
@@ -382,11 +397,8 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
                 f"(hf/{request.name}, `{name}`), and a file may not choose what is downloaded; build the model with "
                 "transformers and give the module."
             )
-        if name == "quantization_config" and value:
-            raise ValueError(
-                f"Embedder: `{argument}` must be a model without quantised weights, got hf/{request.name}, whose "
-                f"config has the quantization_config {short_repr(value)}; take the weights before their quantisation."
-            )
+        if name == "quantization_config":
+            _check_not_quantized(request, value)
     check_plain_data("Embedder", argument, config)
     check_integers_of_file("Embedder", argument, config)
 

@@ -285,7 +285,7 @@ def check_nesting(owner: str, labels: Int[Tensor, "row level"]) -> None:
         fine, coarse = pairs.unbind(1)
         repeated = fine[1:][fine[1:] == fine[:-1]]
         if len(repeated) > 0:
-            cure = ""
+            cure = "; if the columns are not levels, give the rule of `relevance` that reads them"
             if bool(((unique == 0) | (unique == 1)).all()):
                 cure = f"; {CURE_OF_ONE_HOT}"
             raise ValueError(

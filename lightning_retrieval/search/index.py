@@ -553,7 +553,16 @@ class RetrievalIndex:
             table = IdTable.read(files, mapped)
             _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
             index = cls(**settings)
-        except (AttributeError, EOFError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            EOFError,
+            LookupError,
+            MemoryError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             reason = first_line(error).removeprefix(f"{OWNER}: ")
             if isinstance(error, KeyError):
                 reason = f"{error} is missing"

@@ -43,6 +43,7 @@ from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, class_path, describe
 from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
+from lightning_retrieval.training.restored_states import restrict_states
 from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
@@ -414,9 +415,9 @@ class ShardedRunCheckpoints:
             check_checkpoint_exists(self.owner, "ckpt_path", path)
             check_checkpoint(self.owner, path)
             checkpoint = load_mapped(path, weights_only=weights_only)
-        check_content(self.owner, checkpoint)
         check_state_of_trainer(self.owner, checkpoint)
         module = self.strategy.lightning_module
+        checkpoint = restrict_states(self.owner, module.trainer, checkpoint)
         rename_plainly_in(checkpoint)
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)

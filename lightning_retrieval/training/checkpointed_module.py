@@ -60,6 +60,7 @@ HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Light
 class VerifiedCheckpoints(CheckpointIO):
     """Verifies checkpoints before they are loaded, and that only checkpoints of the run are removed.
 
+    What the states in a checkpoint may make the run do is restricted here, where no subclass of a module can skip it.
     Everything else is delegated to another `CheckpointIO`.
 
     Args:
@@ -94,13 +95,13 @@ class VerifiedCheckpoints(CheckpointIO):
         else:
             content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
         checkpoint_files.check_state_of_trainer(self.owner, content)
+        if self.trainer is not None:
+            content = restrict_states(self.owner, self.trainer, content)
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint of the run. Any other path, and any folder but a sharded checkpoint, stays as it is."""
-        folders = [getattr(callback, "dirpath", None) for callback in getattr(self.trainer, "callbacks", ())]
-        is_of_run = str(path) in self._saved or any(folder and is_within(path, folder) for folder in folders)
-        if not (is_of_run and is_file_or_checkpoint(path)):
+        if not (self._is_of_run(path) and is_file_or_checkpoint(path)):
             rank_zero_warn(f"{self.owner}: {path} is no checkpoint of this run, so it was not deleted.")
             return
         local = local_path(path)
@@ -110,6 +111,16 @@ class VerifiedCheckpoints(CheckpointIO):
             remove_sharded_checkpoint(local)
         else:
             self.checkpoint_io.remove_checkpoint(path)
+
+    def _is_of_run(self, path: Any) -> bool:
+        """Whether this run has saved to a path, or one of its callbacks saves to the folder of the path."""
+        if str(path) in self._saved:
+            return True
+        for callback in getattr(self.trainer, "callbacks", ()):
+            folder = getattr(callback, "dirpath", None)
+            if folder and is_within(path, folder):
+                return True
+        return False
 
     def teardown(self) -> None:
         """Tear down the other `CheckpointIO`."""
@@ -170,10 +181,21 @@ class CheckpointedModule(pl.LightningModule):
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
 
+    @property
+    def trainer(self) -> Any:
+        """The Trainer. When it is set, which no hook of a subclass can prevent, it begins to verify checkpoints."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = trainer
+        if isinstance(trainer, pl.Trainer):
+            self._verify_checkpoints()
+        pl.LightningModule.trainer.fset(self, trainer)
+
     def configure_callbacks(self) -> Any:
-        """Let the Trainer verify the checkpoints that it loads, and replace wrappers of `torch.compile`."""
+        """Replace wrappers of `torch.compile`."""
         without_wrappers(self)
-        self._verify_checkpoints()
         return super().configure_callbacks()
 
     def _verify_checkpoints(self) -> None:
@@ -216,7 +238,7 @@ class CheckpointedModule(pl.LightningModule):
         return restored_module(cls, checkpoint, kwargs, strict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restrict what the checkpoint may make a run do, and convert the module to the run's precision.
+        """Prepare the module for the weights of a checkpoint, and convert it to the run's precision.
 
         Lightning would convert it after the weights are loaded.
         """
@@ -224,7 +246,6 @@ class CheckpointedModule(pl.LightningModule):
         without_wrappers(self)
         checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
-            restrict_states(type(self).__name__, self.trainer, checkpoint)
             self.trainer.precision_plugin.convert_module(self)
         _unfreeze(self, checkpoint.get(TRAINABLE, ()))
         checkpoint_files.add_base_weights(type(self).__name__, self, checkpoint)

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_retrieval.backend import Checkpoint, ModelCheckpoint, get_filesystem, rank_zero_warn
-from lightning_retrieval.checkpoints import holds_checkpoint
-from lightning_retrieval.checks import first_of, short_repr
+from lightning_retrieval.backend import Checkpoint, ModelCheckpoint, get_filesystem, migrate_checkpoint, rank_zero_warn
+from lightning_retrieval.checkpoints import check_content, holds_checkpoint
+from lightning_retrieval.checks import first_line, first_of, short_repr
 
 LOCAL_PROTOCOLS = ("file://", "local://", "file:", "local:")  # prefixes that fsspec removes from a local path
 BEST = "best_model_path"
@@ -63,7 +63,7 @@ def is_within(path: Any, folder: Any) -> bool:
     return ".." not in rest.split("/") and "::" not in rest and "://" not in rest
 
 
-def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> None:
+def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Check the states of loops in a checkpoint, and drop what states of callbacks may not name.
 
     This is a collective call: the first process decides for all, because only it may see the folders.
@@ -73,9 +73,15 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> Non
         trainer: the Trainer that loads the checkpoint.
         checkpoint: content of the checkpoint, which is changed in place.
 
+    Returns:
+        The checkpoint in the form of the installed release of Lightning, which moves paths of earlier releases from
+        elsewhere in the file to the states of callbacks.
+
     Raises:
         ValueError: if the states are not those of callbacks and loops, or a count is not one of a run.
     """
+    check_content(owner, checkpoint)
+    checkpoint = _migrated(owner, checkpoint)
     if checkpoint.get("loops") is not None:
         loops = _states(owner, "loops", checkpoint["loops"])
         for name in LOOPS:
@@ -84,7 +90,7 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> Non
     for state in checkpoint.get("lr_schedulers") or ():
         _check_scheduler(owner, state)
     if checkpoint.get("callbacks") is None:
-        return
+        return checkpoint
     states = dict(_states(owner, "callbacks", checkpoint["callbacks"]))
     dropped: list[Any] = []
     for callback in trainer.callbacks:
@@ -96,9 +102,22 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> Non
     if dropped:
         rank_zero_warn(
             f"{owner}: the states of callbacks in the checkpoint name paths that are no checkpoints of this run, "
-            f"{first_of([short_repr(path) for path in dropped], 3)}; they are ignored, and nothing there is read, "
+            f"{first_of(list(map(short_repr, dropped)), 3)}; they are ignored, and nothing there is read, "
             "written or deleted."
         )
+    return checkpoint
+
+
+def _migrated(owner: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint in the form of the installed release of Lightning."""
+    try:
+        migrated: dict[str, Any] = migrate_checkpoint(checkpoint)[0]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{owner}: the checkpoint must have the states that its release of Lightning wrote, got others "
+            f"({type(error).__name__}: {first_line(error)}); take another checkpoint."
+        ) from None
+    return migrated
 
 
 def _states(owner: str, name: str, value: Any) -> dict[Any, Any]:

@@ -206,7 +206,7 @@ def test_a_damaged_cache_is_replaced(tmp_path, damage):
         np.savez(file, labels=np.zeros(3))  # arrays of something else
     else:
         file.write_bytes(damage(file.read_bytes()))
-    sentence = rf"^ImageDataModule: the lists are read again because the cache file {file} is damaged \("
+    sentence = rf"^ImageDataModule: the lists are read again because the cache file {file} cannot be read \("
     with pytest.warns(UserWarning, match=sentence):
         assert list(read_cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """Each benchmark runs, prints its table and writes it as JSON. The numbers themselves are not tested."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -93,6 +94,14 @@ def test_losses_of_rounded_embeddings_are_compared_with_exact_ones(results_of):
 def test_an_evaluation_with_a_large_class_is_compared_with_its_product(results_of):
     ((row,), _) = results_of("metrics", "--classes")
     assert row["ratio"] == row["evaluation"]["median"] / row["product alone"]["median"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler of C++")
+def test_a_compiled_network_is_compared_with_a_plain_one(results_of):
+    ((row,), _) = results_of("loop", "--compile")
+    published = json.loads((BENCHMARKS / "results" / "compiled.json").read_text())["results"]
+    assert set(row) == set(published[0])
+    assert row["compiled over plain"] == row["compiled step"]["median"] / row["plain step"]["median"]
 
 
 @OF_LINUX

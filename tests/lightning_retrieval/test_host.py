@@ -255,7 +255,7 @@ def test_what_a_step_of_two_processes_sends_and_waits_for(run_processes, setting
         loss = ["all_gather_into_tensor", "to_host", "all_to_all_single"]
         expected = [*before, "forward", "forward", *loss, "forward", "all_reduce", "to_host"]
         assert steps == [expected] * 2
-        forms, labels_and_ids, embeddings, gradients = 5 * 8, ROWS * 16, ROWS * 8 * bytes_of_number, ROWS * 8 * 4
+        forms, labels_and_ids, embeddings, gradients = 6 * 8, ROWS * 16, ROWS * 8 * bytes_of_number, ROWS * 8 * 4
         of_network = 8 * DIM + 8 + 4  # its gradient, two flags, the loss, and whether an embedding is not finite
         assert sent == [[forms, labels_and_ids, embeddings, gradients, of_network * 4]] * 2
 

@@ -111,7 +111,7 @@ def test_single_image_classes_are_skipped_with_one_warning(kind):
         lambda x: torch.tensor(x, dtype=torch.int32),
         lambda x: [2**62 + label for label in x],
         lambda x: np.array(x) - 2**62,
-        lambda x: np.array([label + 2**63 for label in x], dtype=np.uint64),
+        lambda x: np.array([label + 2**62 for label in x], dtype=np.uint64),
     ],
 )
 def test_labels_may_be_any_integers(as_given):

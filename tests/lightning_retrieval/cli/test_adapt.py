@@ -231,11 +231,17 @@ def test_what_cannot_be_adapted_raises(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(("classes", "dim"), [(2, DIM), (6, DIM + 1)])
-def test_a_loss_for_fewer_classes_or_another_dimension_raises(checkpoint, tmp_path, classes, dim):
+@pytest.mark.parametrize(
+    ("classes", "dim", "message"),
+    [
+        (2, DIM, "ProxyAnchorLoss: `labels` must be from 0 to 1"),
+        (6, DIM + 1, f"adapt_head: `loss` must accept embeddings of {DIM} numbers and labels"),
+    ],
+)
+def test_a_loss_for_fewer_classes_or_another_dimension_raises(checkpoint, tmp_path, classes, dim, message):
     folder = folder_of(tmp_path / "e", checkpoint, *points(noise=1.0, classes=6))
     loss = named_loss("ProxyAnchorLoss", json.dumps({"num_classes": classes, "embedding_size": dim}))
-    with pytest.raises(ValueError, match=f"adapt_head: `loss` must accept embeddings of {DIM} numbers and labels"):
+    with pytest.raises(ValueError, match=message):
         adapt_head(folder, tmp_path / "a.ckpt", loss=loss)
 
 

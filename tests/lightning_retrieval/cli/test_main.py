@@ -386,7 +386,7 @@ def test_null_and_none_are_no_text_in_a_config(null, form, tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     omitted = ("model.embedder.weights", "model.embedder.image_size", "model.query_embedder", "data.cache_dir")
     args = ["fit", "--model=RetrievalModule", "--model.embedder=Embedder", "--model.embedder.backbone=resnet18"]
-    args += ["--model.loss=SmoothAPLoss", "--data=Glyphs"]
+    args += ["--model.loss=LogRankLoss", "--data=Glyphs"]
     for name in (*omitted, "trainer.default_root_dir"):
         args += form.format(f"--{name}", null).split()
     code, printed, err = run(capsys, *args, "--print_config")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_retrieval import losses
+from lightning_retrieval import QueryExpansion, RetrievalMetrics, blackbox_rank, losses
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     CalibrationLoss,
@@ -376,3 +376,22 @@ def test_a_loss_inside_of_a_function_transform_is_one_sentence(name, transform):
         transform(lambda rows: loss(rows, labels))(embeddings)
     with pytest.raises(TypeError, match=r"^\w+: `scores` must not be inside of torch\.func"):
         transform(lambda rows: loss.from_scores(rows @ rows.T, labels == labels[:, None]))(embeddings)
+
+
+ROWS, LABEL = torch.ones(4, 3), torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("owner", "transform", "call"),
+    [
+        ("blackbox_rank", torch.func.grad, lambda rows: blackbox_rank(rows).sum()),
+        ("blackbox_rank", torch.func.jacrev, blackbox_rank),
+        ("blackbox_rank", torch.func.vmap, blackbox_rank),
+        ("RetrievalMetrics", torch.func.vmap, lambda row: RetrievalMetrics(ks=(1,)).update(row[None], LABEL)),
+        ("QueryExpansion", torch.func.vmap, lambda row: QueryExpansion(2)(row[None], ROWS)),
+    ],
+)
+def test_what_reads_numbers_inside_of_a_function_transform_is_one_sentence(owner, transform, call):
+    with pytest.raises(TypeError, match=rf"^{owner}: `\w+` must not be inside of torch\.func .*; call {owner} for"):
+        transform(call)(torch.randn(4, 3))

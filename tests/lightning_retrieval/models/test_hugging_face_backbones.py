@@ -170,7 +170,7 @@ def test_types_and_weights_that_cannot_be_trained(tmp_path):
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for weights in (None, "DEFAULT"):
-        with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be .* not quantised, got .*bitsandbytes"):
+        with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be .* quantised.*bitsandbytes"):
             Embedder(f"hf/{tmp_path}", 8, weights=weights)
 
 
@@ -340,6 +340,36 @@ def test_the_adapters_of_a_folder_do_not_choose_the_model_below_them(tmp_path):
     adapters = {"peft_type": "LORA", "base_model_name_or_path": OTHER, "target_modules": "(a+)+b", "r": 2}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
     with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be a model with its own weights, .*adapter_con"):
+        of_folder(tmp_path)
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_the_index_of_a_folder_does_not_choose_files_elsewhere(tmp_path, suffix, is_absolute):
+    folder, private = tmp_path / "folder", tmp_path / f"private.{suffix}"
+    model = write_folder(folder, "vit")
+    (folder / "model.safetensors").rename(private)
+    index = "model.safetensors.index.json"
+    if suffix == "bin":
+        torch.save(model.state_dict(), private)
+        index = "pytorch_model.bin.index.json"
+    name = f"../{private.name}"
+    if is_absolute:
+        name = str(private)
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), name)}))
+    with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be a folder whose files of weights are in it"):
+        of_folder(folder)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("entry", [{"dtype": "os.system"}, {"hidden_act": "__import__"}, {"patch_size": 0}], ids=str)
+def test_a_config_of_no_network_is_one_sentence(tmp_path, entry):
+    write_folder(tmp_path, "vit")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **entry}))
+    with pytest.raises(ValueError, match=r"^Embedder: "):
         of_folder(tmp_path)
 
 

@@ -8,11 +8,16 @@ import shutil
 import pytest
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.cli.stores import opened_index
+from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, TinyFasterRCNN
+from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.models import AdaptedEmbedder, FrozenEmbedder
 from lightning_retrieval.plain_data import describe
 from lightning_retrieval.training.checkpoint_files import restored_network
@@ -225,6 +230,123 @@ def test_a_compiled_module_is_trained_as_a_plain_one(plain, tmp_path):
     found = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert_alike(found["state_dict"], plain[1]["state_dict"])
     assert found["hyper_parameters"] == plain[1]["hyper_parameters"]
+
+
+@pytest.mark.filterwarnings("ignore:RetrievalModule. BatchNorm sees 4 images")
+@pytest.mark.parametrize("make", WAYS[1:])
+def test_a_compiled_network_fills_the_memory_of_a_plain_one(make):
+    """Chunks of a compiled network, and a memory of their embeddings."""
+
+    def trained(make_module):
+        module = make_module()
+        settings = {"optimizer": module.optimizer, "memory": CrossBatchMemory(24), "chunk_size": 4}
+        module = RetrievalModule(module.embedder, module.loss, **settings)
+        batches = [(images, labels, torch.arange(8) + 8 * number) for number, (images, labels) in enumerate(data())]
+        quiet_trainer(max_epochs=2).fit(module, DataLoader(batches, batch_size=None))
+        return module.state_dict()
+
+    assert_alike(trained(make), trained(plain_module))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor", "ignore:.create_unbacked_symint"
+)  # by torch itself
+@pytest.mark.parametrize("compiled", ["detector", "backbone"])
+def test_a_compiled_detector_writes_the_file_of_a_plain_one(compiled, tmp_path):
+    def trained(is_compiled):
+        torch.manual_seed(0)
+        detector = TinyFasterRCNN(num_classes=3)
+        if is_compiled and compiled == "detector":
+            detector = COMPILE(detector)
+        elif is_compiled:
+            detector.backbone = COMPILE(detector.backbone)
+        module = DetectionModule(detector, DetectionAPLoss(), optimizer=functools.partial(torch.optim.SGD, lr=1e-3))
+        images = list(torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)))
+        target = {"boxes": torch.tensor([[10.0, 10, 50, 50], [20, 30, 60, 60]]), "labels": torch.tensor([1, 2])}
+        trainer = quiet_trainer(max_epochs=1)
+        trainer.fit(module, DataLoader([(images, [target, target])], batch_size=None))
+        trainer.save_checkpoint(tmp_path / "detector.ckpt")
+        return torch.load(tmp_path / "detector.ckpt", weights_only=True)
+
+    plain_file, found = trained(False), trained(True)
+    assert found["hyper_parameters"] == plain_file["hyper_parameters"]
+    assert list(found["state_dict"]) == list(plain_file["state_dict"])
+    assert type(DetectionModule.load_from_checkpoint(tmp_path / "detector.ckpt").detector) is TinyFasterRCNN
+
+
+def test_commands_take_the_checkpoint_of_a_compiled_network(tmp_path, capsys):
+    torch.manual_seed(0)
+    module = RetrievalModule(COMPILE(Embedder("glyph_net", 8)), SmoothAPLoss())
+    images, labels = torch.rand(24, 1, 32, 32), torch.arange(24) // 4
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(module, DataLoader([(images, labels)], batch_size=None))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    names = [f"{number}.png" for number in range(24)]
+    (tmp_path / "images").mkdir()
+    for name, pixels in zip(names, images):
+        Image.fromarray((255 * pixels[0]).byte().numpy()).save(tmp_path / "images" / name)
+    rows = [f"{name},{label}" for name, label in zip(names, labels)]
+    (tmp_path / "images" / "labels.csv").write_text("\n".join(["image,label", *rows]))
+    model, folder = ["--checkpoint", tmp_path / "a.ckpt"], ["--images", tmp_path / "images"]
+    embeddings = ["--embeddings", tmp_path / "embeddings"]
+    commands = [
+        ["index", *model, *folder, "--output", tmp_path / "index"],
+        ["embed", *model, "--images", tmp_path / "images" / "labels.csv", "--output", tmp_path / "embeddings"],
+        ["adapt", *embeddings, "--output", tmp_path / "adapted.ckpt", "--max_epochs=1", "--batch_size=8"],
+        ["index", "--checkpoint", tmp_path / "adapted.ckpt", *folder, "--output", tmp_path / "of adapted"],
+    ]
+    if can_write_onnx(torch.__version__):
+        pytest.importorskip("onnxruntime")
+        commands.append(["export", *model, "--output", tmp_path / "exported"])
+    for command in commands:
+        main([str(part) for part in command])
+    capsys.readouterr()
+    with opened_index(tmp_path / "index", None) as index:
+        assert len(index) == 24
+
+
+@pytest.mark.refusal
+def test_a_file_that_names_the_wrapper_as_its_class_loads_with_the_network(tmp_path):
+    """As files were written when a wrapper was described as the network."""
+    embedder = Embedder("glyph_net", 8)
+    trainer = quiet_trainer()
+    trainer.strategy.connect(RetrievalModule(embedder, SmoothAPLoss()))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    content["hyper_parameters"]["embedder"] = {"class_path": "torch._dynamo.OptimizedModule", "init_args": None}
+    path = with_names_of_wrappers(content, tmp_path / "old.ckpt")
+    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, embedder="):
+        RetrievalModule.load_from_checkpoint(path)
+    loaded = RetrievalModule.load_from_checkpoint(path, embedder=Embedder("glyph_net", 8))
+    assert_alike(loaded.embedder.state_dict(), embedder.state_dict())
+
+
+@pytest.mark.parametrize("name", ["glyph_net", "resnet18", "timm/vit_tiny_patch16_224"])
+def test_an_embedder_is_one_graph(name):
+    """No check of ours interrupts it, in training or evaluation."""
+    embedder = Embedder(name, 8, image_size=32, freeze_batch_norm=True)
+    images = torch.rand(4, embedder.preparation.channels, 32, 32)
+    for mode in (True, False):
+        explained = torch._dynamo.explain(embedder.train(mode))(images)
+        assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+
+
+@pytest.mark.filterwarnings("ignore:RetrievalModule. BatchNorm sees 4 images")
+def test_chunks_of_one_size_are_compiled_once():
+    """Also the second epoch and the pass without a graph compile nothing again."""
+    module = plain_module()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    module.embedder.compile(backend=backend)
+    module = RetrievalModule(module.embedder, module.loss, chunk_size=4)
+    fit(module, 1)
+    first = len(graphs)
+    fit(module, 3)
+    assert 0 < first == len(graphs)
 
 
 @pytest.mark.slow
