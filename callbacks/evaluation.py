@@ -282,7 +282,7 @@ class RetrievalEvaluation(pl.Callback):
             self.best = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("val", trainer.val_dataloaders, trainer.num_val_batches)
+        _check_has_batches("val", trainer.val_dataloaders)
         if not self.before_fit or trainer.global_step > 0:
             return
         self.results["untrained"] = self._test_untrained(trainer, pl_module, self.dims)
@@ -304,6 +304,7 @@ class RetrievalEvaluation(pl.Callback):
     ) -> dict[str, float]:
         """The metrics of the test sets before training."""
         loaders = find_test_loaders(trainer, pl_module)
+        _check_has_batches("test", loaders)
         results: dict[str, float] = {}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
             # Without a sharded sampler, each process evaluates the full set.
@@ -322,9 +323,9 @@ class RetrievalEvaluation(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # The Trainer skips an evaluation without batches, and calls no other hook.
         if stage == "validate":
-            _check_has_batches("val", trainer.val_dataloaders, trainer.num_val_batches)
+            _check_has_batches("val", trainer.val_dataloaders)
         elif stage == "test":
-            _check_has_batches("test", trainer.test_dataloaders, trainer.num_test_batches)
+            _check_has_batches("test", trainer.test_dataloaders)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         log_best(trainer, self.best)
@@ -336,11 +337,11 @@ class RetrievalEvaluation(pl.Callback):
         self.best = dict(state_dict.get("best", {}))
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("val", trainer.val_dataloaders, trainer.num_val_batches)
+        _check_has_batches("val", trainer.val_dataloaders)
         self._create_sets("val", trainer.val_dataloaders, pl_module)
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("test", trainer.test_dataloaders, trainer.num_test_batches)
+        _check_has_batches("test", trainer.test_dataloaders)
         self._create_sets("test", trainer.test_dataloaders, pl_module)
 
     def on_validation_batch_end(
@@ -424,19 +425,18 @@ class RetrievalEvaluation(pl.Callback):
             print(f"\n{warning}", flush=True)
 
 
-def _check_has_batches(stage: str, loaders: Any, numbers: Sequence[float]) -> None:
+def _check_has_batches(stage: str, loaders: Any) -> None:
     """Raise if no batch of a set that has images is evaluated, because a batch has more images than the set.
 
     Args:
         stage: `val` or `test`.
         loaders: the loader or loaders of the stage; None if nothing is evaluated.
-        numbers: for each loader, the number of its batches that are evaluated.
     """
     if loaders is None:
         return
-    for prefix, loader, number in zip(set_prefixes(stage, loaders), loader_list(loaders), numbers):
+    for prefix, loader in zip(set_prefixes(stage, loaders), loader_list(loaders)):
         covered = what_is_lost(loader)
-        if number == 0 and sized_len(loader) == 0 and covered is not None:
+        if sized_len(loader) == 0 and covered is not None:
             raise ValueError(
                 f"RetrievalEvaluation: the loader of the {prefix.rstrip('/')} metrics must have a batch, got "
                 f"{covered}, for batch_size={getattr(loader, 'batch_size', None)}; set drop_last=False."

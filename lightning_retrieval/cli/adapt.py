@@ -4,7 +4,6 @@ import argparse
 import copy
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from lightning_retrieval.checks import check_bool, check_integer, check_positive
 from lightning_retrieval.cli.embedding import (
     UnreadableImage,
     load_checkpoint,
+    print_guess,
     recorded_checkpoint,
     restored_retrieval_module,
 )
@@ -28,7 +28,6 @@ from lightning_retrieval.cli.index import read_image_rows
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
-from lightning_retrieval.preparation.of_checkpoint import warning_of_guess
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
 from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
@@ -364,10 +363,15 @@ def _preparation(manifest: EmbeddingManifest, source: RetrievalModule) -> dict[s
     """The preparation of images for the head: that of the embeddings; with a warning if it was a guess."""
     if source.preparation is not None:
         return source.preparation
+<<<<<<< HEAD
     warning = warning_of_guess(manifest.about, made="embeddings")
     if warning is not None:
         print(warning, file=sys.stderr)
     return dict(manifest.preparation or {}) or None
+=======
+    print_guess(manifest.about, made="embeddings")
+    return manifest.preparation or None
+>>>>>>> w_h3
 
 
 def _save(embedder: AdaptedEmbedder, loss: nn.Module, preparation: dict[str, Any] | None, output: Path) -> None:

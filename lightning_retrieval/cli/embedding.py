@@ -222,6 +222,18 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
     return recorded is not None and recorded == about.get(NETWORK)
 
 
+def print_guess(about: Mapping[str, Any], *, made: str = "") -> None:
+    """Print a warning, in the first process, if the preparation of a model's images is a guess.
+
+    Args:
+        about: as for `warning_of_guess`.
+        made: as for `warning_of_guess`.
+    """
+    warning = warning_of_guess(about, made=made)
+    if warning is not None and rank() == 0:
+        print(warning, file=sys.stderr)
+
+
 def load_checkpoint(owner: str, checkpoint: Path, restored: Callable[[Any], Any] = restored_network) -> Any:
     """Load a network on the CPU, without downloading the pretrained weights that its training began with.
 
@@ -410,9 +422,8 @@ class ImageEmbedder:
             "preparation_from": source,
             "channels": channels,
         }
-        warning = warning_of_guess(about)
-        if warning is not None and module.steps_of_training > 0 and rank() == 0:
-            print(warning, file=sys.stderr)
+        if module.steps_of_training > 0:
+            print_guess(about)
         if isinstance(prepare, Preparation) and not prepare.gives_one_size:
             batch_size = 1
         if device is None:

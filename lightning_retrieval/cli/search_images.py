@@ -1,7 +1,6 @@
 """Finds the images of an index that are nearest to query images or texts."""
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,11 @@ from lightning_retrieval.cli.embedding import (
     ImageEmbedder,
     ListedImages,
     UnreadableImage,
+    print_guess,
     recorded_checkpoint,
 )
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.cli.stores import THRESHOLD
-from lightning_retrieval.preparation.of_checkpoint import warning_of_guess
 from lightning_retrieval.search.conditions import check_group, parse_where
 from lightning_retrieval.search.image_files import is_named
 from lightning_retrieval.search.milvus_store import EmbeddingStore
@@ -162,9 +161,8 @@ class ImageSearcher:
             device=device,
             side="queries",
         )
-        warning = warning_of_guess(index.about, made="index")
-        if warning is not None and self._embedder.module.steps_of_training > 0:
-            print(warning, file=sys.stderr)
+        if self._embedder.module.steps_of_training > 0:
+            print_guess(index.about, made="index")
         self._query_threshold = self.threshold  # for embeddings of the network of queries
         if threshold is None and self._embedder.module.query_embedder is not None:
             self._query_threshold = None

@@ -1,12 +1,12 @@
 """Finds processes that have drawn the same batches. Each image would then be a positive of its own copy."""
 
+import warnings
 import zlib
 from collections.abc import Sequence
 
 import torch
 
-from lightning_retrieval.backend import rank_zero_warn
-from lightning_retrieval.distributed import to_host, world_size
+from lightning_retrieval.distributed import rank, to_host, world_size
 from lightning_retrieval.training.step import GlobalRows, LocalRows, are_integers
 
 LEAST_ROWS = 4  # number of rows from which batches are not equal by chance
@@ -69,16 +69,16 @@ class EqualBatches:
         if not self._is_done or has_ids or self._may_repeat_labels:
             return
         equal = self._first_equal([hashes % 2**_BITS for hashes in sides[0].hashes])
-        if equal is not None and len(torch.unique(sides[0].labels)) >= LEAST_LABELS:
-            rank_zero_warn(_warning(owner, *equal, self._rows[equal[1]]))
+        if equal is not None and len(torch.unique(sides[0].labels)) >= LEAST_LABELS and rank() == 0:
+            warnings.warn(_warning(owner, *equal, self._rows[equal[1]]), stacklevel=2)
 
     def _first_equal(self, hashes: Sequence[int]) -> tuple[int, int] | None:
         """The first two ranks that have the same hash after enough rows; None if there are none."""
         first_rank: dict[int, int] = {}
-        for rank, hash_of_rank in enumerate(hashes):
-            first = first_rank.setdefault(hash_of_rank, rank)
-            if first != rank and self._rows[rank] >= LEAST_ROWS:
-                return first, rank
+        for index, hash_of_rank in enumerate(hashes):
+            first = first_rank.setdefault(hash_of_rank, index)
+            if first != index and self._rows[index] >= LEAST_ROWS:
+                return first, index
         return None
 
 

@@ -243,7 +243,7 @@ def warn_of_equal_rates(module: Any) -> None:
         module: a `RetrievalModule` in a run.
     """
     factors = [f"{name}={getattr(module, name)}" for name in RATE_FACTORS if getattr(module, name) != 1]
-    rates = set()
+    rates: set[float] = set()
     for optimizer in module.trainer.optimizers:
         for group in optimizer.param_groups:
             rates.add(float(group.get("initial_lr", group["lr"])))  # a warm-up may begin with the same rate

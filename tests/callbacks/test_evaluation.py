@@ -238,6 +238,12 @@ def test_a_loader_that_drops_its_only_batch_raises(stage, number):
     argument = "val_dataloaders" if stage == "fit" else "dataloaders"
     with pytest.raises(ValueError, match=f"^RetrievalEvaluation: the loader of the {sentence} drop_last=False"):
         getattr(run, stage)(PointsModule(), **{argument: loaders})
+    if stage == "test":
+        module = PointsModule()
+        module.test_dataloader = lambda: loaders
+        before = make_trainer(RetrievalEvaluation(KS, before_fit=True), logger=False, max_epochs=1)
+        with pytest.raises(ValueError, match=f"^RetrievalEvaluation: the loader of the {sentence} drop_last=False"):
+            before.fit(module)
 
 
 def test_each_process_of_two_knows_what_is_lost():
