@@ -363,15 +363,8 @@ def _preparation(manifest: EmbeddingManifest, source: RetrievalModule) -> dict[s
     """The preparation of images for the head: that of the embeddings; with a warning if it was a guess."""
     if source.preparation is not None:
         return source.preparation
-<<<<<<< HEAD
-    warning = warning_of_guess(manifest.about, made="embeddings")
-    if warning is not None:
-        print(warning, file=sys.stderr)
-    return dict(manifest.preparation or {}) or None
-=======
     print_guess(manifest.about, made="embeddings")
-    return manifest.preparation or None
->>>>>>> w_h3
+    return dict(manifest.preparation or {}) or None
 
 
 def _save(embedder: AdaptedEmbedder, loss: nn.Module, preparation: dict[str, Any] | None, output: Path) -> None:
