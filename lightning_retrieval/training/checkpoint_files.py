@@ -415,9 +415,11 @@ class ShardedRunCheckpoints:
             check_checkpoint_exists(self.owner, "ckpt_path", path)
             check_checkpoint(self.owner, path)
             checkpoint = load_mapped(path, weights_only=weights_only)
+        check_content(self.owner, checkpoint)
         check_state_of_trainer(self.owner, checkpoint)
         module = self.strategy.lightning_module
-        checkpoint = restrict_states(self.owner, module.trainer, checkpoint)
+        if module._trainer is not None:
+            checkpoint = restrict_states(self.owner, module.trainer, checkpoint)
         rename_plainly_in(checkpoint)
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)
