@@ -499,3 +499,12 @@ def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_r
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path != private]
     assert any(path.suffix == ".wandb" for path in written)
     assert not [path for path in written if b"words of the user" in path.read_bytes()]
+
+
+def test_a_fifo_in_place_of_a_checkpoint(tmp_path):
+    """Neither way of reading a checkpoint waits for somebody who writes into it."""
+    os.mkfifo(tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*last.ckpt must be a regular file, got a FIFO"):
+        RetrievalModule.load_from_checkpoint(tmp_path / "last.ckpt", embedder=net())
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*last.ckpt must be a regular file, got a FIFO"):
+        run(tmp_path / "run", 1, tmp_path / "last.ckpt")
