@@ -235,8 +235,10 @@ def run_of_a_subclass(rank, world_size, folder, checkpoint):
     warnings.simplefilter("ignore")
     trained = OwnHooks(net(), SmoothAPLoss(tau=0.1), optimizer=SGD)
     run(folder, 3, checkpoint, saving, trained, devices=world_size, strategy="ddp")
-    found = [[callback.best_model_path, callback.last_model_path, *callback.best_k_models] for callback in saving]
-    return sorted(filter(None, sum(found, [])))
+    found = []
+    for callback in saving:
+        found += [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
+    return sorted(filter(None, found))
 
 
 @pytest.mark.slow
