@@ -296,7 +296,7 @@ def errors_of_shared_lists(rank, world_size, path):
             lambda: RetrievalModule.load_from_checkpoint(path),
             lambda: restored_network(torch.load(path, weights_only=True)),
         ):
-            with pytest.raises(ValueError) as raised:
+            with pytest.raises(ValueError, match="nested too deeply") as raised:
                 load()
             errors.append(str(raised.value))
     return errors
@@ -327,7 +327,7 @@ def test_aliases_of_a_config(tmp_path, run_alone):
 
 def error_of_a_table(rank, world_size, path):
     limited()
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="rows") as raised:
         read_table(path, required=("image",))
     return str(raised.value)
 
@@ -363,7 +363,7 @@ def errors_of_arrays(rank, world_size, folder):
             files = {**manifest["files"], **changed}
             (folder / MANIFEST).write_bytes(FORMAT.encode({**manifest, "files": files}))
             for mapped in (False, True):
-                with pytest.raises(ValueError) as raised:
+                with pytest.raises(ValueError, match="damaged") as raised:
                     RetrievalIndex.load(folder, mapped=mapped)
                 errors.append(str(raised.value))
         file.write_bytes(content)

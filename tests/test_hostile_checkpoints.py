@@ -7,6 +7,7 @@ Lightning or fsspec understands, and come in by each way; after the resume, the 
 import functools
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import fsspec
@@ -226,6 +227,40 @@ def test_a_module_of_the_users_with_hooks_of_its_own(users_folder, stored, tmp_p
     with pytest.warns(UserWarning, match=DROPPED.replace("RetrievalModule", "OwnHooks")):
         run(folder, 3, checkpoint, saving, OwnHooks(net(), SmoothAPLoss(tau=0.1), optimizer=SGD))
     assert_own_paths(saving, folder)
+
+
+def run_of_a_subclass(rank, world_size, folder, checkpoint):
+    """Resume in several processes; the paths that the callbacks have in this process."""
+    saving = callbacks(folder)
+    warnings.simplefilter("ignore")
+    trained = OwnHooks(net(), SmoothAPLoss(tau=0.1), optimizer=SGD)
+    run(folder, 3, checkpoint, saving, trained, devices=world_size, strategy="ddp")
+    found = []
+    for callback in saving:
+        found += [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
+    return sorted(filter(None, found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_several_processes_and_sharded_checkpoints(users_folder, tmp_path, run_processes, is_sharded):
+    folder = tmp_path / "run"
+    run(folder, 1)
+
+    def change(state):
+        for field in FIELDS:
+            put(state, field, f"local://{users_folder}")
+
+    checkpoint = write_states(folder / "last.ckpt", change)
+    if is_sharded:
+        content = torch.load(checkpoint, weights_only=True)
+        checkpoint = tmp_path / "sharded.ckpt"
+        write_sharded_checkpoint("test", checkpoint, content)
+    of_first, of_second = run_processes(run_of_a_subclass, 2, folder, checkpoint, backend=None)
+    assert of_first == of_second
+    for path in of_first:
+        assert Path(path).resolve().parent == folder.resolve()
 
 
 @pytest.mark.filterwarnings("ignore:You have multiple `ModelCheckpoint` callback states")
@@ -466,3 +501,12 @@ def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_r
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path != private]
     assert any(path.suffix == ".wandb" for path in written)
     assert not [path for path in written if b"words of the user" in path.read_bytes()]
+
+
+def test_a_fifo_in_place_of_a_checkpoint(tmp_path):
+    """Neither way of reading a checkpoint waits for somebody who writes into it."""
+    os.mkfifo(tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*last.ckpt must be a regular file, got a FIFO"):
+        RetrievalModule.load_from_checkpoint(tmp_path / "last.ckpt", embedder=net())
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*last.ckpt must be a regular file, got a FIFO"):
+        run(tmp_path / "run", 1, tmp_path / "last.ckpt")

@@ -93,6 +93,8 @@ def _runs(trainer: Any) -> tuple[Path, list[Path]]:
 def _is_same_config(path: Path, config: str) -> bool:
     """Whether a saved config has the same model and data."""
     try:
+        if not path.is_file():  # reading a FIFO need never end
+            return False
         saved = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False

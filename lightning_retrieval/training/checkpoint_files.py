@@ -36,6 +36,7 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import check_path, short_repr
 from lightning_retrieval.compiled import plain_state
 from lightning_retrieval.distributed import rank, together, world_size
+from lightning_retrieval.files import check_regular_file
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
@@ -68,12 +69,14 @@ def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> 
         part: as for `find_damage`.
 
     Raises:
-        ValueError: if the file is truncated, was not written by `torch.save`, or has a wrong checksum.
+        ValueError: if the file is truncated, was not written by `torch.save`, has a wrong checksum, or is a FIFO.
 
     Cost:
         The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has wrong checksums
         and counts as damaged.
     """
+    if isinstance(checkpoint, (str, Path)):
+        check_regular_file(owner, Path(checkpoint))
     damage = find_damage(checkpoint, part)
     if damage is not None:
         raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
@@ -415,9 +418,11 @@ class ShardedRunCheckpoints:
             check_checkpoint_exists(self.owner, "ckpt_path", path)
             check_checkpoint(self.owner, path)
             checkpoint = load_mapped(path, weights_only=weights_only)
+        check_content(self.owner, checkpoint)
         check_state_of_trainer(self.owner, checkpoint)
         module = self.strategy.lightning_module
-        checkpoint = restrict_states(self.owner, module.trainer, checkpoint)
+        if module._trainer is not None:
+            checkpoint = restrict_states(self.owner, module.trainer, checkpoint)
         rename_plainly_in(checkpoint)
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)

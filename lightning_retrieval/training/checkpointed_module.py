@@ -95,6 +95,7 @@ class VerifiedCheckpoints(CheckpointIO):
         else:
             content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
         checkpoint_files.check_state_of_trainer(self.owner, content)
+        check_content(self.owner, content)
         if self.trainer is not None:
             content = restrict_states(self.owner, self.trainer, content)
         return content

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_retrieval.backend import Checkpoint, ModelCheckpoint, get_filesystem, migrate_checkpoint, rank_zero_warn
-from lightning_retrieval.checkpoints import check_content, holds_checkpoint
+from lightning_retrieval.checkpoints import holds_checkpoint
 from lightning_retrieval.checks import first_line, first_of, short_repr
 
 LOCAL_PROTOCOLS = ("file://", "local://", "file:", "local:")  # prefixes that fsspec removes from a local path
@@ -80,7 +80,6 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dic
     Raises:
         ValueError: if the states are not those of callbacks and loops, or a count is not one of a run.
     """
-    check_content(owner, checkpoint)
     checkpoint = _migrated(owner, checkpoint)
     if checkpoint.get("loops") is not None:
         loops = _states(owner, "loops", checkpoint["loops"])

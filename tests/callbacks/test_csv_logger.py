@@ -103,6 +103,14 @@ def test_a_file_without_rows(tmp_path):
     assert [row["step"] for row in rows_of(folder)] == ["0", "1"]
 
 
+@pytest.mark.hostile
+@pytest.mark.refusal
+def test_a_fifo_in_place_of_the_file(tmp_path):
+    os.mkfifo(tmp_path / "metrics.csv")
+    with pytest.raises(ValueError, match=r"^ResumableCSVLogger: .*metrics.csv must be a regular file, got a FIFO"):
+        ResumableCSVLogger(tmp_path).log_metrics({"loss": 1.0}, step=0)
+
+
 @pytest.mark.refusal
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "run").write_text("")
