@@ -70,6 +70,8 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
         size = "an unknown number of"
         if hasattr(dataset, "__len__"):
             size = str(len(dataset))
+            if index in range(len(dataset)):  # another error of the data set
+                raise
         raise ValueError(
             f"RetrievalGallery: ids must index the evaluated data set, got {index} for one of {size} items "
             f"({type(error).__name__}: {error})."

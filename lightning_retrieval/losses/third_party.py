@@ -88,9 +88,13 @@ class ThirdPartyLoss(BatchLoss):
     @property
     def terms_without_references(self) -> list[str]:
         """The name of the loss if it cannot rank references without the query's own copy."""
-        if _accepts_references(self.loss):
-            return []
-        return [type(self.loss).__name__]
+        if not _accepts_references(self.loss):
+            return [type(self.loss).__name__]
+        if getattr(
+            self.loss, "swap", False
+        ):  # TripletMarginLoss then takes positions of references for those of queries
+            return [f"{type(self.loss).__name__}(swap=True)"]
+        return []
 
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise a TypeError: a loss of another library compares labels itself."""
@@ -119,7 +123,7 @@ class ThirdPartyLoss(BatchLoss):
             return self.loss(batch.embeddings, finest(batch.labels))
         if self.terms_without_references:
             raise TypeError(
-                f"{type(self.loss).__name__}: the loss cannot rank references without the query's own copy; "
+                f"{self.terms_without_references[0]}: the loss cannot rank references without the query's own copy; "
                 f"{USE_OTHER_LOSS}."
             )
         return self.loss(

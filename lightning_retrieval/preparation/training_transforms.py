@@ -71,6 +71,8 @@ class TrainingTransform:
         remaining = list(self.transforms)
         while remaining:
             transform = remaining.pop(0)
+            if isinstance(transform, v2.RandomPerspective) and min(functional.get_size(changed)) == 1:
+                continue  # a line of pixels cannot be tilted, and torchvision raises
             is_cropped = bool(remaining) and isinstance(remaining[0], (v2.RandomCrop, v2.RandomResizedCrop))
             if isinstance(transform, v2.Resize) and is_cropped:
                 changed = _resized_and_cropped(changed, transform, remaining.pop(0))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import as_int64, check_auto, check_choice, short_repr
+from lightning_retrieval.checks import as_int64, check_auto, check_choice, check_tensor, short_repr
 from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
@@ -458,6 +458,7 @@ def _embedded_side(
     embed: Callable[[Tensor], Tensor] = module
     if side == "queries":
         embed = module.forward_queries
+    check_tensor(type(module).__name__, "inputs", inputs)
     frozen = _frozen_network(module, side)
     chunk_size = chunk_size_of(module.chunk_size, side)
     if chunk_size is None:

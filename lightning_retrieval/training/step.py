@@ -5,7 +5,7 @@ after it. If each process computes the loss of its own queries, the backward pas
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -112,6 +112,9 @@ def gather_labels(
     """
     sides = [_signed(owner, rows) for rows in sides]
     if world_size() == 1:
+        for rows in sides:
+            if not _has_rows(rows.labels):
+                raise TypeError(f"{owner}: `labels` must be a tensor of integers, got {_form_in_words(rows.labels)}.")
         if not may_be_empty:
             _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
         return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
@@ -182,7 +185,14 @@ def _form_of(rows: LocalRows) -> tuple[int, int, bool, bool, int]:
     have_integers = are_integers(rows)
     if have_integers and labels.ndim == 2:
         label_levels = labels.shape[1]
-    return len(labels), label_levels, ids is not None, have_integers, hash(inputs.shape[1:])
+    shape, number = getattr(inputs, "shape", ()), 1  # what has neither raises where its type is checked
+    if _has_rows(labels):
+        number = len(labels)
+    return number, label_levels, ids is not None, have_integers, hash(shape[1:])
+
+
+def _has_rows(labels: Any) -> bool:
+    return isinstance(labels, Sized) and getattr(labels, "ndim", 1) > 0
 
 
 def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> GlobalRows:

@@ -198,6 +198,16 @@ def test_queries_and_candidates_are_drawn_from_their_own_sides(tmp_path):
 
 
 @pytest.mark.refusal
+def test_an_error_of_a_data_set_is_not_taken_for_a_wrong_id():
+    class Broken(list):
+        def __getitem__(self, index):
+            return {}["missing"]
+
+    with pytest.raises(KeyError, match="missing"):
+        load_image(pl.LightningModule(), Broken([1, 2]), 1)
+
+
+@pytest.mark.refusal
 def test_ids_that_do_not_index_the_data_set_give_a_warning(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=1))
     with pytest.warns(UserWarning, match=r"ids must index the evaluated data set, got 40 for one of 22 items \(Ind"):

@@ -9,7 +9,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss, NCALoss, NTXentLoss, SelfSupervisedLoss
 from torch import nn
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.losses.third_party import ACCEPT_REFERENCES, CANNOT_TRAIN, ThirdPartyLoss, as_batch_loss
 
 SETTINGS = {
@@ -233,3 +233,16 @@ def test_other_losses_raise(loss):
     sentence = rf"^{type(loss).__name__}: the loss cannot rank references .* AngularLoss, CircleLoss, .*\.$"
     with pytest.raises(TypeError, match=sentence):
         ThirdPartyLoss(loss)(E, Y, R, Z, ids=IDS, ref_ids=REF_IDS)
+
+
+@pytest.mark.refusal
+def test_a_triplet_loss_that_swaps_cannot_rank_references():
+    """It would read distances of positives to negatives in the matrix of queries and references."""
+    loss, rows, labels = pml.TripletMarginLoss(swap=True), torch.randn(6, 3), torch.arange(6) // 2
+    assert as_batch_loss(loss)(rows, labels, ids=torch.arange(6)) == loss(rows, labels)
+    with pytest.raises(TypeError, match=r"^TripletMarginLoss\(swap=True\): the loss cannot rank references"):
+        as_batch_loss(loss)(rows, labels, torch.randn(9, 3), torch.arange(9) // 3)
+    with pytest.raises(TypeError, match=r"TripletMarginLoss\(swap=True\) cannot do"):
+        RetrievalModule(nn.Linear(4, 3), loss, memory=CrossBatchMemory(8))
+    assert pml.TripletMarginLoss().swap is False
+    RetrievalModule(nn.Linear(4, 3), pml.TripletMarginLoss(), memory=CrossBatchMemory(8))

@@ -66,6 +66,16 @@ def test_thin_images_are_those_of_the_papers_although_only_the_part_for_the_crop
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("size", [(1, 1), (1, 40), (40, 1), (2, 40)])
+def test_the_smallest_images_are_transformed_with_any_seed(name, size):
+    transform = training_transform(name, Preparation(32))
+    image = noise(*size)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        assert transform(image).shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("settings", [{"interpolation": "lanczos"}, {"channels": 1}])
 def test_other_filters_and_grey_images_are_those_of_pillow(name, settings):
     ones = (1.0,) * settings.get("channels", 3)

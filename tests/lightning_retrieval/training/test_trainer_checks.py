@@ -139,6 +139,19 @@ def test_the_seed_is_that_of_seed_everything(monkeypatch):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("settings", [{}, {"gather": False}, {"memory": CrossBatchMemory(16)}])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("labels", None), ("labels", 3), ("labels", torch.tensor(3)), ("inputs", None), ("inputs", ["a.png"] * 10)],
+)
+def test_a_batch_without_rows_raises_one_sentence(name, value, settings):
+    batch = {"inputs": batches(1)[0][0], "labels": torch.arange(10) // 2} | {name: value}
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
+    with pytest.raises((TypeError, ValueError), match=rf"^\w+: `{name}` must "):
+        fit(module, [(batch["inputs"], batch["labels"], torch.arange(10))])
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     "settings", [{}, {"gather": False}, {"memory": CrossBatchMemory(16)}, {"relevance": OtherCamera()}]
 )
