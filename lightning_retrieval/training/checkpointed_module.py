@@ -16,7 +16,20 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.backend import BaseFinetuning, CheckpointIO, TorchCheckpointIO, _WrappingCheckpointIO, _default_map_location, _given_hyperparameters_context, _load, _restricted_classmethod, load_hparams_from_tags_csv, pl, rank_zero_warn, warn_of_other_package
+from lightning_retrieval.backend import (
+    BaseFinetuning,
+    CheckpointIO,
+    TorchCheckpointIO,
+    _WrappingCheckpointIO,
+    _default_map_location,
+    _given_hyperparameters_context,
+    _load,
+    _restricted_classmethod,
+    load_hparams_from_tags_csv,
+    pl,
+    rank_zero_warn,
+    warn_of_other_package,
+)
 from lightning_retrieval.checkpoints import (
     check_content,
     is_sharded_checkpoint,
@@ -32,6 +45,7 @@ from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import (
     DescriptionReader,
     add_named_packages,
+    check_arguments,
     class_path,
     describe,
     unsharded_class,
@@ -208,6 +222,7 @@ class CheckpointedModule(pl.LightningModule):
         Lightning would convert it after the weights are loaded.
         """
         check_content(type(self).__name__, checkpoint)
+        checkpoint_files.check_weights(type(self).__name__, checkpoint)
         without_wrappers(self)
         checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
@@ -377,6 +392,7 @@ def module_of_checkpoint(
         used = {argument: used}
     add_named_packages({"class_path": class_path(cls)})
     settings = DescriptionReader(owner).settings(cls, used)
+    check_arguments(owner, cls.CHECKPOINT_HYPER_PARAMS_KEY, settings.cls, {*settings.plain, *given})
     # Pretrained weights would be downloaded, only to be replaced.
     with without_pretrained_weights(), limited_to(owner, weights_of(checkpoint)):
         if instantiator is None:
@@ -413,7 +429,7 @@ def restored_module(
     module.on_load_checkpoint(checkpoint)
     if strict is None:
         strict = module.strict_loading
-    module.load_state_dict(checkpoint["state_dict"], strict=strict)
+    checkpoint_files.load_weights(cls.__name__, module, checkpoint["state_dict"], strict=strict)
     devices = [value.device for value in state.values() if isinstance(value, Tensor)]
     return module.to(*devices[:1])
 
