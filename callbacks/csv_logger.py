@@ -8,7 +8,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.backend import CSVLogger, ExperimentWriter, Logger, convert_tensors_to_scalars, pl, rank_zero_only
+from lightning_retrieval.backend import (
+    CSVLogger,
+    ExperimentWriter,
+    Logger,
+    convert_tensors_to_scalars,
+    pl,
+    rank_zero_only,
+)
 from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_damage, saved_at
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import gather_objects

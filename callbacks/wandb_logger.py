@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_retrieval.backend import ModelCheckpoint, WandbLogger, pl, rank_zero_experiment, rank_zero_only, rank_zero_warn
+from lightning_retrieval.backend import (
+    ModelCheckpoint,
+    WandbLogger,
+    rank_zero_experiment,
+    rank_zero_only,
+    rank_zero_warn,
+)
 from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checkpoints import is_checkpoint, saved_at
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string

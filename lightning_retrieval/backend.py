@@ -202,7 +202,7 @@ def warn_of_other_package() -> None:
     are no modules or data modules, before any method of theirs is called.
     """
     global _warned
-    other = next(package for package in MODULES if package != PACKAGE)
+    (other,) = MODULES.keys() - {PACKAGE}
     is_imported = MODULES[other][_TRAINER] in sys.modules
     if _warned or os.environ.get(VARIABLE) or not is_imported:
         return
@@ -217,7 +217,7 @@ def warn_of_other_package() -> None:
 
 def module_names() -> tuple[str, ...]:
     """The names of the modules of both packages, which are also the names of their loggers."""
-    return tuple(name for names in MODULES.values() for name in names)
+    return (*MODULES["lightning"], *MODULES["pytorch_lightning"])
 
 
 def of_this_backend(value: Any) -> Any:

@@ -431,7 +431,7 @@ def _remove_saved(folder: Path, but: Path | None = None) -> None:
     for saved in folder.iterdir():
         if saved == but or saved.is_symlink() or not saved.is_dir() or not SAVED.fullmatch(saved.name):
             continue
-        if all(PART.fullmatch(file.name) for file in saved.iterdir()):
+        if all(map(PART.fullmatch, os.listdir(saved))):
             shutil.rmtree(saved, ignore_errors=True)  # what remains does no harm
 
 

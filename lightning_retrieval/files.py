@@ -125,8 +125,8 @@ def new_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 def _exchange_folders(new: Path, folder: Path, names: Sequence[str]) -> bool:
     """Let a new folder within another one take its name; False if it cannot, or if the other one has further files."""
     others = [path for path in folder.iterdir() if path.name not in names and not is_temporary(path)]
-    owners = [(status.st_uid, status.st_gid) for status in (new.stat(), folder.stat())]
-    if others or owners[0] != owners[1] or Path.cwd().is_relative_to(folder):
+    owners = {(new.stat().st_uid, new.stat().st_gid), (folder.stat().st_uid, folder.stat().st_gid)}
+    if others or len(owners) > 1 or Path.cwd().is_relative_to(folder):
         return False
     beside = temporary_path(folder)
     try:

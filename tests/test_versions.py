@@ -48,7 +48,7 @@ def test_workflow_calls_the_targets_of_developers():
         for command in commands_of(job):
             if not command.startswith("python -m pip install "):
                 called.update(re.fullmatch(r"make ([\w-]+)", command).groups())
-    assert called == {"check", "docs", "test", "test-examples", "test-lowest", "test-shapes"}
+    assert called == {"check", "docs", "test", "test-examples", "test-lightning", "test-lowest", "test-shapes"}
     assert called < make_targets()
 
 

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lightning_retrieval.backend import pl
 from lightning_retrieval import losses
+from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
 from lightning_retrieval.cli.embedding import (
     UnreadableImage,

@@ -13,8 +13,16 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import DefaultHelpFormatter, get_loader, set_loader
 
-from lightning_retrieval.backend import LightningArgumentParser, LightningCLI, ProgressBar, SaveConfigCallback, of_this_backend, pl, rank_zero_info
 from lightning_retrieval import callbacks, datamodules, losses
+from lightning_retrieval.backend import (
+    LightningArgumentParser,
+    LightningCLI,
+    ProgressBar,
+    SaveConfigCallback,
+    of_this_backend,
+    pl,
+    rank_zero_info,
+)
 from lightning_retrieval.callbacks.csv_logger import (
     ResumableCSVLogger,
     RowsBeforeCheckpoints,

@@ -527,7 +527,7 @@ def _squared_distances(
     squares = torch.zeros(len(rows), device=rows.device)
     for pairs in torch.arange(len(rows), device=rows.device).split(_COMPARED_ROWS * shard.count):
         parts = pairs.tensor_split(shard.count)
-        sizes = [len(part) for part in parts]
+        sizes = list(map(len, parts))
         difference = unit.select(rows[pairs]).distribute(sizes) - unit.select(others[pairs]).distribute(sizes)
         squares[parts[shard.index]] = difference.square().sum(1).to(squares)
     shard.add_up(squares)  # for each pair, all other processes have zeros, so the sum is exact

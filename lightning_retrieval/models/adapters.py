@@ -6,6 +6,7 @@ with A (r, in) and B (out, r), and B = 0 at the start. The weights W are frozen.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -103,7 +104,7 @@ def _patterns(lora: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if argument in PATTERNS and isinstance(value, str):
             yield argument, value
         elif argument in LISTS_OF_PATTERNS and value:
-            yield from ((argument, pattern) for pattern in value)
+            yield from product([argument], value)
 
 
 def most_steps(pattern: Any, length: int) -> float:
@@ -161,7 +162,7 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
             f"an attention, got {short_repr(dict(lora))}."
         )
     if is_rebuilding():
-        _check_patterns_of_file(settings, [name for name, _ in backbone.named_modules()])
+        _check_patterns_of_file(settings, list(dict(backbone.named_modules())))
     backbone.requires_grad_(False)
     try:
         peft.inject_adapter_in_model(peft.LoraConfig(**settings), backbone)

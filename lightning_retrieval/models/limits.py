@@ -63,7 +63,7 @@ def _new_numbers(func: Any, args: Any, kwargs: Any) -> int:
         return math.prod(map(int, args[1]))
     if name == "repeat":
         return tensors[0].numel() * math.prod(map(int, args[1]))
-    numbers = max((tensor.numel() for tensor in tensors), default=0)
+    numbers = max(map(Tensor.numel, tensors), default=0)
     try:
         return max(numbers, int(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel()))
     except RuntimeError:  # no elementwise operation

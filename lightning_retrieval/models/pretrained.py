@@ -330,7 +330,7 @@ class PretrainedModule(nn.Module):
             )
         safetensors = load_safetensors()
         path = check_path("Embedder", "folder", folder)
-        if not path.is_dir() and any(above.is_file() for above in (path, *path.parents)):
+        if not path.is_dir() and any(map(Path.is_file, (path, *path.parents))):
             raise ValueError(f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one.")
         tensors: dict[str, Tensor] = {}
         for name, value in merged.state_dict().items():

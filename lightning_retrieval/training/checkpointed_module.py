@@ -20,11 +20,11 @@ from lightning_retrieval.backend import (
     BaseFinetuning,
     CheckpointIO,
     TorchCheckpointIO,
-    _WrappingCheckpointIO,
     _default_map_location,
     _given_hyperparameters_context,
     _load,
     _restricted_classmethod,
+    _WrappingCheckpointIO,
     load_hparams_from_tags_csv,
     pl,
     rank_zero_warn,
@@ -99,9 +99,7 @@ class VerifiedCheckpoints(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint of the run. Any other path, and any folder but a sharded checkpoint, stays as it is."""
-        folders = [getattr(callback, "dirpath", None) for callback in getattr(self.trainer, "callbacks", ())]
-        is_of_run = str(path) in self._saved or any(folder and is_within(path, folder) for folder in folders)
-        if not (is_of_run and is_file_or_checkpoint(path)):
+        if not (self._is_of_run(path) and is_file_or_checkpoint(path)):
             rank_zero_warn(f"{self.owner}: {path} is no checkpoint of this run, so it was not deleted.")
             return
         local = local_path(path)
@@ -111,6 +109,16 @@ class VerifiedCheckpoints(CheckpointIO):
             remove_sharded_checkpoint(local)
         else:
             self.checkpoint_io.remove_checkpoint(path)
+
+    def _is_of_run(self, path: Any) -> bool:
+        """Whether this run has saved to a path, or one of its callbacks saves to the folder of the path."""
+        if str(path) in self._saved:
+            return True
+        for callback in getattr(self.trainer, "callbacks", ()):
+            folder = getattr(callback, "dirpath", None)
+            if folder and is_within(path, folder):
+                return True
+        return False
 
     def teardown(self) -> None:
         """Tear down the other `CheckpointIO`."""

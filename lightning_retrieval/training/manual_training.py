@@ -424,7 +424,7 @@ class ManualTraining(OptimizedModule):
             self._step_plateau_schedulers()
 
 
-def _reading_monitors(configure_optimizers: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _reading_monitors(configure_optimizers: Callable[[Any], Any]) -> Any:
     """The method `configure_optimizers`, which keeps the metrics that its result names for schedulers.
 
     In manual optimization, Lightning would drop them, and advise to step schedulers that this library steps.

@@ -114,7 +114,7 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> Non
     if dropped:
         rank_zero_warn(
             f"{owner}: the states of callbacks in the checkpoint name paths that are no checkpoints of this run, "
-            f"{first_of([short_repr(path) for path in dropped], 3)}; they are ignored, and nothing there is read, "
+            f"{first_of(list(map(short_repr, dropped)), 3)}; they are ignored, and nothing there is read, "
             "written or deleted."
         )
 

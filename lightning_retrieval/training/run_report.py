@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.contrib.logging import logging_redirect_tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.backend import TQDMProgressBar, TensorBoardLogger, module_names, pl, rank_zero_info, rank_zero_warn
+from lightning_retrieval.backend import (
+    TensorBoardLogger,
+    TQDMProgressBar,
+    module_names,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.losses.base import RetrievalLoss
 from lightning_retrieval.losses.batch_loss import RankedBatch

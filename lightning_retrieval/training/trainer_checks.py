@@ -9,7 +9,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from lightning_retrieval.backend import BackboneFinetuning, BaseFinetuning, BatchSizeFinder, BitsandbytesPrecision, CombinedLoader, DDPStrategy, DeepSpeedStrategy, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint, ModelParallelStrategy, ModelPruning, OnExceptionCheckpoint, SingleDeviceStrategy, SingleDeviceXLAStrategy, SpikeDetection, StochasticWeightAveraging, TrainerFn, TransformerEnginePrecision, WeightAveraging, XLAStrategy, rank_zero_warn
+from lightning_retrieval.backend import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    BatchSizeFinder,
+    BitsandbytesPrecision,
+    CombinedLoader,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelParallelStrategy,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    TrainerFn,
+    TransformerEnginePrecision,
+    WeightAveraging,
+    XLAStrategy,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_retrieval.checks import check_choice, check_finite_number, first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
@@ -210,7 +234,7 @@ def warn_of_half_parameters(module: Any) -> None:
 
 
 def check_memory_start(module: Any, steps: float) -> None:
-    """Raise if a memory has `start_step="auto"` but no callback decides when it begins; warn if it begins too late.
+    """Raise if a memory has `start_step="auto"` but no callback decides when it begins; say if it begins too late.
 
     Args:
         module: a `RetrievalModule` in a run.
@@ -227,8 +251,8 @@ def check_memory_start(module: Any, steps: float) -> None:
     if memory.start_step != "auto":
         left = (steps - module.global_step) / max(len(module.trainer.optimizers), 1)
         if memory.steps + left <= memory.start_step + 1 and not module.trainer.fast_dev_run:
-            rank_zero_warn(
-                f"{type(module).__name__}: the memory is never ranked in this run, which ends after "
+            rank_zero_info(
+                f"CrossBatchMemory: the memory is never ranked in this run, which ends after "
                 f"{memory.steps + left:.0f} batches, because its first batch is stored after start_step="
                 f"{memory.start_step}; give CrossBatchMemory a smaller start_step, or train longer."
             )
@@ -337,7 +361,9 @@ def check_draws_images(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer` in a run.
     """
     for loader in train_loaders(trainer):
-        sampler = getattr(loader, "sampler", None)
+        sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+        if batch_sampler is None or sampler is batch_sampler:  # each item of the sampler is taken for a batch
+            continue
         if sampler is not None and getattr(sampler, "sampler", None) is sampler:  # as the samplers of global batches
             raise ValueError(
                 f"{owner}: a {type(sampler).__name__} must be the `batch_sampler` of a DataLoader, because it draws "

@@ -265,6 +265,7 @@ def test_a_port_that_is_in_use_and_invalid_requests_are_answered_with_a_sentence
 
 @pytest.mark.slow
 @pytest.mark.refusal
+@pytest.mark.hostile
 def test_visitors_see_no_other_files_and_start_no_program(server, indexed):
     """Files of the server are not served, searched for or shown, and an upload in PostScript is not an image."""
     image = str(indexed / "images" / paths_of(indexed / "images")[0])

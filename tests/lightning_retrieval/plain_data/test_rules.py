@@ -184,6 +184,7 @@ def test_a_path_does_not_lead_through_modules_of_others():
         ("architecture", "HF-Hub:evil/net"),
     ],
 )
+@pytest.mark.hostile
 def test_settings_that_a_file_may_not_make(name, value):
     description = {"class_path": "lightning_retrieval.Embedder", "init_args": {"backbone_args": [{name: value}]}}
     with pytest.raises(ValueError, match=rf"^Test: `({name}|url)` must "):
@@ -192,6 +193,7 @@ def test_settings_that_a_file_may_not_make(name, value):
     check_plain_data("Test", "embedder", {"embedder": description})
 
 
+@pytest.mark.hostile
 def test_networks_of_builders_get_no_pretrained_weights(monkeypatch):
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *args, **kwargs: pytest.fail("downloads"))
     settings = {"model_name": "resnet18.a1_in1k", "pretrained": True, "pretrained_cfg": None, "checkpoint_path": ""}
@@ -253,6 +255,7 @@ def test_an_argument_without_annotation_accepts_what_it_does_in_the_base_class()
 
 
 @pytest.mark.refusal
+@pytest.mark.hostile
 def test_a_string_is_never_called():
     path = f"{__name__}.Wide"
     with pytest.raises(ValueError, match=r"^Test: `norm` must be passed again, .* got 'torch.nn.Linear'"):
@@ -293,6 +296,7 @@ LIGHTNING = (
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("module", LIGHTNING)
+@pytest.mark.hostile
 def test_no_lightning_is_a_module_of_the_user(module, monkeypatch):
     """Whichever of its packages is installed and imported."""
     for name in (module, module.partition(".")[0]):
@@ -319,6 +323,7 @@ def installed(tmp_path, monkeypatch):
 
 
 @pytest.mark.refusal
+@pytest.mark.hostile
 def test_an_installed_package_is_the_users_only_if_the_user_names_it(installed):
     """Libraries import each other, so an import alone does not say that the user knows the package."""
     with pytest.raises(ValueError, match=rf"^Test: `net` names {installed}, .* \(in the commands: --import_module"):

@@ -46,6 +46,8 @@ def test_a_sampler_of_batches_is_not_taken_for_one_of_images(items):
         with pytest.raises(ValueError, match="a PKSampler must be the `batch_sampler` of a DataLoader"):
             trainer(max_epochs=1).fit(module_with(), loaders)
     trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, batch_sampler=sampler))
+    if items == "tensors":  # each item is a whole batch, which is not stacked
+        trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, sampler=sampler, batch_size=None))
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

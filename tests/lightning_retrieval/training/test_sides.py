@@ -545,7 +545,6 @@ def test_each_direction_and_its_terms_are_logged():
     assert float(values["train/loss"]) == pytest.approx((expected["forward"] + expected["reverse"]) / 2)
 
 
-@pytest.mark.filterwarnings("ignore:RetrievalModule. the memory is never ranked in this run:UserWarning")
 def test_the_report_counts_both_sides(tmp_path, caplog):
     caplog.set_level("INFO")
     memory = CrossBatchMemory(50, start_step=9)
