@@ -285,12 +285,14 @@ class EmbeddingFolder:
             ValueError: if its manifest is damaged, or a shard is missing.
         """
         folder = cls(owner, path, _read_manifest(owner, path))
-        missing = folder.missing()
-        if missing:
-            names = [folder._file(shard).name for shard in missing]
+        present = len(list(path.glob(f"part-*.{folder.manifest.file_format}")))
+        all_shards = range(min(len(folder), present + 1))  # a manifest may claim any number of them
+        names = [folder._file(shard).name for shard in all_shards if not folder._file(shard).is_file()]
+        if names:
+            missing = len(folder) - len(all_shards) + len(names)
             raise ValueError(
-                f"{owner}: {path} must hold all embeddings, but {len(missing)} of its {len(folder)} shards are "
-                f"missing ({first_of(names)}); run the command that writes it again, which continues."
+                f"{owner}: {path} must hold all embeddings, but {missing} of its {len(folder)} shards are missing "
+                f"({first_of(names)}); run the command that writes it again, which continues."
             )
         return folder
 

@@ -97,6 +97,8 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> Non
         loops = _states(owner, "loops", checkpoint["loops"])
         for name in LOOPS:
             _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
+    if trainer.state.fn == "fit":
+        _check_can_be_continued(owner, trainer, checkpoint)
     for state in _list(owner, "optimizer_states", checkpoint.get("optimizer_states") or []):
         _check_optimizer(owner, state)
     for state in _list(owner, "lr_schedulers", checkpoint.get("lr_schedulers") or []):
@@ -126,6 +128,19 @@ def _states(owner: str, name: str, value: Any) -> dict[Any, Any]:
             "checkpoint."
         )
     return value
+
+
+def _check_can_be_continued(owner: str, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Raise if a checkpoint has only weights, so that no run can continue from it."""
+    needed = ["lr_schedulers"]
+    if trainer.strategy.lightning_restore_optimizer:
+        needed.append("optimizer_states")
+    for name in needed:
+        if name not in checkpoint:
+            raise ValueError(
+                f"{owner}: a run can only continue from the checkpoint of a run, got one without {name}, such as one "
+                "of the weights only; begin a new run with the module that `load_from_checkpoint` returns."
+            )
 
 
 def _list(owner: str, name: str, value: Any) -> Sequence[Any]:
@@ -265,7 +280,7 @@ def _is_setting_like(default: Any, value: Any) -> bool:
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, (int, float)):
-        return isinstance(value, (int, float, Tensor))
+        return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
     if isinstance(default, tuple):
         is_tuple = isinstance(value, (tuple, list)) and len(value) == len(default)
         return is_tuple and all(map(_is_setting_like, default, value))
@@ -273,14 +288,14 @@ def _is_setting_like(default: Any, value: Any) -> bool:
 
 
 def _check_state(owner: str, parameter: Tensor, state: Mapping[str, Any], needed: Sequence[str]) -> None:
-    """Raise if an optimizer's state of a parameter lacks a tensor, or has one of another shape with several elements."""
+    """Raise if an optimizer's state of a parameter lacks a tensor, or has one of another shape with many elements."""
     for name in {*needed, *state}:
         value = state.get(name)
         is_allowed = isinstance(value, Tensor) or (name in COUNTERS and isinstance(value, (int, float)))
         if not is_allowed and (name in needed or value is not None):
             raise ValueError(
-                f"{owner}: the checkpoint must have a tensor for each parameter as the state {name!r} of its optimizer, "
-                f"got {short_repr(state.get(name))}; take another checkpoint."
+                f"{owner}: the checkpoint must have a tensor for each parameter as the state {name!r} of its "
+                f"optimizer, got {short_repr(value)}; take another checkpoint."
             )
     for name, value in state.items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
