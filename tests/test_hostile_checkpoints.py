@@ -290,7 +290,8 @@ def test_a_folder_where_a_checkpoint_would_be_saved(users_folder, tmp_path):
     (photos / "checkpoint.json").write_text("{}")
     with pytest.raises(ValueError, match=r"^RetrievalModule: ModelCheckpoint\(save_last='link'\) replaces .*last.ckpt"):
         run(tmp_path, 1, saving=callbacks(tmp_path, save_last="link")[1:])
-    run(tmp_path, 1, saving=callbacks(tmp_path)[1:])
+    with pytest.raises(OSError, match=r"last.ckpt cannot be written \(Is a directory\)"):
+        run(tmp_path, 1, saving=callbacks(tmp_path)[1:])
     assert (photos / "trip" / "private.txt").read_text() == "private, too"
 
 

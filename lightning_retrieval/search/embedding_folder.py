@@ -13,6 +13,7 @@ JSON file of the same name with all other data.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -539,7 +540,7 @@ def _check_rows(rows: ShardRows) -> None:
     """Raise ValueError unless there is an id, a path and a label or None for each row of a matrix of numbers."""
     counts = {len(column) for column in (rows.embeddings, rows.ids, rows.paths, rows.labels)}
     shapes = rows.embeddings.ndim, rows.ids.ndim
-    texts = [*rows.paths, rows.origin, rows.image_files, *(text for pair in rows.unreadable for text in pair)]
+    texts = [*rows.paths, rows.origin, rows.image_files, *itertools.chain.from_iterable(rows.unreadable)]
     if len(counts) > 1 or shapes != (2, 1) or rows.embeddings.dtype.kind != "f" or rows.ids.dtype.kind != "i":
         raise ValueError("it must have an id, a path and a label for each embedding")
     if not all(isinstance(text, str) for text in [*texts, *filter(None, rows.labels)]):

@@ -555,7 +555,7 @@ class RetrievalIndex:
             _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
             index = cls(**settings)
         except Exception as error:  # NumPy and faiss raise errors of many types for damaged files
-            if is_system_error(error):
+            if is_system_error(error) or isinstance(error, ImportError):
                 raise
             reason = first_line(error).removeprefix(f"{OWNER}: ")
             if isinstance(error, KeyError):

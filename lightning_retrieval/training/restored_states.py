@@ -162,9 +162,10 @@ def _check_optimizer(owner: str, state: Any) -> None:
             if not isinstance(number, (int, str)):
                 raise _not_a_number(owner, "optimizer_states.param_groups.params", number)
     of_parameters = _states(owner, "optimizer_states.state", parts.get("state"))
-    found = [_states(owner, f"optimizer_states.state.{name}", value) for name, value in of_parameters.items()]
-    counts_steps = any("step" in one for one in found)
-    for one in filter(None, found):
+    for name, one in of_parameters.items():
+        _states(owner, f"optimizer_states.state.{name}", one)
+    counts_steps = any("step" in one for one in of_parameters.values())
+    for one in filter(None, of_parameters.values()):
         step = one.get("step")
         is_count = isinstance(step, (int, float)) or (isinstance(step, Tensor) and _is_score(step))
         if counts_steps and not (is_count and 0 <= step <= MOST_STEPS):
@@ -260,19 +261,24 @@ def check_optimizer_states(owner: str, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         needed = ELEMENTWISE.get(type(optimizer))
         for group in optimizer.param_groups:
-            for name, default in optimizer.defaults.items():
-                value = group.get(name, default)
-                if not _is_setting_like(default, value) or (needed is not None and name not in group):
-                    raise _not_a_number(owner, f"optimizer_states.param_groups.{name}", group.get(name))
-            further = [state for setting, state in WITH_SETTING.items() if group.get(setting)]
-            for parameter in group["params"]:
-                if needed is not None and optimizer.state.get(parameter):
-                    _check_state(owner, parameter, optimizer.state[parameter], (*needed, *further))
+            _check_settings(owner, optimizer, group)
+            if needed is not None:
+                further = [state for setting, state in WITH_SETTING.items() if group.get(setting)]
+                for parameter in group["params"]:
+                    _check_state(owner, parameter, optimizer.state.get(parameter), (*needed, *further))
         if needed is not None and not all(isinstance(key, Tensor) for key in optimizer.state):
             raise ValueError(
                 f"{owner}: the checkpoint must have states of the parameters of the optimizer in `optimizer_states`, "
                 "got others too; take another checkpoint."
             )
+
+
+def _check_settings(owner: str, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Raise if a setting of a group of parameters is missing or of another kind than its default value."""
+    for name, default in optimizer.defaults.items():
+        is_missing = type(optimizer) in ELEMENTWISE and name not in group
+        if is_missing or not _is_setting_like(default, group.get(name, default)):
+            raise _not_a_number(owner, f"optimizer_states.param_groups.{name}", group.get(name))
 
 
 def _is_setting_like(default: Any, value: Any) -> bool:
@@ -287,8 +293,10 @@ def _is_setting_like(default: Any, value: Any) -> bool:
     return True
 
 
-def _check_state(owner: str, parameter: Tensor, state: Mapping[str, Any], needed: Sequence[str]) -> None:
+def _check_state(owner: str, parameter: Tensor, state: Mapping[str, Any] | None, needed: Sequence[str]) -> None:
     """Raise if an optimizer's state of a parameter lacks a tensor, or has one of another shape with many elements."""
+    if not state:  # the parameter was not trained yet
+        return
     for name in {*needed, *state}:
         value = state.get(name)
         is_allowed = isinstance(value, Tensor) or (name in COUNTERS and isinstance(value, (int, float)))
