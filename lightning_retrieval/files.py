@@ -161,7 +161,7 @@ def delete_temporary_files(folder: Path) -> None:
     """Delete the temporary files of killed processes in a folder to which no other process writes."""
     for path in folder.iterdir():
         if is_temporary(path):
-            path.unlink()
+            delete(path)
 
 
 def flush(path: Path) -> None:
@@ -409,8 +409,11 @@ def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = Fa
 
     Raises:
         ValueError: if another process holds the lock.
+        OSError: if the lock file cannot be opened for writing.
     """
-    with (folder / name).open("a+") as file:
+    with writing(owner, folder / name):
+        opened = (folder / name).open("a+")
+    with opened as file:
         take_lock(owner, folder, file, shared=shared)
         _locks.add(file)
         try:

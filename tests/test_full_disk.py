@@ -16,7 +16,7 @@ from lightning_retrieval.cli.export import export_model
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import SMALL, write_example
 from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
-from tests.test_kills import save_file, save_model, save_shards
+from tests.test_kills import save_file, save_index, save_model, save_shards, write_shards
 
 READ_ONLY = Path("/sys")  # nobody may create a file here
 LIMIT = 40_000  # bytes, fewer than the weights have
@@ -49,8 +49,13 @@ def save_export(folder, checkpoint):
     export_model(checkpoint, folder)
 
 
+def save_embeddings(folder):
+    write_shards(folder, "npy", 1.0)
+
+
 WRITERS = {"file": save_file, "shards": save_shards, "model": save_model, "export": save_export}
-ARGUMENTS = {"file": (2.0,), "shards": (2.0,), "model": ("glyph_net", 4)}
+IN_FOLDERS = {"index": save_index, "embeddings": save_embeddings}  # write several files, one after the other
+ARGUMENTS = {"file": (2.0,), "shards": (2.0,), "model": ("glyph_net", 4), "index": (50,), "embeddings": ()}
 
 
 @pytest.fixture
@@ -83,11 +88,12 @@ def write_freely(rank, world_size, write, *args):
 
 @pytest.mark.refusal
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that nobody may write to")
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", [*WRITERS, *IN_FOLDERS])
 def test_a_folder_that_may_not_be_written_to_is_named(name, checkpoint, run_alone):
     if name == "export":
         pytest.importorskip("onnxscript")
-    message = run_alone(message_of, WRITERS[name], READ_ONLY / "model.ckpt", *ARGUMENTS.get(name, (checkpoint,)))
+    write = {**WRITERS, **IN_FOLDERS}[name]
+    message = run_alone(message_of, write, READ_ONLY / "model.ckpt", *ARGUMENTS.get(name, (checkpoint,)))
     assert re.match(SENTENCE, message), message
     assert "/sys/model.ckpt" in message
     assert "permi" in message

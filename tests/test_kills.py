@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from lightning_retrieval.preparation import prepare
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 from tests.kills import killed_everywhere
 from tests.lightning_retrieval.search.vectors import built, vectors
-from tests.processes import start_processes
+from tests.processes import StartedCommand, start_processes
 
 needs_shards = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch >= 2.9")
 OTHER_FILE_SYSTEM = Path("/dev/shm")
@@ -317,3 +319,41 @@ def test_another_process_that_is_killed_after_the_checkpoint_has_its_name(run_al
     assert codes == [1, -signal.SIGKILL], started[0].output()
     assert find_damage(tmp_path / "last.ckpt") is None
     assert value_of(tmp_path / "last.ckpt") == 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore")
+def test_a_command_of_two_processes_that_is_killed_before_the_second_has_joined(tmp_path):
+    """The second process ends too, the old index opens, and the same command can be repeated."""
+    write_shards(tmp_path / "e", "npy", 1.0)
+    save_index(tmp_path / "index", 50)
+    output = f"--output={tmp_path / 'index'}"
+    command = [sys.executable, "-m", "lightning_retrieval.cli", "index", f"--embeddings={tmp_path / 'e'}", output]
+    started = StartedCommand([*command, "--devices=2", "--factory=IVF1,Flat", "--overwrite"], tmp_path)
+    try:
+        assert wait_until(lambda: has_second_process(started)), started.output()
+        os.kill(started.process.pid, signal.SIGKILL)
+        started.process.wait()
+        assert wait_until(lambda: not started.group()), started.output()
+    finally:
+        started.end()
+    assert len(RetrievalIndex.load(tmp_path / "index")) == 50
+    save_index(tmp_path / "index", 60)
+    assert len(RetrievalIndex.load(tmp_path / "index")) == 60
+
+
+def has_second_process(started):
+    """Whether a command has started another process with the same program."""
+    return any(
+        b"NODE_RANK=" in Path(f"/proc/{process}/environ").read_bytes()
+        for process in started.group()
+        if process != started.process.pid
+    )
+
+
+def wait_until(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()

@@ -3,7 +3,9 @@
 import argparse
 import itertools
 import logging
+import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -50,6 +52,8 @@ from lightning_retrieval.training.sides import SIDES, Side
 OWNER = "embed_images"
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 ACCELERATORS = ("cpu", "cuda", "mps")
+FIRST_PROCESS = "LIGHTNING_RETRIEVAL_FIRST_PROCESS"  # environment variable: id of the process that starts the others
+SECONDS_TO_NOTICE = 1.0  # between two looks at whether that process is still there
 LONGEST_WAIT = timedelta(days=30)  # how long a finished process waits for the other processes
 INTERRUPTED = 130  # exit code after Ctrl-C
 
@@ -334,9 +338,35 @@ def new_fabric(
 
 
 def launch(fabric: Fabric) -> None:
-    """Start the processes of Fabric, each of which runs the command again and joins the process group here."""
-    with _quiet_lightning():
+    """Start the processes of Fabric, each of which runs the command again and joins the process group here.
+
+    A process that was started ends if the first one ends before both have joined; afterwards, gloo notices.
+    """
+    with _quiet_lightning(), _ending_with_first_process():
         fabric.launch()
+
+
+@contextmanager
+def _ending_with_first_process() -> Iterator[None]:
+    """Context in which a process that this function's caller has started ends as soon as its parent does."""
+    first, has_joined = os.environ.pop(FIRST_PROCESS, None), threading.Event()
+    watch = threading.Thread(target=_end_with, args=(first, has_joined), daemon=True)
+    if first is None:
+        os.environ[FIRST_PROCESS] = str(os.getpid())  # the started processes inherit it
+    watch.start()
+    try:
+        yield
+    finally:
+        os.environ.pop(FIRST_PROCESS, None)
+        has_joined.set()
+        watch.join()
+
+
+def _end_with(first: str | None, has_joined: threading.Event) -> None:
+    """End this process if its parent is no longer the first process, until it has joined the group."""
+    while first is not None and not has_joined.wait(SECONDS_TO_NOTICE):
+        if str(os.getppid()) != first:
+            os._exit(1)
 
 
 def _accelerator(owner: str, device: str | None, devices: int) -> tuple[str, int | list[int]]:

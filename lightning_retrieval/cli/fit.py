@@ -35,10 +35,10 @@ from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInter
 from lightning_retrieval.checkpoints import is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.embedding import find_checkpoint
-from lightning_retrieval.cli.options import did_you_mean, null_for_none, unknown_option
+from lightning_retrieval.cli.options import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
-from lightning_retrieval.files import folder_lock, new_file, reason, writing
+from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
 from lightning_retrieval.plain_data import add_named_packages, constructor_parameters, is_variadic, load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
@@ -324,9 +324,11 @@ class RetrievalCLI(LightningCLI):
                     sys.exit(EXIT_CODE)
                 raise
             except OSError as error:  # a full disk, or a folder that cannot be written to
-                if not (_is_ours(error) and "cannot be written" in str(error)):
-                    raise
-                self.parser.error(str(error))
+                if _is_ours(error) and "cannot be written" in str(error):
+                    self.parser.error(str(error))
+                if error.errno in (*NO_SPACE, *NOT_PERMITTED):
+                    self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
+                raise
 
     @contextmanager
     def _locked_run_folder(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.options import model_settings, printable
 from lightning_retrieval.cli.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.cli.stores import opened_index
-from lightning_retrieval.files import new_file, reason
+from lightning_retrieval.files import new_file, not_written, reason
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.milvus_store import EmbeddingStore
@@ -97,7 +97,7 @@ def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about:
         with new_file(_page_target(page)) as file:
             file.write(source.encode())
     except OSError as error:
-        raise OSError(f"search: `--html` cannot be written to {page} ({error.strerror}).") from None
+        raise not_written("search", f"`--html` {page}", error) from None
     if missing:
         hits = sum(len(result.hits) for result in results)
         print(

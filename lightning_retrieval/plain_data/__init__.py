@@ -14,6 +14,7 @@ from lightning_retrieval.plain_data.describe import logged_settings as logged_se
 from lightning_retrieval.plain_data.describe import unsharded_class as unsharded_class
 from lightning_retrieval.plain_data.describe import without_sources as without_sources
 from lightning_retrieval.plain_data.rebuild import DescriptionReader as DescriptionReader
+from lightning_retrieval.plain_data.rebuild import check_arguments as check_arguments
 from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
 from lightning_retrieval.plain_data.rules import TRANSFORM_PACKAGES as TRANSFORM_PACKAGES

@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -22,7 +22,7 @@ from torch import nn
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data.describe import constructor_parameters, is_variadic
+from lightning_retrieval.plain_data.describe import class_path, constructor_parameters, is_variadic
 from lightning_retrieval.plain_data.rules import (
     Kinds,
     check_integers_of_file,
@@ -185,6 +185,7 @@ class DescriptionReader:
                 return network
         cls = find_class(self.owner, name, path, place.kinds + place.products)
         is_factory = not issubclass(cls, place.kinds)
+        check_arguments(self.owner, name, cls, arguments, may_lack=is_factory)
         return _Description(cls, self.arguments(arguments, _places(cls)), is_factory)
 
     def _value(self, name: str, value: Any, place: _Place) -> Any:
@@ -229,6 +230,37 @@ class DescriptionReader:
             raise ValueError(f"{self.owner}: `{name}` must name a model that timm lists, got {short_repr(model)}.")
         given = {key: value for key, value in arguments.items() if value is not None}
         return _Description(timm.create_model, {**given, "pretrained": False})
+
+
+def check_arguments(owner: str, name: str, cls: type[Any], given: Collection[str], *, may_lack: bool = False) -> None:
+    """Raise unless a constructor accepts all arguments of these names, and needs no others.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that an object of the class is for.
+        cls: the class.
+        given: names of the arguments.
+        may_lack: whether further arguments are passed later.
+
+    Raises:
+        TypeError: if an argument is missing or unknown.
+    """
+    try:
+        parameters = [parameter for parameter in constructor_parameters(cls) if not is_variadic(parameter)]
+    except ValueError:  # the constructor has no signature
+        return
+    missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
+    unknown: list[str] = []
+    if not _accepts_any(cls):
+        unknown = sorted({*given} - {one.name for one in parameters}, key=str)
+    if may_lack:
+        missing = []
+    for problem, names in (("lacks", missing), ("also has", unknown)):
+        if names:
+            raise TypeError(
+                f"{owner}: `{name}` must have the arguments of {class_path(cls)}, but its description {problem} "
+                f"{names[0]!r}; pass the object itself, or take another file."
+            )
 
 
 def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Description | None:

@@ -13,6 +13,7 @@ JSON file of the same name with all other data.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,8 +35,10 @@ from lightning_retrieval.files import (
     is_system_error,
     is_temporary,
     write_verified,
+    writing,
 )
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.packed_strings import PackedStrings
 
 FILE_FORMATS = ("parquet", "npy")
 DTYPES = ("float32", "float16")
@@ -268,7 +271,8 @@ class EmbeddingFolder:
         folder = cls(owner, path, manifest)
         if folder.check_begun():
             return folder
-        path.mkdir(parents=True, exist_ok=True)
+        with writing(owner, path):
+            path.mkdir(parents=True, exist_ok=True)
         content = FORMAT.encode(asdict(manifest))
         write_verified(owner, path / MANIFEST, lambda stream: stream.write(content))
         return folder
@@ -282,12 +286,14 @@ class EmbeddingFolder:
             ValueError: if its manifest is damaged, or a shard is missing.
         """
         folder = cls(owner, path, _read_manifest(owner, path))
-        missing = folder.missing()
-        if missing:
-            names = [folder._file(shard).name for shard in missing]
+        present = len(list(path.glob(f"part-*.{folder.manifest.file_format}")))
+        all_shards = range(min(len(folder), present + 1))  # a manifest may claim any number of them
+        names = [folder._file(shard).name for shard in all_shards if not folder._file(shard).is_file()]
+        if names:
+            missing = len(folder) - len(all_shards) + len(names)
             raise ValueError(
-                f"{owner}: {path} must hold all embeddings, but {len(missing)} of its {len(folder)} shards are "
-                f"missing ({first_of(names)}); run the command that writes it again, which continues."
+                f"{owner}: {path} must hold all embeddings, but {missing} of its {len(folder)} shards are missing "
+                f"({first_of(names)}); run the command that writes it again, which continues."
             )
         return folder
 
@@ -364,6 +370,7 @@ class EmbeddingFolder:
                 rows = read_npy(file)
             else:
                 rows = read_parquet(load_pyarrow(self.owner), file)
+            _check_rows(rows)
         if rows.origin != self._origin(shard) or rows.embeddings.shape[1] != self.manifest.dim:
             raise ValueError(
                 f"{self.owner}: {file} must hold shard {shard} of the embeddings that {MANIFEST} beside it describes, "
@@ -527,6 +534,18 @@ def check_output(owner: str, path: Path) -> None:
         f"{owner}: `output` must be a new folder, or one with embeddings to continue, got {path}, which is something "
         "else; give another path."
     )
+
+
+def _check_rows(rows: ShardRows) -> None:
+    """Raise ValueError unless there is an id, a path and a label or None for each row of a matrix of numbers."""
+    counts = {len(column) for column in (rows.embeddings, rows.ids, rows.paths, rows.labels)}
+    shapes = rows.embeddings.ndim, rows.ids.ndim
+    texts = [*rows.paths, rows.origin, rows.image_files, *itertools.chain.from_iterable(rows.unreadable)]
+    if len(counts) > 1 or shapes != (2, 1) or rows.embeddings.dtype.kind != "f" or rows.ids.dtype.kind != "i":
+        raise ValueError("it must have an id, a path and a label for each embedding")
+    if not all(isinstance(text, str) for text in [*texts, *filter(None, rows.labels)]):
+        raise ValueError("its paths and labels must be texts")
+    PackedStrings(rows.paths)  # raises for a half of a character
 
 
 def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:

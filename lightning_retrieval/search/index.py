@@ -25,6 +25,7 @@ from lightning_retrieval.checks import (
     first_line,
     short_repr,
 )
+from lightning_retrieval.files import is_system_error
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search import conditions, faiss_index
 from lightning_retrieval.search.disk_lists import (
@@ -553,16 +554,10 @@ class RetrievalIndex:
             table = IdTable.read(files, mapped)
             _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
             index = cls(**settings)
-        except (
-            AttributeError,
-            EOFError,
-            LookupError,
-            MemoryError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except Exception as error:  # NumPy and faiss raise errors of many types for damaged files
+            claims_too_much = isinstance(error, MemoryError)
+            if isinstance(error, ImportError) or (is_system_error(error) and not claims_too_much):
+                raise
             reason = first_line(error).removeprefix(f"{OWNER}: ")
             if isinstance(error, KeyError):
                 reason = f"{error} is missing"

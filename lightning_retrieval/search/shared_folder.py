@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from lightning_retrieval.distributed import rank, together, world_size
-from lightning_retrieval.files import flush, folder_lock, take_lock
+from lightning_retrieval.files import flush, folder_lock, take_lock, writing
 from lightning_retrieval.search.embedding_folder import (
     LOCK,
     EmbeddingFolder,
@@ -232,14 +232,16 @@ def _begin(
     if rank() > 0:
         return [], [], ""
     check_output(folder.owner, folder.path)
-    folder.path.mkdir(parents=True, exist_ok=True)
+    with writing(folder.owner, folder.path):
+        folder.path.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context(folder.lock())
     folder.check_begun()
     token = secrets.token_hex(8)
-    file.truncate(0)
-    file.write(token)
-    file.flush()
-    flush(folder.path / LOCK)  # other machines read the token
+    with writing(folder.owner, folder.path / LOCK):
+        file.truncate(0)
+        file.write(token)
+        file.flush()
+        flush(folder.path / LOCK)  # other machines read the token
     take_lock(folder.owner, folder.path, file, shared=True)
     changed = []
     if image_files is not None:

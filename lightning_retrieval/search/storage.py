@@ -28,7 +28,9 @@ from lightning_retrieval.files import (
     flush,
     folder_lock,
     is_temporary,
+    not_written,
     write_verified,
+    writing,
 )
 from lightning_retrieval.search.rows import OWNER
 
@@ -132,11 +134,14 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
         raise ValueError(
             f"{OWNER}: the index must be written to a folder, got {folder}, which is inside a file; give another path."
         ) from None
+    except OSError as error:
+        raise not_written(OWNER, folder, error) from None
     with folder_lock(OWNER, folder):
         delete_temporary_files(folder)
         _delete_unused(folder)
         version = NewVersion(folder, folder / f"files-{secrets.token_hex(4)}")
-        version.inner.mkdir()
+        with writing(OWNER, folder):
+            version.inner.mkdir()
         try:
             yield version
         finally:

@@ -33,7 +33,7 @@ from lightning_retrieval.checkpoints import (
     read_shards,
     write_sharded_checkpoint,
 )
-from lightning_retrieval.checks import check_path, short_repr
+from lightning_retrieval.checks import check_path, first_line, short_repr
 from lightning_retrieval.compiled import plain_state
 from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.files import check_regular_file
@@ -54,6 +54,8 @@ ONLY_TRAINED = ("loss.", "memory.")  # names of the states of a module that its 
 INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 # Keys of a checkpoint and names of attributes: the preparation of images in evaluation, and that of queries.
 PREPARATIONS = ("preparation", "query_preparation")
+EXTRA_STATE = "_extra_state"  # end of the name of what the `get_extra_state` of a module has returned
+LONGEST_PROBLEM = 200  # characters of torch's list of names in a message
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
 
 
@@ -165,6 +167,51 @@ def check_map_location(owner: str, map_location: Any) -> None:
             f"{owner}: `map_location` must be a device such as 'cpu', got {short_repr(map_location)} "
             f"({type(map_location).__name__})."
         )
+
+
+def check_weights(owner: str, checkpoint: Mapping[str, Any]) -> None:
+    """Raise unless the states of modules in a checkpoint are tensors by name, besides what modules add themselves.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: content of the checkpoint.
+
+    Raises:
+        ValueError: if there is anything else.
+    """
+    for key in STATES:
+        state = checkpoint.get(key, {})
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{owner}: a checkpoint must have a dict of tensors as {key}, got {short_repr(state)}.")
+        for name, value in state.items():
+            is_added = isinstance(name, str) and name.endswith(EXTRA_STATE)
+            if not isinstance(name, str) or not (is_added or isinstance(value, Tensor)):
+                raise ValueError(
+                    f"{owner}: a checkpoint must have tensors by name in {key}, got {short_repr(value)} for "
+                    f"{short_repr(name)}; take another checkpoint."
+                )
+
+
+def load_weights(owner: str, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load the weights of a checkpoint into a module.
+
+    Args:
+        owner: prefix of error messages.
+        module: the module.
+        state: its weights and buffers by name.
+        strict: as for `load_state_dict`.
+
+    Raises:
+        ValueError: if the names or the shapes are those of another module.
+    """
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        problem = " ".join(str(error).partition(":\n")[2].split()) or first_line(error)
+        raise ValueError(
+            f"{owner}: the checkpoint must have the weights of the model that it describes, which it has not "
+            f"({problem[:LONGEST_PROBLEM]}); take another checkpoint."
+        ) from None
 
 
 def rename_plainly_in(checkpoint: dict[str, Any]) -> None:
@@ -307,6 +354,7 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     if settings is None:
         return None
     check_content(MODULE.rpartition(".")[2], checkpoint)
+    check_weights(MODULE.rpartition(".")[2], checkpoint)
     rename_plainly_in(checkpoint)
     reader = DescriptionReader(MODULE.rpartition(".")[2])
     reader.settings(TrainingObjects, settings)
@@ -320,7 +368,7 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     for name in checkpoint["state_dict"]:
         if name.startswith(ONLY_TRAINED):
             del state[name]
-    network.load_state_dict(state)
+    load_weights(reader.owner, network, state)
     return network
 
 

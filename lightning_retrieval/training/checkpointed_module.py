@@ -45,6 +45,7 @@ from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import (
     DescriptionReader,
     add_named_packages,
+    check_arguments,
     class_path,
     describe,
     unsharded_class,
@@ -244,6 +245,7 @@ class CheckpointedModule(pl.LightningModule):
         Lightning would convert it after the weights are loaded.
         """
         check_content(type(self).__name__, checkpoint)
+        checkpoint_files.check_weights(type(self).__name__, checkpoint)
         without_wrappers(self)
         checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
@@ -412,6 +414,7 @@ def module_of_checkpoint(
         used = {argument: used}
     add_named_packages({"class_path": class_path(cls)})
     settings = DescriptionReader(owner).settings(cls, used)
+    check_arguments(owner, cls.CHECKPOINT_HYPER_PARAMS_KEY, settings.cls, {*settings.plain, *given})
     # Pretrained weights would be downloaded, only to be replaced.
     with without_pretrained_weights(), limited_to(owner, weights_of(checkpoint)):
         if instantiator is None:
@@ -448,7 +451,7 @@ def restored_module(
     module.on_load_checkpoint(checkpoint)
     if strict is None:
         strict = module.strict_loading
-    module.load_state_dict(checkpoint["state_dict"], strict=strict)
+    checkpoint_files.load_weights(cls.__name__, module, checkpoint["state_dict"], strict=strict)
     devices = [value.device for value in state.values() if isinstance(value, Tensor)]
     return module.to(*devices[:1])
 

@@ -483,7 +483,7 @@ def steps_of_run(trainer: Any) -> float:
         trainer: a `pytorch_lightning.Trainer` in a run.
     """
     most = math.inf
-    if trainer.max_epochs not in (None, -1):  # None if the Trainer only evaluates
+    if trainer.max_epochs not in (-1, None):  # None before `fit`, where `save_checkpoint` may be called
         most = trainer.max_epochs * trainer.num_training_batches * max(len(trainer.optimizers), 1)
     if trainer.max_steps != -1:
         most = min(most, trainer.max_steps)

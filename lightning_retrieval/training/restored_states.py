@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,8 +31,24 @@ CHANGED = ("kth_best_model_path", "last_model_path")  # paths that a ModelCheckp
 SCORES = ("best_model_score", "current_score", "kth_value")
 KEPT_BEST = "best_k_models"
 OF_FOLDER = ("best_model_score", "kth_best_model_path", "kth_value", KEPT_BEST, "last_model_path")
-# Optimizers of torch whose states have the shape of their parameter, or are single numbers.
-ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+# Optimizers of torch whose states have the shape of their parameter, or are single numbers: the states that each needs.
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+ELEMENTWISE = {
+    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.Adam: MOMENTS,
+    torch.optim.AdamW: MOMENTS,
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.NAdam: (*MOMENTS, "mu_product"),
+    torch.optim.RAdam: MOMENTS,
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.Rprop: ("step", "prev", "step_size"),
+    torch.optim.SGD: (),
+}
+# For a setting of such optimizers that is switched on, the state that they need in addition.
+WITH_SETTING = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+COUNTERS = ("step", "eta", "mu", "mu_product")  # states of such optimizers that are single numbers
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 MOST_STEPS = 2**53  # no run counts so far
 
@@ -81,12 +98,15 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dic
         ValueError: if the states are not those of callbacks and loops, or a count is not one of a run.
     """
     checkpoint = _migrated(owner, checkpoint)
-    if checkpoint.get("loops") is not None:
+    if checkpoint.get("loops"):
         loops = _states(owner, "loops", checkpoint["loops"])
         for name in LOOPS:
-            if name in loops:
-                _check_progress(owner, name, loops[name], getattr(trainer, name).state_dict())
-    for state in checkpoint.get("lr_schedulers") or ():
+            _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
+    if trainer.state.fn == "fit":
+        _check_can_be_continued(owner, trainer, checkpoint)
+    for state in _list(owner, "optimizer_states", checkpoint.get("optimizer_states") or []):
+        _check_optimizer(owner, state)
+    for state in _list(owner, "lr_schedulers", checkpoint.get("lr_schedulers") or []):
         _check_scheduler(owner, state)
     if checkpoint.get("callbacks") is None:
         return checkpoint
@@ -126,6 +146,48 @@ def _states(owner: str, name: str, value: Any) -> dict[Any, Any]:
             "checkpoint."
         )
     return value
+
+
+def _check_can_be_continued(owner: str, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Raise if a checkpoint has only weights, so that no run can continue from it."""
+    needed = ["lr_schedulers"]
+    if trainer.strategy.lightning_restore_optimizer:
+        needed.append("optimizer_states")
+    for name in needed:
+        if name not in checkpoint:
+            raise ValueError(
+                f"{owner}: a run can only continue from the checkpoint of a run, got one without {name}, such as one "
+                "of the weights only; begin a new run with the module that `load_from_checkpoint` returns."
+            )
+
+
+def _list(owner: str, name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(
+            f"{owner}: the checkpoint must have a list as `{name}`, got {short_repr(value)}; take another checkpoint."
+        )
+    return value
+
+
+def _check_optimizer(owner: str, state: Any) -> None:
+    """Raise unless `Optimizer.load_state_dict` can read the state of an optimizer."""
+    parts = _states(owner, "optimizer_states", state)
+    if parts and parts.keys().isdisjoint(("state", "param_groups")):
+        return  # of an optimizer with a form of its own
+    for group in _list(owner, "optimizer_states.param_groups", parts.get("param_groups")):
+        settings = _states(owner, "optimizer_states.param_groups", group)
+        for number in _list(owner, "optimizer_states.param_groups.params", settings.get("params")):
+            if not isinstance(number, (int, str)):
+                raise _not_a_number(owner, "optimizer_states.param_groups.params", number)
+    of_parameters = _states(owner, "optimizer_states.state", parts.get("state"))
+    for name, one in of_parameters.items():
+        _states(owner, f"optimizer_states.state.{name}", one)
+    counts_steps = any("step" in one for one in of_parameters.values())
+    for one in filter(None, of_parameters.values()):
+        step = one.get("step")
+        is_count = isinstance(step, (int, float)) or (isinstance(step, Tensor) and _is_score(step))
+        if counts_steps and not (is_count and 0 <= step <= MOST_STEPS):
+            raise _not_a_number(owner, "optimizer_states.state.step", step)
 
 
 def _check_progress(owner: str, name: str, state: Any, current: Mapping[str, Any]) -> None:
@@ -212,20 +274,55 @@ def check_optimizer_states(owner: str, optimizers: Sequence[Optimizer]) -> None:
         optimizers: the optimizers of a run, after its checkpoint, if any, has been loaded.
 
     Raises:
-        ValueError: if there is such a setting or state. Shapes are compared if the optimizer is in `ELEMENTWISE`.
+        ValueError: if there is such a setting or state. States are compared if the optimizer is in `ELEMENTWISE`.
     """
     for optimizer in optimizers:
+        needed = ELEMENTWISE.get(type(optimizer))
         for group in optimizer.param_groups:
-            for name, default in optimizer.defaults.items():
-                if isinstance(default, (int, float)) and not isinstance(group.get(name, default), (int, float, Tensor)):
-                    raise _not_a_number(owner, f"optimizer_states.param_groups.{name}", group.get(name))
-        if type(optimizer).__name__ in ELEMENTWISE:
-            for parameter, state in optimizer.state.items():
-                _check_shapes(owner, parameter, state)
+            _check_settings(owner, optimizer, group)
+            if needed is not None:
+                further = [state for setting, state in WITH_SETTING.items() if group.get(setting)]
+                for parameter in group["params"]:
+                    _check_state(owner, parameter, optimizer.state.get(parameter), (*needed, *further))
+        if needed is not None and not all(isinstance(key, Tensor) for key in optimizer.state):
+            raise ValueError(
+                f"{owner}: the checkpoint must have states of the parameters of the optimizer in `optimizer_states`, "
+                "got others too; take another checkpoint."
+            )
 
 
-def _check_shapes(owner: str, parameter: Tensor, state: Mapping[str, Any]) -> None:
-    """Raise if a tensor in an optimizer's state of a parameter has neither its shape nor a single element."""
+def _check_settings(owner: str, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Raise if a setting of a group of parameters is missing or of another kind than its default value."""
+    for name, default in optimizer.defaults.items():
+        is_missing = type(optimizer) in ELEMENTWISE and name not in group
+        if is_missing or not _is_setting_like(default, group.get(name, default)):
+            raise _not_a_number(owner, f"optimizer_states.param_groups.{name}", group.get(name))
+
+
+def _is_setting_like(default: Any, value: Any) -> bool:
+    """Whether a setting of an optimizer is of the kind of its default value: a bool, a number or a tuple of numbers."""
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, (int, float)):
+        return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    if isinstance(default, tuple):
+        is_tuple = isinstance(value, (tuple, list)) and len(value) == len(default)
+        return is_tuple and all(map(_is_setting_like, default, value))
+    return True
+
+
+def _check_state(owner: str, parameter: Tensor, state: Mapping[str, Any] | None, needed: Sequence[str]) -> None:
+    """Raise if an optimizer's state of a parameter lacks a tensor, or has one of another shape with many elements."""
+    if not state:  # the parameter was not trained yet
+        return
+    for name in {*needed, *state}:
+        value = state.get(name)
+        is_allowed = isinstance(value, Tensor) or (name in COUNTERS and isinstance(value, (int, float)))
+        if not is_allowed and (name in needed or value is not None):
+            raise ValueError(
+                f"{owner}: the checkpoint must have a tensor for each parameter as the state {name!r} of its "
+                f"optimizer, got {short_repr(value)}; take another checkpoint."
+            )
     for name, value in state.items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
             raise ValueError(
@@ -248,6 +345,8 @@ def _restricted(callback: Any, state: dict[Any, Any], dropped: list[Any]) -> dic
     folder = state.get("dirpath", own_folder)  # of an earlier run, whose paths are not restored below
     suffix = getattr(callback, "FILE_EXTENSION", ModelCheckpoint.FILE_EXTENSION)
     restricted, known = dict(state), len(dropped)
+    if isinstance(callback, ModelCheckpoint):
+        restricted = {BEST: callback.best_model_path, "best_model_score": callback.best_model_score, **state}
     for name, value in state.items():
         if name in CHANGED:
             restricted[name] = _path_or_empty(value, _is_checkpoint_in(value, folder, suffix), dropped)

@@ -184,7 +184,10 @@ def test_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(search_
         patch.setattr("lightning_retrieval.cli.search.result_page", lambda *args: ("\ud800" * 100_000, []))
         assert search_to(page)[0] == 2
     monkeypatch.setattr(os, "replace", full_disk)
-    message = f"search: `--html` cannot be written to {page} (No space left on device).\n"
+    message = (
+        f"search: `--html` {page} cannot be written (No space left on device); what was saved there before is "
+        "unchanged, so free space on the disk and save again.\n"
+    )
     assert search_to(page) == (2, "", message)
     assert page.read_text() == "old"
     assert os.listdir(tmp_path) == ["page.html"]
