@@ -95,7 +95,7 @@ def weights_of(module, run, checkpoint=None):
 def test_a_run_resumed_with_more_epochs_begins_no_phase_again(tmp_path, caplog):
     """Two epochs of three batches with the phases a and b, then four epochs in all."""
     a, b = (1.0, 0.0), (0.0, 1.0)
-    flags = {"limit_val_batches": 0}
+    flags = {"limit_val_batches": 0, "enable_checkpointing": True}
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     module, run = in_phases(), trainer(callbacks=[saving], max_epochs=2, **flags)
     assert weights_of(module, run) == [a] * 3 + [b] * 3
