@@ -92,8 +92,9 @@ def weights_of(module, run, checkpoint=None):
     return seen.weights
 
 
-def test_a_run_resumed_with_more_epochs_begins_no_phase_again(tmp_path, caplog):
+def test_a_run_resumed_with_more_epochs_begins_no_phase_again(tmp_path, caplog, monkeypatch):
     """Two epochs of three batches with the phases a and b, then four epochs in all."""
+    monkeypatch.chdir(tmp_path)  # where a Trainer saves that is given no folder
     a, b = (1.0, 0.0), (0.0, 1.0)
     flags = {"limit_val_batches": 0, "enable_checkpointing": True}
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
