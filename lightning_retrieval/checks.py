@@ -249,6 +249,8 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
 
 def check_no_transform(owner: str, **values: Any) -> None:
     """Raise if one of some tensors is inside of a function transform of `torch.func`, where numbers cannot be read."""
+    if torch.compiler.is_compiling():  # which cannot trace the question
+        return
     for name, value in values.items():
         if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
             raise TypeError(
@@ -310,7 +312,9 @@ def has_finite_sum(values: Tensor) -> Tensor:
 
 def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
     """Raise if there are NaN or infinities; the message lists the first such rows, by id if `ids` are given."""
-    if torch._C._functorch.is_batchedtensor(values):  # `vmap` has no numbers that can be read
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(
+        values
+    ):  # `vmap` has no numbers that can be read
         check_no_transform(owner, **{name: values})
     finite = torch.isfinite(values)
     if bool(finite.all()):

@@ -331,6 +331,12 @@ def test_an_embedder_is_one_graph(name):
         assert (explained.graph_count, explained.graph_break_count) == (1, 0)
 
 
+def test_a_compiled_loss_has_the_value_of_a_plain_one():
+    """Also without a warning, which would be an error here, of a check that cannot be compiled."""
+    loss, rows, labels = SmoothAPLoss(tau=0.1), torch.randn(8, 4), torch.arange(8) // 2
+    torch.testing.assert_close(COMPILE(loss)(rows, labels), loss(rows, labels))
+
+
 @pytest.mark.filterwarnings("ignore:RetrievalModule. BatchNorm sees 4 images")
 def test_chunks_of_one_size_are_compiled_once():
     """Also the second epoch and the pass without a graph compile nothing again."""
