@@ -34,5 +34,6 @@ class OtherNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__ = self.specs[module.__spec__.name]  # its own, which the import system has replaced
 
 
-if os.environ.get("LIGHTNING_RETRIEVAL_BACKEND") == "lightning":
+# Without the setting, a library that imports `lightning` would make modules warn that both packages are imported.
+if os.environ.setdefault("LIGHTNING_RETRIEVAL_BACKEND", "pytorch_lightning") == "lightning":
     sys.meta_path.insert(0, OtherNames())
