@@ -44,7 +44,6 @@ from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import DescriptionReader, class_path, describe
 from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
-from lightning_retrieval.training.restored_states import restrict_states
 from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
@@ -470,6 +469,8 @@ class ShardedRunCheckpoints:
         check_state_of_trainer(self.owner, checkpoint)
         module = self.strategy.lightning_module
         if module._trainer is not None:
+            from lightning_retrieval.training.restored_states import restrict_states  # needs Lightning, unlike `search`
+
             checkpoint = restrict_states(self.owner, module.trainer, checkpoint)
         rename_plainly_in(checkpoint)
         module.unfilled -= checkpoint["state_dict"].keys()
