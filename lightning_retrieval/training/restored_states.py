@@ -100,8 +100,10 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dic
     checkpoint = _migrated(owner, checkpoint)
     if checkpoint.get("loops"):
         loops = _states(owner, "loops", checkpoint["loops"])
+        needed = f"{trainer.state.fn}_loop"  # the only one that Lightning restores; early releases have no others
         for name in LOOPS:
-            _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
+            if name in loops or name == needed:
+                _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
     if trainer.state.fn == "fit":
         _check_can_be_continued(owner, trainer, checkpoint)
     for state in _list(owner, "optimizer_states", checkpoint.get("optimizer_states") or []):

@@ -78,7 +78,7 @@ def test_a_transform_gets_pixels_only_if_it_takes_them(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:ImageSet. skipped:UserWarning")
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("roles", [None, [1, 1, 1, 2, 2, 3, 2, 2]])
+@pytest.mark.parametrize("roles", [None, [1, 1, 1, 1, 3, 3, 3, 2]])  # one role for each instance
 @pytest.mark.parametrize(
     ("instances", "cameras"),
     [(None, None), ([0, 1, 1, 1, 5, 5, 5, 7], None), ([0, 1, 1, 1, 5, 5, 5, 7], [0, 1, 1, 1, 1, 1, 1, 1])],
