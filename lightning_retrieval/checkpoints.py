@@ -37,6 +37,7 @@ from lightning_retrieval.files import (
     file_digest,
     flush,
     is_system_error,
+    is_temporary,
     move_file,
     new_file,
     not_written,
@@ -459,6 +460,24 @@ def remove_sharded_checkpoint(path: Path) -> None:
     _remove_saved(path)
     with suppress(OSError):
         path.rmdir()
+
+
+def delete_temporary_checkpoints(folder: Path) -> None:
+    """Delete what killed processes have left of checkpoints in a folder to which no other process writes.
+
+    A folder with a temporary name may have been a checkpoint's before it was replaced; other files in it are kept.
+    """
+    for path in folder.iterdir():
+        if not is_temporary(path):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            delete(path)
+            continue
+        delete_temporary_checkpoints(path)
+        (path / MANIFEST.name).unlink(missing_ok=True)
+        _remove_saved(path)
+        with suppress(OSError):  # other files are in it
+            path.rmdir()
 
 
 def _is_published(path: Path, saved: Path) -> bool:

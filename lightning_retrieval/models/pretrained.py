@@ -434,7 +434,8 @@ def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any])
     if recorded is not None and recorded != _digest_of(arguments):
         raise ValueError(
             f"Embedder: {weights} must be of the model that {config} describes, but was saved with another config; "
-            "save the model again with save_pretrained."
+            f"save the model again with save_pretrained. If you have changed {CONFIG} yourself, undo that; or build an "
+            "Embedder with these arguments, give it the weights with load_state_dict, and save it."
         )
 
 
