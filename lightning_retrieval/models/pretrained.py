@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -317,7 +317,8 @@ class PretrainedModule(nn.Module):
                 it are replaced when both are complete.
 
         Raises:
-            ValueError: if the backbone was given as a module, which a file cannot describe, or the folder is a file.
+            ValueError: if the backbone was given as a module, which a file cannot describe, the folder is a file, or
+                `config.json` in it is that of another program.
             OSError: if the folder cannot be written to; the earlier files are unchanged.
             ModuleNotFoundError: if safetensors is not installed.
         """
@@ -332,6 +333,7 @@ class PretrainedModule(nn.Module):
         path = check_path("Embedder", "folder", folder)
         if not path.is_dir() and any(map(Path.is_file, (path, *path.parents))):
             raise ValueError(f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one.")
+        _check_not_of_others(path / CONFIG)
         tensors: dict[str, Tensor] = {}
         for name, value in merged.state_dict().items():
             tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors rejects shared storages
@@ -419,6 +421,19 @@ class PretrainedModule(nn.Module):
 def _digest_of(arguments: Mapping[str, Any]) -> str:
     """SHA-256 of the constructor's arguments in a config."""
     return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()
+
+
+def _check_not_of_others(config: Path) -> None:
+    """Raise if a folder has the config of another program, such as that of a model of transformers."""
+    content: Any = None
+    with suppress(OSError, ValueError, RecursionError):  # a file that is missing or damaged may be replaced
+        if config.is_file():
+            content = json.loads(config.read_bytes())
+    if isinstance(content, dict) and content and content.get("format") != FORMAT:
+        raise ValueError(
+            f"Embedder: `folder` must be a new folder, or one that save_pretrained wrote, got {config.parent}, whose "
+            f"{CONFIG} is of another program and would be replaced; give another folder."
+        )
 
 
 def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any]) -> None:

@@ -266,6 +266,19 @@ def test_a_config_that_was_changed_by_hand_is_answered_by_a_cure(tmp_path, safet
 
 
 @pytest.mark.refusal
+def test_the_model_of_another_program_is_not_replaced(tmp_path, safetensors):
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text('{"model_type": "bert"}')
+    weights.write_bytes(b"weights of another program")
+    with pytest.raises(ValueError, match=r"^Embedder: `folder` must be .*, whose config\.json is of another program"):
+        Embedder("glyph_net", 8).save_pretrained(tmp_path)
+    assert (config.read_text(), weights.read_bytes()) == ('{"model_type": "bert"}', b"weights of another program")
+    config.write_text('{"format": "lightning-retrieval emb')  # damaged: what is saved again replaces it
+    Embedder("glyph_net", 8).save_pretrained(tmp_path)
+    assert Embedder.from_pretrained(tmp_path).embedding_dim == 8
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize("mixed", ["config.json", "model.safetensors"])
 def test_files_of_two_models_are_not_loaded_together(mixed, tmp_path, safetensors):
     for name, pooling in (("a", "avg"), ("b", "gem")):
