@@ -101,7 +101,8 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dic
     if checkpoint.get("loops"):
         loops = _states(owner, "loops", checkpoint["loops"])
         for name in LOOPS:
-            _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
+            if name in loops or name == "fit_loop":  # the checkpoint of an early release has only this one
+                _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
     if trainer.state.fn == "fit":
         _check_can_be_continued(owner, trainer, checkpoint)
     for state in _list(owner, "optimizer_states", checkpoint.get("optimizer_states") or []):
