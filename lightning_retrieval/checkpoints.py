@@ -13,6 +13,7 @@
 """
 
 import copy
+import errno
 import inspect
 import os
 import re
@@ -36,6 +37,7 @@ from lightning_retrieval.files import (
     file_digest,
     flush,
     is_system_error,
+    is_temporary,
     move_file,
     new_file,
     not_written,
@@ -52,6 +54,7 @@ REST = "rest.pt"
 MOST_DEPTH, MOST_SHARED = 100, 100_000  # limits for the containers in a checkpoint, and for repeated visits of one
 MOST_REPEATED_BYTES = 2**26  # by which the tensors of a checkpoint may be larger than what is stored
 PENDING = ".new"  # suffix of a complete checkpoint that is about to get its name
+OTHER_FILES = "other-files-"  # start of the name of a folder with a user's files; Lightning looks for "last" in names
 SAVED = re.compile(r"[0-9a-f]{16}")  # name of the folder with the files that were saved together
 PART = re.compile(rf"{re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors")  # name of a file in it
 FILE = re.compile(rf"{SAVED.pattern}/({PART.pattern})")
@@ -306,17 +309,31 @@ def _give_name(new: Path, path: Path) -> None:
             raise
     if not exchange_names(new, path):
         pending = path.with_name(path.name + PENDING)
-        if is_checkpoint(pending):  # a process was killed before it moved the earlier one away
-            delete(pending)
+        if holds_checkpoint(pending):  # a process was killed before it moved the earlier one away
+            _remove_replaced(pending)
+        if os.path.lexists(pending):
+            raise FileExistsError(errno.EEXIST, f"{pending} is no checkpoint", str(pending))
         os.replace(new, pending)
         os.replace(path, new)
         os.replace(pending, path)
     with suppress(OSError):  # as in `move_file`
         flush(path.parent)
-    if is_sharded_checkpoint(new):
-        remove_sharded_checkpoint(new)  # but not what else a user has put into its folder
-    else:
-        delete(new)
+    _remove_replaced(new)
+
+
+def _remove_replaced(path: Path) -> None:
+    """Remove a checkpoint whose name another one has; what else a user has put into its folder gets a clear name."""
+    if not is_sharded_checkpoint(path):
+        delete(path)
+        return
+    remove_sharded_checkpoint(path)
+    if path.is_dir():
+        others = path.with_name(f"{OTHER_FILES}{os.urandom(8).hex()}")
+        os.replace(path, others)
+        warnings.warn(
+            f"checkpoint: a sharded checkpoint that was replaced had other files in its folder; they are in {others}.",
+            stacklevel=2,
+        )
 
 
 def finish_replacement(path: Path) -> None:
@@ -324,7 +341,7 @@ def finish_replacement(path: Path) -> None:
     pending = path.with_name(path.name + PENDING)
     if os.path.lexists(path) or not os.path.lexists(pending):
         return
-    if not (pending.is_file() or is_sharded_checkpoint(pending)):
+    if pending.is_symlink() or not holds_checkpoint(pending):  # the file of a user or of another program
         return
     with suppress(FileNotFoundError):  # another process of the run was faster
         os.replace(pending, path)
@@ -443,6 +460,24 @@ def remove_sharded_checkpoint(path: Path) -> None:
     _remove_saved(path)
     with suppress(OSError):
         path.rmdir()
+
+
+def delete_temporary_checkpoints(folder: Path) -> None:
+    """Delete what killed processes have left of checkpoints in a folder to which no other process writes.
+
+    A folder with a temporary name may have been a checkpoint's before it was replaced; other files in it are kept.
+    """
+    for path in folder.iterdir():
+        if not is_temporary(path):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            delete(path)
+            continue
+        delete_temporary_checkpoints(path)
+        (path / MANIFEST.name).unlink(missing_ok=True)
+        _remove_saved(path)
+        with suppress(OSError):  # other files are in it
+            path.rmdir()
 
 
 def _is_published(path: Path, saved: Path) -> bool:

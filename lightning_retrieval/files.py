@@ -145,10 +145,11 @@ def _exchange_folders(new: Path, folder: Path, names: Sequence[str]) -> bool:
 
 def _replace_files(new: Path, folder: Path, names: Sequence[str]) -> None:
     """Delete the files of these names, and give new ones their names in reverse order."""
+    written = os.listdir(new)  # raises if another process has replaced `folder`, and `new` with it
     for name in names:
         (folder / name).unlink(missing_ok=True)
     for name in reversed(names):
-        if (new / name).exists():
+        if name in written:
             move_file(new / name, folder / name)
 
 

@@ -16,9 +16,9 @@ import torch
 from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss, checkpoints
 from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
-from lightning_retrieval.checkpoints import read_checkpoint, write_sharded_checkpoint
+from lightning_retrieval.checkpoints import is_checkpoint, read_checkpoint, write_checkpoint, write_sharded_checkpoint
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.training.checkpoint_files import restored_network
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
@@ -316,6 +316,56 @@ def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_p
         done.strategy.remove_checkpoint(path)
         assert [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()] == list(other)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def without_exchange(monkeypatch):
+    """As on a file system that cannot exchange two names."""
+    monkeypatch.setattr(checkpoints, "exchange_names", lambda first, second: False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_other_files_of_a_replaced_folder_stay_visible(tmp_path, monkeypatch, exchanges):
+    """A file takes the place of a sharded checkpoint whose folder also has files of the user."""
+    if not exchanges:
+        without_exchange(monkeypatch)
+    path = tmp_path / "last.ckpt"
+    write_sharded_checkpoint("test", path, {"epoch": 3})
+    (path / "notes").mkdir()
+    (path / "notes" / "notes.txt").write_text("a note")
+    with pytest.warns(UserWarning, match="had other files in its folder; they are in .*other-files-"):
+        write_checkpoint("test", path, {"epoch": 4})
+    assert read_checkpoint(path) == {"epoch": 4}
+    (kept,) = [file.relative_to(tmp_path) for file in tmp_path.rglob("*.txt")]
+    assert not any(part.startswith(".") or "last" in part for part in kept.parts)
+    assert len(list(tmp_path.rglob("*.*"))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", ["text", "folder", "link"])
+def test_a_file_of_the_user_beside_a_checkpoint_is_no_new_checkpoint(users_folder, tmp_path, monkeypatch, kind):
+    """Nothing that is called NAME.new, but is no checkpoint, is renamed, replaced or deleted."""
+    own, path = tmp_path / "last.ckpt.new", tmp_path / "last.ckpt"
+    if kind == "text":
+        own.write_text("the user's")
+    elif kind == "folder":
+        shutil.copytree(users_folder, own)
+    else:
+        torch.save({"epoch": 1}, tmp_path / "elsewhere")
+        own.symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    assert not is_checkpoint(path)
+    assert checkpoints.checkpoints_in(tmp_path) == []
+    assert sorted(tmp_path.rglob("*")) == before
+    without_exchange(monkeypatch)
+    write_sharded_checkpoint("test", path, {"epoch": 3})
+    if kind == "link":  # to a checkpoint: only the link may go
+        assert torch.load(tmp_path / "elsewhere") == {"epoch": 1}
+        return
+    with pytest.raises(OSError, match=r"^test: the checkpoint .*last.ckpt cannot be written .*last.ckpt.new"):
+        write_checkpoint("test", path, {"epoch": 4})
+    assert read_checkpoint(path) == {"epoch": 3}
+    assert set(before) <= set(tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """A process that is killed at any moment leaves what was there before, or what is new, and never a mix of both."""
 
+import copy
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.io import AsyncCheckpointIO
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -71,6 +73,21 @@ def save_file_before_fit(path, value):
     save_file(path, value, connect=True)
 
 
+class OwnCheckpointIO(TorchCheckpointIO):
+    """A user's, which calls Lightning's method."""
+
+    def __init__(self, note):
+        self.note = note
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        super().save_checkpoint({**checkpoint, "note": self.note}, path, storage_options)
+
+
+def save_file_with_a_note(path, value):
+    save_file(path, value, [OwnCheckpointIO("a note")])
+    assert torch.load(path)["note"] == "a note"
+
+
 def save_shards(path, value):
     module = new_module(value)
     content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
@@ -101,6 +118,7 @@ def file_in_two_steps(path, value):
         (save_file, save_file),
         (save_file, save_file_asynchronously),
         (save_file, save_file_before_fit),
+        (save_file, save_file_with_a_note),
         pytest.param(save_shards, save_shards, marks=needs_shards),
         pytest.param(save_file, save_shards, marks=needs_shards),
         pytest.param(save_shards, save_file, marks=needs_shards),
@@ -123,6 +141,21 @@ def test_a_checkpoint_that_replaces_another_one(first, then, run_alone, tmp_path
     assert found[0] == 1.0
     assert found[-1] == 2.0
     assert [path.name for path in folder.iterdir()] == ["last.ckpt"]
+
+
+def copy_after_saving(folder, wrapped):
+    own = OwnCheckpointIO("a note")
+    save_file(folder / "a.ckpt", 1.0, [AsyncCheckpointIO(own) if wrapped else own])
+    for copied in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
+        assert isinstance(copied, OwnCheckpointIO)
+        copied.save_checkpoint({"epoch": 3}, folder / "b.ckpt")
+        assert torch.load(folder / "b.ckpt") == {"epoch": 3, "note": "a note"}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_checkpoint_io_of_the_user_can_be_pickled_and_copied(wrapped, run_alone, tmp_path):
+    """As it is when a Trainer with it is sent to the processes of ddp_spawn."""
+    run_alone(call, copy_after_saving, tmp_path, wrapped)
 
 
 def call(rank, world_size, function, *args):

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -28,6 +29,7 @@ OWNER = "export_model"
 FORMAT = "lightning-retrieval model"
 ONNX, TORCH, INT8 = "model.onnx", "model.pt2", "model.int8.onnx"
 PREPARATION, PREPARE = "preparation.json", "prepare.py"
+SCRIPT_START = b'"""Prepares images for an exported model'  # also of earlier releases
 FILES = (PREPARATION, ONNX, TORCH, INT8, PREPARE)  # all files that an export may write
 TOLERANCE = 1e-5  # largest allowed difference from torch in float32
 CHECKED_BATCHES = (1, 3)  # batch sizes with which a program is compared
@@ -133,12 +135,14 @@ def export_model(
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
         ModuleNotFoundError: if onnx, onnxscript or onnxruntime is missing.
-        ValueError: if the model cannot be traced, a program differs from the model, or an argument is invalid.
+        ValueError: if the model cannot be traced, a program differs from the model, an argument is invalid, or the
+            folder has a `prepare.py` or `preparation.json` that no export wrote.
         OSError: if the folder cannot be written to; the files of an earlier export are unchanged.
     """
     load_onnx()  # raises before any work is done, if a package is missing
     if output.exists() and not output.is_dir():
         raise ValueError(f"{OWNER}: `output` must be a folder, got {output}, which is something else.")
+    _check_not_of_others(output)
     listed = None
     if int8:
         listed = _labelled_images(images, root)
@@ -171,6 +175,26 @@ def export_model(
         (new / PREPARATION).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         shutil.copyfile(prepare.__file__, new / PREPARE)
     return made
+
+
+def _check_not_of_others(output: Path) -> None:
+    """Raise if an export would replace a `prepare.py` or `preparation.json` that no export wrote."""
+    of_others = []
+    with suppress(OSError):
+        script = output / PREPARE
+        if script.is_file() and not script.read_bytes().startswith(SCRIPT_START):
+            of_others.append(PREPARE)
+    content: Any = None
+    with suppress(OSError, ValueError, RecursionError):  # a file that is missing or damaged may be replaced
+        if (output / PREPARATION).is_file():
+            content = json.loads((output / PREPARATION).read_bytes())
+    if isinstance(content, dict) and content and content.get("format") != FORMAT:
+        of_others.append(PREPARATION)
+    if of_others:
+        raise ValueError(
+            f"{OWNER}: `output` must be a folder without files of others that an export would replace, got {output}, "
+            f"whose {' and '.join(of_others)} no export wrote; give another folder."
+        )
 
 
 def _preparation(embedder: ImageEmbedder) -> Preparation:

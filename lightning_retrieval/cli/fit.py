@@ -32,7 +32,7 @@ from lightning_retrieval.callbacks.csv_logger import (
 )
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
-from lightning_retrieval.checkpoints import is_checkpoint, read_checkpoint
+from lightning_retrieval.checkpoints import delete_temporary_checkpoints, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.embedding import find_checkpoint
 from lightning_retrieval.cli.options import command_line_message, did_you_mean, null_for_none, unknown_option
@@ -43,6 +43,7 @@ from lightning_retrieval.plain_data import add_named_packages, constructor_param
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
+from lightning_retrieval.training.restored_states import is_within
 from lightning_retrieval.training.run_report import RunProgressBar, quiet_trainer
 
 MORE_HELP = """\
@@ -284,10 +285,23 @@ class RetrievalCLI(LightningCLI):
             options.ckpt_path = None
         trainer.callbacks.append(SameCheckpoint(self._owner, found))
         if options.run_folder is not None:
+            if trainer.is_global_zero:
+                self._delete_temporary_checkpoints(Path(trainer.logger.log_dir))
             first_checkpoint = len(trainer.callbacks)
             if trainer.checkpoint_callback is not None:
                 first_checkpoint = trainer.callbacks.index(trainer.checkpoint_callback)
             trainer.callbacks.insert(first_checkpoint, RowsBeforeCheckpoints(trainer.logger))
+
+    def _delete_temporary_checkpoints(self, folder: Path) -> None:
+        """Delete what killed runs have left of checkpoints in the folder of the run, which this process has locked."""
+        paths = [folder / "checkpoints"]
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            dirpath = getattr(callback, "dirpath", None)
+            if dirpath and is_within(dirpath, folder):
+                paths.append(Path(dirpath))
+        for path in paths:
+            if path.is_dir():
+                delete_temporary_checkpoints(path)
 
     def before_predict(self) -> None:
         """Write the embeddings to files instead of collecting them in memory."""

@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -317,7 +317,8 @@ class PretrainedModule(nn.Module):
                 it are replaced when both are complete.
 
         Raises:
-            ValueError: if the backbone was given as a module, which a file cannot describe, or the folder is a file.
+            ValueError: if the backbone was given as a module, which a file cannot describe, the folder is a file, or
+                `config.json` in it is that of another program.
             OSError: if the folder cannot be written to; the earlier files are unchanged.
             ModuleNotFoundError: if safetensors is not installed.
         """
@@ -332,6 +333,7 @@ class PretrainedModule(nn.Module):
         path = check_path("Embedder", "folder", folder)
         if not path.is_dir() and any(map(Path.is_file, (path, *path.parents))):
             raise ValueError(f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one.")
+        _check_not_of_others(path / CONFIG)
         tensors: dict[str, Tensor] = {}
         for name, value in merged.state_dict().items():
             tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors rejects shared storages
@@ -421,6 +423,19 @@ def _digest_of(arguments: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()
 
 
+def _check_not_of_others(config: Path) -> None:
+    """Raise if a folder has the config of another program, such as that of a model of transformers."""
+    content: Any = None
+    with suppress(OSError, ValueError, RecursionError):  # a file that is missing or damaged may be replaced
+        if config.is_file():
+            content = json.loads(config.read_bytes())
+    if isinstance(content, dict) and content and content.get("format") != FORMAT:
+        raise ValueError(
+            f"Embedder: `folder` must be a new folder, or one that save_pretrained wrote, got {config.parent}, whose "
+            f"{CONFIG} is of another program and would be replaced; give another folder."
+        )
+
+
 def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
     """Raise if the weights were saved with another config. Earlier releases, and other programs, do not record it."""
     load_safetensors()
@@ -434,7 +449,8 @@ def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any])
     if recorded is not None and recorded != _digest_of(arguments):
         raise ValueError(
             f"Embedder: {weights} must be of the model that {config} describes, but was saved with another config; "
-            "save the model again with save_pretrained."
+            f"save the model again with save_pretrained. If you have changed {CONFIG} yourself, undo that; or build an "
+            "Embedder with these arguments, give it the weights with load_state_dict, and save it."
         )
 
 

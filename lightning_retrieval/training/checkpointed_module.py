@@ -4,8 +4,8 @@
 is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -129,28 +129,52 @@ class VerifiedCheckpoints(CheckpointIO):
         self.checkpoint_io.teardown()
 
 
-def _write_beside_target(owner: str, checkpoint_io: CheckpointIO | None) -> None:
-    """Let Lightning's own `CheckpointIO` write a local file beside its target, also within one such as the async one.
+class _BesideTarget(TorchCheckpointIO):
+    """Writes a local file beside its target, and leaves a remote address to Lightning.
 
-    Lightning writes it to the folder for temporary files first. If that is on another file system, the target is then
-    overwritten in place, and a killed process leaves neither the old nor the new checkpoint.
+    Lightning writes a local file to the folder for temporary files first. If that is on another file system, the target
+    is then overwritten in place, and a killed process leaves neither the old nor the new checkpoint.
+    """
+
+    owner: str
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        file_system, local = fsspec.core.url_to_fs(str(path))
+        if storage_options is None and isinstance(file_system, LocalFileSystem):
+            write_checkpoint(self.owner, Path(local), checkpoint)
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+
+def _write_beside_target(owner: str, checkpoint_io: CheckpointIO | None) -> None:
+    """Let Lightning's own `CheckpointIO`, or a subclass that calls its method, write a local file beside its target.
+
+    The `CheckpointIO` may be within another one, such as the async one.
     """
     while isinstance(checkpoint_io, _WrappingCheckpointIO):
         checkpoint_io = checkpoint_io.checkpoint_io
-    if checkpoint_io is not None and type(checkpoint_io).save_checkpoint is TorchCheckpointIO.save_checkpoint:
-        save = partial(_save_checkpoint, owner, partial(TorchCheckpointIO.save_checkpoint, checkpoint_io))
-        checkpoint_io.save_checkpoint = save  # type: ignore[method-assign]
+    if isinstance(checkpoint_io, TorchCheckpointIO) and not isinstance(checkpoint_io, _BesideTarget):
+        checkpoint_io.__class__ = _class_beside_target(type(checkpoint_io))
+        checkpoint_io.owner = owner  # type: ignore[attr-defined]
 
 
-def _save_checkpoint(
-    owner: str, save: Callable[..., None], checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
-) -> None:
-    """Write a local file by `write_checkpoint`, and leave a remote address to Lightning."""
-    file_system, local = fsspec.core.url_to_fs(str(path))
-    if storage_options is None and isinstance(file_system, LocalFileSystem):
-        write_checkpoint(owner, Path(local), checkpoint)
-    else:
-        save(checkpoint, path, storage_options=storage_options)
+@cache
+def _class_beside_target(cls: type[TorchCheckpointIO]) -> type[_BesideTarget]:
+    """A subclass of a class in which `super().save_checkpoint` is the method of `_BesideTarget`."""
+    if cls is TorchCheckpointIO:
+        return _BesideTarget
+
+    def reduce(self: Any, _: Any) -> tuple[Any, ...]:
+        """What pickle needs, which cannot find this class by its name."""
+        return _new_beside_target, (cls,), self.__getstate__()
+
+    return type(cls.__name__, (cls, _BesideTarget), {"__module__": cls.__module__, "__reduce_ex__": reduce})
+
+
+def _new_beside_target(cls: type[TorchCheckpointIO]) -> _BesideTarget:
+    """An object of `_class_beside_target`, before its attributes are set."""
+    new = _class_beside_target(cls)
+    return new.__new__(new)
 
 
 class CheckpointedModule(pl.LightningModule):

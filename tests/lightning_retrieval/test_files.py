@@ -8,7 +8,7 @@ import faiss
 import pytest
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.files import is_system_error, new_file, write_verified
+from lightning_retrieval.files import is_system_error, new_file, new_files, write_verified
 from tests.lightning_retrieval.search.vectors import built
 
 
@@ -35,6 +35,27 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, failing, tmp_path
         file.write(str(os.getpid()).encode())
     assert os.listdir(tmp_path) == ["a"]
     assert (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.parametrize("moment", ["fsync", "rename"])
+def test_two_writers_of_the_files_of_one_folder(moment, tmp_path, monkeypatch):
+    """The slower one fails if the other one has replaced the folder in the meantime, and leaves its files."""
+    folder, real = tmp_path / "model", getattr(os, moment)
+
+    def write(letter):
+        with new_files(folder, ("a", "b")) as new:
+            for name in ("a", "b"):
+                (new / name).write_text(letter)
+
+    def after_the_other(*args):
+        monkeypatch.setattr(os, moment, real)
+        write("fast")
+        return real(*args)
+
+    monkeypatch.setattr(os, moment, after_the_other)
+    with pytest.raises(FileNotFoundError):
+        write("slow")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"a": "fast", "b": "fast"}
 
 
 @pytest.mark.refusal

@@ -194,6 +194,16 @@ def test_a_later_export_leaves_no_file_of_an_earlier_one(glyphs, exported, tmp_p
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize(("name", "content"), [("prepare.py", "print(1)"), ("preparation.json", '{"steps": 3}')])
+def test_a_file_of_the_user_is_not_replaced(name, content, glyphs, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"^export_model: `output` must be .*, whose {name} no export wrote"):
+        export_model(glyphs[0] / "model.ckpt", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == content
+
+
+@pytest.mark.refusal
 def test_mistakes_are_reported_in_one_sentence(glyphs, tmp_path, capsys):
     model, to = ["--checkpoint", glyphs[0] / "model.ckpt"], ["--output", tmp_path / "e"]
     module = RetrievalModule(Embedder("squeezenet1_1", embedding_dim=4, image_size=64), SmoothAPLoss())

@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 
+from lightning_retrieval.checkpoints import write_sharded_checkpoint
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import IGNORED, SMALL, metrics_of, write_example
 from tests.processes import start_processes, wait_for
@@ -219,6 +220,24 @@ def test_a_second_start_in_one_folder_stops_and_a_start_after_a_kill_does_not(tm
     fit(tmp_path, *again, "--trainer.max_epochs=1")
     fit(tmp_path, *again)  # the lock of a start that has ended is released in the same process
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_what_a_killed_run_has_left_is_deleted_when_its_folder_is_continued(tmp_path):
+    """Only what has a temporary name and was written by a run; a user's file in such a folder stays."""
+    run = tmp_path / "run"
+    once = [f"--run_folder={run}", "--trainer.limit_train_batches=1"]
+    fit(tmp_path, *once, "--trainer.max_epochs=1")
+    folder = run / "checkpoints"
+    names = [f".{number * 16}.tmp" for number in "abc"]
+    (folder / names[0]).write_bytes((folder / "last.ckpt").read_bytes()[:-99])
+    for name in names[1:]:
+        write_sharded_checkpoint("test", folder / name, {"epoch": 3})
+    for other in (names[2] + "/notes.txt", "notes.tmp", ".notes.tmp"):
+        (folder / other).write_text("the user's")
+    fit(tmp_path, *once)
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert left - {"best.ckpt"} == {"last.ckpt", names[2] + "/notes.txt", "notes.tmp", ".notes.tmp"}
 
 
 def run_on_two_ranks(rank, world_size, folder, run):

@@ -252,6 +252,33 @@ def test_invalid_folders(saved, tmp_path):
 
 
 @pytest.mark.refusal
+def test_a_config_that_was_changed_by_hand_is_answered_by_a_cure(tmp_path, safetensors):
+    Embedder("glyph_net", 8, image_size=32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["init_args"]["pooling"] = "max"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"If you have changed config\.json yourself, .*load_state_dict"):
+        Embedder.from_pretrained(tmp_path)
+    changed = Embedder(**config["init_args"])
+    changed.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"), strict=False)
+    changed.save_pretrained(tmp_path)
+    assert Embedder.from_pretrained(tmp_path).init_args()["pooling"] == "max"
+
+
+@pytest.mark.refusal
+def test_the_model_of_another_program_is_not_replaced(tmp_path, safetensors):
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text('{"model_type": "bert"}')
+    weights.write_bytes(b"weights of another program")
+    with pytest.raises(ValueError, match=r"^Embedder: `folder` must be .*, whose config\.json is of another program"):
+        Embedder("glyph_net", 8).save_pretrained(tmp_path)
+    assert (config.read_text(), weights.read_bytes()) == ('{"model_type": "bert"}', b"weights of another program")
+    config.write_text('{"format": "lightning-retrieval emb')  # damaged: what is saved again replaces it
+    Embedder("glyph_net", 8).save_pretrained(tmp_path)
+    assert Embedder.from_pretrained(tmp_path).embedding_dim == 8
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize("mixed", ["config.json", "model.safetensors"])
 def test_files_of_two_models_are_not_loaded_together(mixed, tmp_path, safetensors):
     for name, pooling in (("a", "avg"), ("b", "gem")):
