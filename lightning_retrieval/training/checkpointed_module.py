@@ -166,7 +166,7 @@ def _class_beside_target(cls: type[TorchCheckpointIO]) -> type[_BesideTarget]:
 
     def reduce(self: Any, _: Any) -> tuple[Any, ...]:
         """What pickle needs, which cannot find this class by its name."""
-        return _new_beside_target, (cls,), self.__getstate__()
+        return _new_beside_target, (cls,), dict(self.__dict__)
 
     return type(cls.__name__, (cls, _BesideTarget), {"__module__": cls.__module__, "__reduce_ex__": reduce})
 
