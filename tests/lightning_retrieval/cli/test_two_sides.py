@@ -53,7 +53,7 @@ def indexed(folder, output, capsys, name, *more):
 def found(capsys, *arguments):
     """The results of a search by query, as (path, similarity)."""
     code, out, err = command(capsys, "search", *arguments, "--json")
-    assert (code, err) == (0, "")
+    assert code == 0, err
     queries = json.loads(out)["queries"]
     return {query["query"]: [(hit["path"], hit["similarity"]) for hit in query["results"]] for query in queries}
 
