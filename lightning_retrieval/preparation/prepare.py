@@ -25,7 +25,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,13 +116,13 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     return normalised
 
 
-def open_image(file: str | os.PathLike[str] | BinaryIO) -> ImageFile.ImageFile:
+def open_image(file: Any) -> ImageFile.ImageFile:
     """Open an image file as `PIL.Image.open` does, but only a regular file, and only in the formats of `image_formats`.
 
     The content decides the format, not the suffix.
 
     Args:
-        file: the file, or its content as a binary stream.
+        file: path of the file, or its content as a binary stream.
 
     Raises:
         ValueError: if the path is a FIFO, a socket, a device or a folder.
