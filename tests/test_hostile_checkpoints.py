@@ -18,12 +18,19 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss, checkpoints
 from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
-from lightning_retrieval.checkpoints import is_checkpoint, read_checkpoint, write_checkpoint, write_sharded_checkpoint
+from lightning_retrieval.checkpoints import (
+    is_checkpoint,
+    read_checkpoint,
+    torch_writes_shards,
+    write_checkpoint,
+    write_sharded_checkpoint,
+)
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.training.checkpoint_files import restored_network
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
 from tests.lightning_retrieval.training.small_training import SGD, PointData, net, trainer
 
+NEEDS_SHARDS = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch 2.9")
 pytestmark = [pytest.mark.hostile, pytest.mark.refusal]
 
 DROPPED = "RetrievalModule: the states of callbacks in the checkpoint name paths that are no checkpoints of this run"
@@ -302,6 +309,7 @@ def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path,
     assert not saved.exists()
 
 
+@NEEDS_SHARDS
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_path):
     done = run(tmp_path / "run", 1)
@@ -323,6 +331,7 @@ def without_exchange(monkeypatch):
     monkeypatch.setattr(checkpoints, "exchange_names", lambda first, second: False)
 
 
+@NEEDS_SHARDS
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_other_files_of_a_replaced_folder_stay_visible(tmp_path, monkeypatch, exchanges):
@@ -341,6 +350,7 @@ def test_other_files_of_a_replaced_folder_stay_visible(tmp_path, monkeypatch, ex
     assert len(list(tmp_path.rglob("*.*"))) == 2
 
 
+@NEEDS_SHARDS
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("kind", ["text", "folder", "link"])
 def test_a_file_of_the_user_beside_a_checkpoint_is_no_new_checkpoint(users_folder, tmp_path, monkeypatch, kind):

@@ -144,7 +144,8 @@ class SupervisedWhitening(WhiteningOfSums):
         self.pairs_per_image = check_integer("SupervisedWhitening", "pairs_per_image", pairs_per_image, least=1)
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
-        pairs = matching_pairs(finest(_required(labels)).to(rows.local.device), self.pairs_per_image)
+        labels = as_int64("SupervisedWhitening", "labels", _required(labels))
+        pairs = matching_pairs(finest(labels).to(rows.local.device), self.pairs_per_image)
         if len(pairs) == 0:
             raise ValueError("SupervisedWhitening: `labels` must hold a label with several rows, got no pair.")
         m, S = pair_statistics(rows, pairs)

@@ -99,11 +99,7 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dic
     """
     checkpoint = _migrated(owner, checkpoint)
     if checkpoint.get("loops"):
-        loops = _states(owner, "loops", checkpoint["loops"])
-        needed = f"{trainer.state.fn}_loop"  # the only one that Lightning restores; early releases have no others
-        for name in LOOPS:
-            if name in loops or name == needed:
-                _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
+        _check_loops(owner, trainer, _states(owner, "loops", checkpoint["loops"]))
     if trainer.state.fn == "fit":
         _check_can_be_continued(owner, trainer, checkpoint)
     for state in _list(owner, "optimizer_states", checkpoint.get("optimizer_states") or []):
@@ -190,6 +186,14 @@ def _check_optimizer(owner: str, state: Any) -> None:
         is_count = isinstance(step, (int, float)) or (isinstance(step, Tensor) and _is_score(step))
         if counts_steps and not (is_count and 0 <= step <= MOST_STEPS):
             raise _not_a_number(owner, "optimizer_states.state.step", step)
+
+
+def _check_loops(owner: str, trainer: Any, loops: Mapping[Any, Any]) -> None:
+    """Raise unless the states of the Trainer's loops are those of a run."""
+    needed = f"{trainer.state.fn}_loop"  # the only one that Lightning restores; early releases have no others
+    for name in LOOPS:
+        if name in loops or name == needed:
+            _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
 
 
 def _check_progress(owner: str, name: str, state: Any, current: Mapping[str, Any]) -> None:
