@@ -26,4 +26,5 @@ from lightning_retrieval.plain_data.rules import import_named_module as import_n
 from lightning_retrieval.plain_data.rules import is_below as is_below
 from lightning_retrieval.plain_data.rules import load_function as load_function
 from lightning_retrieval.plain_data.rules import named_by_user as named_by_user
+from lightning_retrieval.plain_data.rules import named_values as named_values
 from lightning_retrieval.plain_data.rules import names_kernels as names_kernels

@@ -15,7 +15,7 @@ import itertools
 import re
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,21 @@ def check_integers_of_file(owner: str, name: str, value: Any) -> None:
     Raises:
         ValueError: if an integer is larger than 2^22.
     """
+    for inner, item in named_values(name, value):
+        if isinstance(item, int) and abs(item) > MOST_INTEGER:
+            raise ValueError(
+                f"{owner}: `{name}` must have integers up to {MOST_INTEGER:,} in a file, got {short_repr(item)} for "
+                f"{inner}; build the network in Python, and pass it."
+            )
+
+
+def named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values in nested plain data that are neither dicts nor lists, with their names.
+
+    Args:
+        name: name of the data.
+        value: plain data. The values in a list have the name of the list.
+    """
     pending = [(name, value)]
     while pending:
         inner, item = pending.pop()
@@ -105,11 +120,8 @@ def check_integers_of_file(owner: str, name: str, value: Any) -> None:
             pending += item.items()
         elif isinstance(item, (list, tuple)):
             pending += zip(itertools.repeat(inner), item)
-        elif isinstance(item, int) and abs(item) > MOST_INTEGER:
-            raise ValueError(
-                f"{owner}: `{name}` must have integers up to {MOST_INTEGER:,} in a file, got {short_repr(item)} for "
-                f"{inner}; build the network in Python, and pass it."
-            )
+        else:
+            yield inner, item
 
 
 def find_class(

@@ -11,7 +11,6 @@ Classes are looked up in torchvision, timm and albumentations only. Other code i
 """
 
 import enum
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -241,7 +240,7 @@ def check_serialised_transform(owner: str, serialised: Any) -> None:
 def _check_work(owner: str, serialised: Any) -> None:
     """Raise if a transform in a file asks for large images, many steps or many repetitions."""
     steps, padding, growth = 0, 0.0, 1.0
-    for name, value in _named_values(serialised):
+    for name, value in plain_data.named_values("transform", serialised):
         steps += name in ("class_path", "__class_fullname__")
         if not isinstance(value, (int, float)):
             continue
@@ -261,19 +260,6 @@ def _check_work(owner: str, serialised: Any) -> None:
             f"pixels, and enlarge images at most {MOST_GROWTH} times, got {short_repr(serialised)}; give another "
             "transform."
         )
-
-
-def _named_values(serialised: Any) -> Iterator[tuple[str, Any]]:
-    """The numbers and strings in plain data; those in a list have the name of the list."""
-    pending = [("transform", serialised)]
-    while pending:
-        name, value = pending.pop()
-        if isinstance(value, dict):
-            pending += value.items()
-        elif isinstance(value, (list, tuple)):
-            pending += zip(itertools.repeat(name), value)
-        else:
-            yield name, value
 
 
 def _no_transform(owner: str, serialised: Any, error: Exception | None = None) -> ValueError:
