@@ -455,8 +455,8 @@ def _remove_saved(folder: Path, but: Path | None = None) -> None:
 
 
 def remove_sharded_checkpoint(path: Path) -> None:
-    """Remove a sharded checkpoint, and its folder unless other files are in it."""
-    (path / MANIFEST.name).unlink()
+    """Remove what is there of a sharded checkpoint, and its folder unless other files are in it."""
+    (path / MANIFEST.name).unlink(missing_ok=True)
     _remove_saved(path)
     with suppress(OSError):
         path.rmdir()
@@ -474,10 +474,7 @@ def delete_temporary_checkpoints(folder: Path) -> None:
             delete(path)
             continue
         delete_temporary_checkpoints(path)
-        (path / MANIFEST.name).unlink(missing_ok=True)
-        _remove_saved(path)
-        with suppress(OSError):  # other files are in it
-            path.rmdir()
+        remove_sharded_checkpoint(path)
 
 
 def _is_published(path: Path, saved: Path) -> bool:

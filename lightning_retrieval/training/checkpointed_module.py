@@ -268,7 +268,6 @@ class CheckpointedModule(pl.LightningModule):
 
         Lightning would convert it after the weights are loaded.
         """
-        check_content(type(self).__name__, checkpoint)
         checkpoint_files.check_weights(type(self).__name__, checkpoint)
         without_wrappers(self)
         checkpoint_files.rename_plainly_in(checkpoint)
@@ -280,8 +279,6 @@ class CheckpointedModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
-        if self._trainer is not None:  # `Trainer.save_checkpoint` may be called before `fit`
-            self._verify_checkpoints()
         checkpoint_files.remove_base_weights(self, checkpoint)
         if _has_finetuning(self):
             checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
@@ -470,6 +467,7 @@ def restored_module(
     state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict):
         raise ValueError(f"{cls.__name__}: a checkpoint must have the weights of a module, its `state_dict`; got none.")
+    check_content(cls.__name__, checkpoint)
     module = module_of_checkpoint(cls, checkpoint, given)
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
