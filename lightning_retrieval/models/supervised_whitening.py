@@ -12,6 +12,8 @@ adds multiples of the identity until S is invertible. Here, a singular S is an e
 any difference would outweigh all others.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -144,8 +146,7 @@ class SupervisedWhitening(WhiteningOfSums):
         self.pairs_per_image = check_integer("SupervisedWhitening", "pairs_per_image", pairs_per_image, least=1)
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
-        labels = as_int64("SupervisedWhitening", "labels", _required(labels))
-        pairs = matching_pairs(finest(labels).to(rows.local.device), self.pairs_per_image)
+        pairs = matching_pairs(finest(_required(labels)).to(rows.local.device), self.pairs_per_image)
         if len(pairs) == 0:
             raise ValueError("SupervisedWhitening: `labels` must hold a label with several rows, got no pair.")
         m, S = pair_statistics(rows, pairs)
@@ -155,7 +156,7 @@ class SupervisedWhitening(WhiteningOfSums):
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         check_matrix("SupervisedWhitening", "embeddings", embeddings, finite=True)
         rows, device = len(embeddings), embeddings.device
-        labels = as_int64("SupervisedWhitening", "labels", _required(labels))
+        labels = _required(labels)
         check_integers("SupervisedWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
         if labels.ndim == 2:
             check_nesting("SupervisedWhitening", labels)
@@ -169,10 +170,11 @@ class SupervisedWhitening(WhiteningOfSums):
         return f"dim={self.dim}, pairs_per_image={self.pairs_per_image}"
 
 
-def _required(labels: Tensor | None) -> Tensor:
+def _required(labels: Any) -> Any:
+    """The labels, of a signed type."""
     if labels is None:
         raise ValueError("SupervisedWhitening: `labels` must be given, because they define the pairs, got None.")
-    return labels
+    return as_int64("SupervisedWhitening", "labels", labels)
 
 
 def _check_differences(S: Float[Tensor, "from_dim from_dim"], pairs: int, dtype: torch.dtype) -> None:

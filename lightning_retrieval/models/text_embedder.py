@@ -315,7 +315,7 @@ class TextEmbedder(nn.Module):
     def _check_tokenizer(self, tokenizer: JSONTokenizer) -> None:
         """Raise unless the model has a vector for each token of a tokenizer, and for each position of its texts."""
         backbone: Any = self.backbone
-        vectors, most = backbone.model.get_input_embeddings().num_embeddings, backbone.max_length
+        vectors, most = backbone.vocabulary, backbone.max_length
         if tokenizer.largest >= vectors or tokenizer.max_length > most:
             raise ValueError(
                 f"TextEmbedder: the tokenizer of {self.backbone_name} must have tokens below {vectors} and at most "

@@ -19,6 +19,7 @@ an eighth of their size, which libjpeg does much faster than at full size. libjp
 like a box filter, so the pixels after resizing differ from those at full size.
 """
 
+import functools
 import json
 import math
 import os
@@ -139,12 +140,19 @@ def image_formats() -> list[str]:
     The program that imports such a package, for example pillow_heif, has decided to trust it.
     """
     Image.init()
-    formats = []
-    for kind in Image.ID:
-        reader, _ = Image.OPEN[kind]
+    return list(_opened_among(tuple(Image.ID), tuple(Image.OPEN.items())))
+
+
+@functools.cache  # asked for each image, and another package may add a reader at any time
+def _opened_among(kinds: tuple[str, ...], readers: tuple[tuple[str, Any], ...]) -> tuple[str, ...]:
+    """Those of some formats in which files are opened, given the reader of each and the function that identifies it."""
+    reader_of = dict(readers)
+    opened = []
+    for kind in kinds:
+        reader, _ = reader_of[kind]
         if _is_opened(kind, reader):
-            formats.append(kind)
-    return formats
+            opened.append(kind)
+    return tuple(opened)
 
 
 def _is_opened(kind: str | None, reader: Any) -> bool:
