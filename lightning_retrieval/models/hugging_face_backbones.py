@@ -6,9 +6,8 @@ a model can be rebuilt from a checkpoint without a network connection.
 """
 
 import inspect
-import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from lightning_retrieval.models.backbone_request import (
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data, names_kernels
+from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data, named_values, names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
@@ -384,7 +383,7 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
     Raises:
         ValueError: if the config names kernels, another model, a quantisation or an address, at any depth.
     """
-    for name, value in _named_values(config):
+    for name, value in named_values(argument, config):
         if names_kernels(name, value):
             raise ValueError(
                 f"Embedder: `backbone` must be a model whose code is part of transformers, got "
@@ -401,18 +400,6 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
             _check_not_quantized(request, value)
     check_plain_data("Embedder", argument, config)
     check_integers_of_file("Embedder", argument, config)
-
-
-def _named_values(config: Any) -> Iterator[tuple[str, Any]]:
-    """All values of nested dicts and lists with their names; a value in a list has the name of the list."""
-    pending = list(config.items())
-    while pending:
-        name, value = pending.pop()
-        yield name, value
-        if isinstance(value, Mapping):
-            pending += value.items()
-        elif isinstance(value, (list, tuple)):
-            pending += zip(itertools.repeat(name), value)
 
 
 def _without_pretrained_parts(config: Any) -> None:

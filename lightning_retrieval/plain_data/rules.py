@@ -107,7 +107,7 @@ def check_integers_of_file(owner: str, name: str, value: Any) -> None:
 
 
 def named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values in nested plain data that are neither dicts nor lists, with their names.
+    """All values in nested plain data, also the dicts and lists, with their names.
 
     Args:
         name: name of the data.
@@ -116,12 +116,11 @@ def named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     pending = [(name, value)]
     while pending:
         inner, item = pending.pop()
+        yield inner, item
         if isinstance(item, Mapping):
             pending += item.items()
         elif isinstance(item, (list, tuple)):
             pending += zip(itertools.repeat(inner), item)
-        else:
-            yield inner, item
 
 
 def find_class(
