@@ -90,9 +90,9 @@ class ThirdPartyLoss(BatchLoss):
         """The name of the loss if it cannot rank references without the query's own copy."""
         if not _accepts_references(self.loss):
             return [type(self.loss).__name__]
-        if getattr(
-            self.loss, "swap", False
-        ):  # TripletMarginLoss then takes positions of references for those of queries
+        # TripletMarginLoss then takes positions of references for those of queries.
+        swaps = getattr(self.loss, "swap", False)
+        if swaps:
             return [f"{type(self.loss).__name__}(swap=True)"]
         return []
 

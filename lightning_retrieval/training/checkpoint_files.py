@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -108,39 +107,6 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
         raise FileNotFoundError(
             f"{owner}: `{name}` must be the path of a checkpoint, got {path}, which does not exist."
         )
-
-
-def check_state_of_trainer(owner: str, checkpoint: Any) -> None:
-    """Raise unless Lightning can read the version and the progress of the loops in a checkpoint.
-
-    Args:
-        owner: prefix of error messages.
-        checkpoint: content of the checkpoint, with or without them.
-
-    Raises:
-        ValueError: if the version is no version, or a part of the progress is missing.
-    """
-    if not isinstance(checkpoint, Mapping):
-        raise ValueError(f"{owner}: a checkpoint must be a dict, as Lightning writes it, got {short_repr(checkpoint)}.")
-    version = checkpoint.get("pytorch-lightning_version", "0")
-    try:
-        Version(version)
-    except (InvalidVersion, TypeError):
-        raise ValueError(
-            f"{owner}: a checkpoint must have a version such as '2.6.0' as pytorch-lightning_version, got "
-            f"{short_repr(version)}; take another checkpoint."
-        ) from None
-    pending = [("loops", checkpoint.get("loops") or {})]
-    while pending:
-        name, value = pending.pop()
-        is_progress = name.endswith("progress") and not name.endswith("optim_progress")
-        if not isinstance(value, Mapping) or (is_progress and not {"total", "current"} <= value.keys()):
-            raise ValueError(
-                f"{owner}: a checkpoint must have dicts with the progress of its loops, got {short_repr(value)} for "
-                f"{name}; take another checkpoint, or load only the weights."
-            )
-        if name == "loops" or name.endswith(("_loop", "progress")):
-            pending += [(str(key), part) for key, part in value.items() if str(key).endswith(("_loop", "progress"))]
 
 
 def check_map_location(owner: str, map_location: Any) -> None:
@@ -466,7 +432,6 @@ class ShardedRunCheckpoints:
             check_checkpoint(self.owner, path)
             checkpoint = load_mapped(path, weights_only=weights_only)
         check_content(self.owner, checkpoint)
-        check_state_of_trainer(self.owner, checkpoint)
         module = self.strategy.lightning_module
         if module._trainer is not None:
             from lightning_retrieval.training.restored_states import restrict_states  # needs Lightning, unlike `search`

@@ -95,7 +95,6 @@ class VerifiedCheckpoints(CheckpointIO):
             content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
         else:
             content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
-        checkpoint_files.check_state_of_trainer(self.owner, content)
         check_content(self.owner, content)
         if self.trainer is not None:
             content = restrict_states(self.owner, self.trainer, content)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -95,8 +96,10 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dic
         elsewhere in the file to the states of callbacks.
 
     Raises:
-        ValueError: if the states are not those of callbacks and loops, or a count is not one of a run.
+        ValueError: if the states are not those of callbacks and loops, a count is not one of a run, or the version is
+            no version.
     """
+    _check_readable(owner, checkpoint)
     checkpoint = _migrated(owner, checkpoint)
     if checkpoint.get("loops"):
         _check_loops(owner, trainer, _states(owner, "loops", checkpoint["loops"]))
@@ -123,6 +126,39 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dic
             "written or deleted."
         )
     return checkpoint
+
+
+def _check_readable(owner: str, checkpoint: Any) -> None:
+    """Raise unless Lightning can read the version and the progress of the loops in a checkpoint.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: content of the checkpoint, with or without them.
+
+    Raises:
+        ValueError: if the version is no version, or a part of the progress is missing.
+    """
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(f"{owner}: a checkpoint must be a dict, as Lightning writes it, got {short_repr(checkpoint)}.")
+    version = checkpoint.get("pytorch-lightning_version", "0")
+    try:
+        Version(version)
+    except (InvalidVersion, TypeError):
+        raise ValueError(
+            f"{owner}: a checkpoint must have a version such as '2.6.0' as pytorch-lightning_version, got "
+            f"{short_repr(version)}; take another checkpoint."
+        ) from None
+    pending = [("loops", checkpoint.get("loops") or {})]
+    while pending:
+        name, value = pending.pop()
+        is_progress = name.endswith("progress") and not name.endswith("optim_progress")
+        if not isinstance(value, Mapping) or (is_progress and not {"total", "current"} <= value.keys()):
+            raise ValueError(
+                f"{owner}: a checkpoint must have dicts with the progress of its loops, got {short_repr(value)} for "
+                f"{name}; take another checkpoint, or load only the weights."
+            )
+        if name == "loops" or name.endswith(("_loop", "progress")):
+            pending += [(str(key), part) for key, part in value.items() if str(key).endswith(("_loop", "progress"))]
 
 
 def _migrated(owner: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
