@@ -188,6 +188,22 @@ def check_regular_file(owner: str, path: Path) -> None:
         raise ValueError(f"{owner}: {path} must be a regular file, got a FIFO, a socket or a device; give a file.")
 
 
+def is_of_others(path: Path, own_format: str) -> bool:
+    """Whether a JSON file is that of another program: a dict whose `format` is not the given one.
+
+    A file that is missing or damaged may be replaced.
+
+    Args:
+        path: path of the file.
+        own_format: the value of `format` that this library writes.
+    """
+    content: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        if path.is_file():
+            content = json.loads(path.read_bytes())
+    return isinstance(content, dict) and bool(content) and content.get("format") != own_format
+
+
 def reason(error: BaseException) -> str:
     """The message of an error as one line; for an error of the operating system, only its text."""
     text = str(error)

@@ -20,7 +20,7 @@ from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, Unrea
 from lightning_retrieval.export.onnx_file import METADATA, OnnxModel, load_onnx, write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram, InputType, export_program, largest_difference
 from lightning_retrieval.export.quantization import quantize_onnx
-from lightning_retrieval.files import new_files, writing
+from lightning_retrieval.files import is_of_others, new_files, writing
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation import prepare
 from lightning_retrieval.preparation.preparation import Preparation
@@ -184,11 +184,7 @@ def _check_not_of_others(output: Path) -> None:
         script = output / PREPARE
         if script.is_file() and not script.read_bytes().startswith(SCRIPT_START):
             of_others.append(PREPARE)
-    content: Any = None
-    with suppress(OSError, ValueError, RecursionError):  # a file that is missing or damaged may be replaced
-        if (output / PREPARATION).is_file():
-            content = json.loads((output / PREPARATION).read_bytes())
-    if isinstance(content, dict) and content and content.get("format") != FORMAT:
+    if is_of_others(output / PREPARATION, FORMAT):
         of_others.append(PREPARATION)
     if of_others:
         raise ValueError(

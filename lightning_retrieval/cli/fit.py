@@ -39,7 +39,13 @@ from lightning_retrieval.cli.options import command_line_message, did_you_mean, 
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
-from lightning_retrieval.plain_data import add_named_packages, constructor_parameters, is_variadic, load_function
+from lightning_retrieval.plain_data import (
+    add_named_packages,
+    constructor_parameters,
+    is_variadic,
+    load_function,
+    named_values,
+)
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
@@ -122,16 +128,9 @@ MOST_VALUES = 100_000  # in a config or an option
 def _load_config(text: str) -> Any:
     """The value of a config or of an option, with Lightning's classes as in the package that this process uses."""
     value = get_loader("yaml")(text)
-    pending, values = [value], 0
-    while pending:
-        item = pending.pop()
-        values += 1
-        if values > MOST_VALUES:  # lists of a short text can repeat lists that repeat lists
+    for number, _ in enumerate(named_values("config", value), 1):
+        if number > MOST_VALUES:  # lists of a short text can repeat lists that repeat lists
             raise yaml.YAMLError(f"aliases make it longer than {MOST_VALUES:,} values")
-        if isinstance(item, dict):
-            pending += item.values()
-        elif isinstance(item, list):
-            pending += item
     return of_this_backend(value)
 
 

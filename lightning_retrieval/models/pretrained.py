@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
 from lightning_retrieval.compiled import without_wrappers
-from lightning_retrieval.files import is_system_error, new_files, writing
+from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
@@ -425,11 +425,7 @@ def _digest_of(arguments: Mapping[str, Any]) -> str:
 
 def _check_not_of_others(config: Path) -> None:
     """Raise if a folder has the config of another program, such as that of a model of transformers."""
-    content: Any = None
-    with suppress(OSError, ValueError, RecursionError):  # a file that is missing or damaged may be replaced
-        if config.is_file():
-            content = json.loads(config.read_bytes())
-    if isinstance(content, dict) and content and content.get("format") != FORMAT:
+    if is_of_others(config, FORMAT):
         raise ValueError(
             f"Embedder: `folder` must be a new folder, or one that save_pretrained wrote, got {config.parent}, whose "
             f"{CONFIG} is of another program and would be replaced; give another folder."

@@ -166,11 +166,6 @@ def image_files(owner: str, top: Path) -> ImageFiles:
     return ImageFiles(sorted(paths), sorted(special))
 
 
-def image_paths(folder: Path) -> list[str]:
-    """The paths that `image_files` finds."""
-    return image_files("image_paths", folder).paths
-
-
 def read_image(
     path: Path | BinaryIO,
     box: Box | None = None,

@@ -13,7 +13,7 @@ from PIL import EpsImagePlugin, Image, ImageFile
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation import decoding
-from lightning_retrieval.preparation.decoding import image_files, image_paths, image_suffixes, read_image, read_pixels
+from lightning_retrieval.preparation.decoding import image_files, image_suffixes, read_image, read_pixels
 from lightning_retrieval.preparation.prepare import open_image, prepare
 from tests.datamodules.pictures import as_it_is, picture
 from tests.datamodules.trees import truncate
@@ -156,7 +156,7 @@ def test_only_regular_files_are_listed(tmp_path, monkeypatch):
     (tmp_path / "gone.png").symlink_to("nowhere.png")  # whoever reads it reports it
     (tmp_path / "loop.png").symlink_to("loop.png")
     found = image_files("index", tmp_path)
-    assert found.paths == image_paths(tmp_path) == ["folder.jpg/a.PNG", "gone.png", "loop.png"]
+    assert found.paths == ["folder.jpg/a.PNG", "gone.png", "loop.png"]
     assert found.special == ["device.jpg", "fifo.jpg", "socket.jpg"]
 
 
@@ -173,11 +173,11 @@ def test_links_to_folders_are_followed_but_no_folder_is_listed_twice(tmp_path):
     (top / ".hidden").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "dogs" / "back").symlink_to(top)
     (tmp_path / "elsewhere" / "dogs" / "other").symlink_to(tmp_path / "elsewhere")
-    paths = image_paths(top)
+    paths = image_files("me", top).paths
     assert [path for path in paths if path.startswith("cats/")] == ["cats/a.png", "cats/deep/b.png"]
     assert sorted(os.path.basename(path) for path in paths) == ["a.png", "b.png", "c.png"]
     (tmp_path / "photos too").symlink_to("photos")
-    assert image_paths(tmp_path / "photos too") == paths
+    assert image_files("me", tmp_path / "photos too").paths == paths
 
 
 @pytest.mark.refusal
@@ -201,7 +201,7 @@ def test_a_link_to_a_folder_that_is_gone_is_an_error(tmp_path):
         image_files("index", tmp_path)
     (tmp_path / "dogs").unlink()
     (tmp_path / "notes.txt").symlink_to("gone.txt")  # the name of a file
-    assert image_paths(tmp_path) == ["cats/a.png"]
+    assert image_files("me", tmp_path).paths == ["cats/a.png"]
 
 
 MALFORMED_EXIF = {
