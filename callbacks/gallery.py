@@ -20,8 +20,9 @@ from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.ranking.ranks import ieee_products
-from lightning_retrieval.training.sides import SIDES, unpack
+from lightning_retrieval.training.sides import unpack
 
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
 _TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # lengths in pixels

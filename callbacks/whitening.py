@@ -14,9 +14,9 @@ from lightning_retrieval.callbacks.evaluation import batches_on_device
 from lightning_retrieval.callbacks.evaluation_sets import loader_list
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import kept_integers, rank, unshared, world_size
+from lightning_retrieval.models.sides import is_two_sided
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
-from lightning_retrieval.training.sides import is_two_sided
 
 
 class LearnWhitening(pl.Callback):

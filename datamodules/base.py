@@ -32,9 +32,9 @@ from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.datamodules.samplers.tags import TagSampler
 from lightning_retrieval.distributed import together
-from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
-from lightning_retrieval.training.random_state import seed_or_default
-from lightning_retrieval.training.sides import Side
+from lightning_retrieval.loading import CheckpointedDataModule
+from lightning_retrieval.models.sides import Side
+from lightning_retrieval.random_state import seed_or_default
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack as Unpack

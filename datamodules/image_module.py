@@ -26,12 +26,12 @@ from lightning_retrieval.datamodules.image_check import (
 from lightning_retrieval.datamodules.image_index import ImageIndex, read_cached, record_warnings, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet, OnError
 from lightning_retrieval.distributed import together, world_size
-from lightning_retrieval.models import Preparation
+from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparation, normalized_batch
 from lightning_retrieval.preparation.pixels import Interpolation
+from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import Transform
 from lightning_retrieval.preparation.training_transforms import PAPER_NAMES, PaperName
-from lightning_retrieval.training.sides import side_of_module
 
 
 def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> None:
@@ -393,8 +393,8 @@ class ImageDataModule(RetrievalDataModule):
         """Adapt the transforms to the model of the run. The data sets may have been created before the model."""
         if self.trainer is None:
             return
-        module = side_of_module(self.trainer.lightning_module, self.side)
-        self._run_preparation.follow(module, predicts=self.trainer.state.fn == "predict")
+        side = side_of_module(self.trainer.lightning_module, self.side)
+        self._run_preparation.follow(side, predicts=self.trainer.state.fn == "predict")
 
     def _prepare_run(self, train_transform: Transform | None, eval_transform: Transform | None) -> RunPreparation:
         """The preparation of images in a run, according to the arguments of the constructor."""

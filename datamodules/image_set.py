@@ -72,7 +72,7 @@ class ImageSet(Dataset[dict[str, Any]]):
     Example:
         >>> from PIL import Image
         >>> from lightning_retrieval.datamodules import ImageIndex, ImageSet
-        >>> from lightning_retrieval.models import Preparation
+        >>> from lightning_retrieval.preparation.preparation import Preparation
         >>> Image.new("L", (300, 260)).save("a.png")
         >>> images = ImageSet(ImageIndex(["a.png"], [7]), ".", Preparation(64))
         >>> images[0]["images"].shape, images[0]["labels"], images[0]["ids"]

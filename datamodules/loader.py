@@ -20,8 +20,8 @@ from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
+from lightning_retrieval.models.sides import Side
 from lightning_retrieval.ranking.relevance import NO_TAG
-from lightning_retrieval.training.sides import Side
 
 
 def shard_bounds(size: int, shard: int, shards: int) -> tuple[int, int]:

@@ -28,8 +28,8 @@ from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.datamodules.loader import collate_images
 from lightning_retrieval.datamodules.samplers.pairs import PairSampler
+from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.ranking.relevance import NO_TAG
-from lightning_retrieval.training.sides import SIDES, Side
 
 # Arguments of the data modules of the sides that have no effect, because `Pairs` makes batches and loaders.
 WITHOUT_EFFECT = RetrievalSettings.__annotations__.keys() - {"seed"}

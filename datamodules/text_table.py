@@ -32,9 +32,9 @@ from lightning_retrieval.datamodules.image_table import (
     parse_tags,
 )
 from lightning_retrieval.datamodules.table_file import TableColumns, read_table
+from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
-from lightning_retrieval.training.sides import side_of_module
 
 
 @dataclass(frozen=True)
@@ -220,15 +220,13 @@ class TextTable(RetrievalDataModule):
         """In a run, give the set the tokenizer of the network that embeds it, unless one was given."""
         if self.trainer is None or self.tokenizer is not None:
             return dataset
-        module = side_of_module(self.trainer.lightning_module, self.side)
-        network = getattr(module, "embedder", None)
-        tokenizer = getattr(network, "tokenizer", None)
-        if tokenizer is None:
+        side = side_of_module(self.trainer.lightning_module, self.side)
+        if side.tokenizer is None:
             raise ValueError(
                 f"TextTable: the network of the {self.side} must have a `tokenizer`, got "
-                f"{type(network).__name__}; take a TextEmbedder, or give TextTable a `tokenizer`."
+                f"{type(side.embedder).__name__}; take a TextEmbedder, or give TextTable a `tokenizer`."
             )
-        return replace(dataset, tokenizer=tokenizer)
+        return replace(dataset, tokenizer=side.tokenizer)
 
 
 def _check_no_shared_classes(table: TableColumns, labels: NDArray[Any], splits: NDArray[Any]) -> None:

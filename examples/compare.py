@@ -46,7 +46,7 @@ from own_images import (
 from results_file import read_results, write_file, write_results
 
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.cli.options import CommandParser
+from lightning_retrieval.command_line import CommandParser
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.training.run_report import quiet_trainer
 

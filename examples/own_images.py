@@ -33,7 +33,7 @@ from lightning_retrieval.callbacks import (
     RetrievalGallery,
     TrainingCurve,
 )
-from lightning_retrieval.cli.options import CommandParser
+from lightning_retrieval.command_line import CommandParser
 from lightning_retrieval.datamodules import ImageFolder, ImageSet
 from lightning_retrieval.losses import BlackboxMAPLoss, FastAPLoss, RecallAtKLoss, ROADMAPLoss, SupAPLoss
 from lightning_retrieval.training.run_report import RunProgressBar, quiet_trainer

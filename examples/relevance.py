@@ -37,7 +37,7 @@ from results_file import read_results, write_file, write_results
 
 from lightning_retrieval import Embedder, LogRankLoss, OtherCamera, Relevance, RetrievalModule, SharedTags
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.cli.options import CommandParser
+from lightning_retrieval.command_line import CommandParser
 from lightning_retrieval.datamodules import ImageTable
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from lightning_retrieval.models import GlyphNet, Preparation

@@ -44,7 +44,7 @@ from torch import nn
 
 from lightning_retrieval import Embedder, LogRankLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.cli.options import CommandParser
+from lightning_retrieval.command_line import CommandParser
 from lightning_retrieval.datamodules import Glyphs, ImageIndex, ImageSet, ImageTable, Pairs, TextTable
 from lightning_retrieval.losses import RetrievalLoss, ROADMAPLoss
 from lightning_retrieval.models import GlyphNet, Preparation, TextEmbedder

@@ -28,7 +28,7 @@ from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, LogRankLoss, RetrievalModule
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.cli.options import CommandParser
+from lightning_retrieval.command_line import CommandParser
 from lightning_retrieval.datamodules import Glyphs, Pairs
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training.run_report import quiet_trainer

@@ -12,7 +12,7 @@ import torch
 
 from lightning_retrieval import RetrievalModule
 from lightning_retrieval.detection import DetectionModule
-from lightning_retrieval.training.checkpointed_module import module_of_checkpoint
+from lightning_retrieval.loading import module_of_checkpoint
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 EXAMPLES = Path(__file__).parents[1] / "examples"

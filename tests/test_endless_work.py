@@ -21,6 +21,7 @@ from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.files import file_digest
+from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.models.adapted import embedder_of_checkpoint
 from lightning_retrieval.models.tokenizers import JSONTokenizer
 from lightning_retrieval.preparation.serialised import rebuild_transform, serialise_transform
@@ -28,7 +29,6 @@ from lightning_retrieval.search.conditions import parse_where
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.storage import FORMAT, MANIFEST
 from lightning_retrieval.training.checkpoint_files import restored_network
-from lightning_retrieval.training.checkpointed_module import module_of_checkpoint
 from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
 
 pytestmark = [pytest.mark.hostile, pytest.mark.refusal, pytest.mark.slow]

@@ -18,8 +18,8 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.detection import DetectionModule, TinyFasterRCNN
 from lightning_retrieval.files import file_digest
+from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.preparation.serialised import rebuild_transform
-from lightning_retrieval.training.checkpointed_module import module_of_checkpoint
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
 from tests.lightning_retrieval.cli.glyph_commands import command, save_checkpoint
 

@@ -12,11 +12,12 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    {"checks", "compiled", "csv_rows", "files", "optional_packages", "packed_strings", "progress"},
-    {"backend"},
+    {"checks", "compiled", "csv_rows", "files", "optional_packages", "packed_strings", "progress", "random_state"},
+    {"backend", "command_line"},
     {"checkpoints", "distributed", "plain_data"},
     {"ranking", "preparation"},
     {"metrics", "losses", "models"},
+    {"loading"},
     {"training", "search"},
     {"detection", "export"},
     {"callbacks", "datamodules"},
@@ -47,6 +48,7 @@ LAZY = {
 }
 # Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
 MAY_IMPORT_LIGHTNING = {
+    "lightning_retrieval/loading.py",
     "lightning_retrieval/preparation/of_run.py",
     "lightning_retrieval/training/step.py",
     "lightning_retrieval/training/checkpointed_module.py",
@@ -64,11 +66,12 @@ MAY_PRINT = {
     "lightning_retrieval/cli/check.py",  # the report on the files of a data set
     "lightning_retrieval/cli/demo.py",  # the address of the page
     "lightning_retrieval/cli/embed.py",
-    "lightning_retrieval/cli/embedding.py",  # the checkpoint that was found in a folder
+    "lightning_retrieval/cli/embedding.py",
     "lightning_retrieval/cli/export.py",
     "lightning_retrieval/cli/index.py",
     "lightning_retrieval/cli/main.py",  # errors, and images that cannot be read
     "lightning_retrieval/cli/search.py",
+    "lightning_retrieval/loading.py",  # the checkpoint that was found in a folder
     "lightning_retrieval/progress.py",  # lines of a log
 }
 MAY_IMPORT_BY_NAME = {
@@ -174,6 +177,16 @@ def test_callbacks_and_datamodules_do_not_import_each_other(imports):
     graph = package_graph(imports)
     assert "datamodules" not in graph["callbacks"]
     assert "callbacks" not in graph["datamodules"]
+
+
+def test_data_modules_know_neither_training_nor_a_network(imports):
+    known = set()
+    for module, imported in imports.items():
+        if package_of(module) == "datamodules":
+            known |= imported
+    assert "training" not in {package_of(module) for module in known}
+    of_models = {module for module in known if package_of(module) == "models"}
+    assert of_models == {"lightning_retrieval.models.sides", "lightning_retrieval.models.tokenizers"}
 
 
 def test_neither_modules_nor_packages_import_in_a_circle(imports):

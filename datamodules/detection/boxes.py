@@ -30,9 +30,9 @@ from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.datamodules.loader import loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
 from lightning_retrieval.files import is_system_error
+from lightning_retrieval.loading import CheckpointedDataModule
 from lightning_retrieval.preparation.prepare import open_image, to_rgb
-from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
-from lightning_retrieval.training.random_state import seed_or_default
+from lightning_retrieval.random_state import seed_or_default
 
 
 class ImageObjects(NamedTuple):

@@ -18,7 +18,7 @@ from lightning_retrieval.datamodules.glyphs.characters import table_counts, tabl
 from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
-from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 
 # Maximum augmentation: rotation and shear in radians, scaling and shift as fractions of the image.

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.distributed import world_size
-from lightning_retrieval.training.sides import Side
+from lightning_retrieval.models.sides import Side
 
 Integers = NDArray[np.signedinteger[Any]]
 Labels = Tensor | NDArray[Any] | Sequence[int]

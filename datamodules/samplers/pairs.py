@@ -17,7 +17,7 @@ from lightning_retrieval.datamodules.samplers.base import (
     slice_positions,
 )
 from lightning_retrieval.datamodules.samplers.pk import shuffled_class_batches, shuffled_queue_table
-from lightning_retrieval.training.sides import Side
+from lightning_retrieval.models.sides import Side
 
 
 class PairSampler(GlobalBatchSampler):

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from lightning_retrieval.cli.options import did_you_mean, null_for_none, one_line, printable, unknown_option
+from lightning_retrieval.command_line import did_you_mean, null_for_none, one_line, printable, unknown_option
 
 PROGRAM = "lightning-retrieval check"
 # The help lists these names instead of importing the data modules, which takes seconds. A test compares the names with

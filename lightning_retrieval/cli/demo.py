@@ -16,10 +16,11 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.cli.embedding import UnreadableImage
-from lightning_retrieval.cli.options import model_settings, printable
+from lightning_retrieval.cli.options import model_settings
 from lightning_retrieval.cli.search import FONTS
 from lightning_retrieval.cli.search_images import Hit, ImageSearcher, QueryResult, image_folder
 from lightning_retrieval.cli.stores import opened_index
+from lightning_retrieval.command_line import printable
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.preparation.prepare import open_image

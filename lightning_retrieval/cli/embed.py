@@ -32,6 +32,7 @@ from lightning_retrieval.cli.embedding import (
 from lightning_retrieval.datamodules.image_table import find_rows, is_empty
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.export.onnx_file import errors_only
+from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
     FILE_FORMATS,
@@ -47,7 +48,6 @@ from lightning_retrieval.search.embedding_folder import (
 )
 from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, share_folder
-from lightning_retrieval.training.sides import SIDES, Side
 
 OWNER = "embed_images"
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")

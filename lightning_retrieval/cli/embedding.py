@@ -21,13 +21,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_retrieval.checkpoints import checkpoint_digest, find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_integer, first_line, first_of
-from lightning_retrieval.cli.options import printable
+from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
+from lightning_retrieval.loading import find_checkpoint
 from lightning_retrieval.models.features import image_channels
+from lightning_retrieval.models.sides import Side, side_of_module
 from lightning_retrieval.preparation.decoding import image_files
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform, warning_of_guess
 from lightning_retrieval.preparation.preparation import Preparation
@@ -37,10 +39,8 @@ from lightning_retrieval.search.rows import Rows
 from lightning_retrieval.search.shared_folder import RangeBatches
 from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
 from lightning_retrieval.training.chunk_size import is_out_of_memory
-from lightning_retrieval.training.sides import Side, side_of_module, text_network
 
 NETWORK = "network_sha256"  # entry of the metadata of embeddings: the digest of the network of candidates
-BEST_CHECKPOINT = Path("checkpoints", "best.ckpt")  # in the folder of a run
 
 
 @dataclass(frozen=True)
@@ -133,37 +133,6 @@ def images_in_folder(owner: str, folder: Path) -> ListedImages:
     if not found.paths:
         raise ValueError(f"{owner}: `images` must be a folder of images, got {folder}, which holds no image.")
     return ListedImages.of_paths(folder, found.paths)
-
-
-def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> Path:
-    """The file of a checkpoint. For a folder, this is the best checkpoint of the newest run in it, which is logged.
-
-    Args:
-        owner: prefix of error messages.
-        checkpoint: a file, the folder of a run, or the folder with the runs `version_0`, `version_1` and so on. The
-            newest run is the one with the highest number among those that have a file `checkpoints/best.ckpt`.
-        name: name of the argument that gives the checkpoint, for error messages.
-
-    Raises:
-        FileNotFoundError: if the path does not exist, or the folder has no such file.
-    """
-    if is_checkpoint(checkpoint):
-        return checkpoint
-    rule = f"{owner}: `{name}` must be a checkpoint that training wrote, or the folder of its runs, got {checkpoint}"
-    if not checkpoint.is_dir():
-        raise FileNotFoundError(f"{rule}, which does not exist.")
-    runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
-    runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
-    for run in [checkpoint, *runs]:
-        best = run / BEST_CHECKPOINT
-        if is_checkpoint(best):
-            if rank() == 0:
-                print(f"The checkpoint is {best}.", file=sys.stderr)
-            return best
-    raise FileNotFoundError(
-        f"{rule}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists; give the path of a file, "
-        "or train with ModelCheckpoint(filename='best')."
-    )
 
 
 def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None, *, made: str) -> Path:
@@ -406,11 +375,11 @@ class ImageEmbedder:
         check_integer(owner, "num_workers", num_workers, least=0)
         checkpoint = find_checkpoint(owner, checkpoint)
         module = load_checkpoint(owner, checkpoint)
-        if text_network(module) is not None:
+        if side_of_module(module, "queries").tokenizer is not None:
             side = "candidates"
         of_side = side_of_module(module, side)
-        if recorded is None or of_side is not module:
-            recorded = of_side.preparation
+        if recorded is None or of_side != side_of_module(module, "candidates"):
+            recorded = of_side.recorded
         channels = image_channels(module)
         if module.query_embedder is not None:
             channels = image_channels(of_side.embedder)
@@ -552,7 +521,7 @@ class ImageEmbedder:
     @property
     def takes_texts(self) -> bool:
         """Whether a query may be a text."""
-        return text_network(self.module) is not None
+        return side_of_module(self.module, "queries").tokenizer is not None
 
     @torch.inference_mode()
     def embed_texts(self, texts: Sequence[str]) -> Float[Tensor, "rows dim"]:
@@ -561,15 +530,15 @@ class ImageEmbedder:
         Raises:
             ValueError: if the network of queries does not embed texts, or an embedding is not finite.
         """
-        network = text_network(self.module)
-        if network is None:
+        tokenizer = side_of_module(self.module, "queries").tokenizer
+        if tokenizer is None:
             raise ValueError(
                 f"{self.owner}: `text` must be given for a checkpoint whose network of queries embeds texts, got "
                 f"{self.about['checkpoint']}, whose queries are images; give images, or train with a TextEmbedder."
             )
         rows = []
         for begin in range(0, len(texts), self.batch_size):
-            tokens = network.tokenizer(texts[begin : begin + self.batch_size]).to(self.device)
+            tokens = tokenizer(texts[begin : begin + self.batch_size]).to(self.device)
             rows.append(self.module.embed_queries(tokens).float().cpu())
         embeddings = torch.cat(rows)
         if not torch.isfinite(embeddings).all():
@@ -581,8 +550,7 @@ class ImageEmbedder:
 
     @torch.inference_mode()
     def _embed_batch(self, images: Tensor) -> Tensor:
-        network = getattr(side_of_module(self.module, self.side), "embedder", None)
-        if hasattr(network, "tokenizer"):
+        if side_of_module(self.module, self.side).tokenizer is not None:
             raise ValueError(
                 f"{self.owner}: `checkpoint` must be one whose network of {self.side} embeds images, got "
                 f"{self.about['checkpoint']}, which embeds texts; train with texts as queries."

@@ -34,11 +34,11 @@ from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.checkpoints import delete_temporary_checkpoints, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_path, first_line
-from lightning_retrieval.cli.embedding import find_checkpoint
-from lightning_retrieval.cli.options import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
+from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
+from lightning_retrieval.loading import check_checkpoint, find_checkpoint, module_of_checkpoint
 from lightning_retrieval.plain_data import (
     add_named_packages,
     constructor_parameters,
@@ -46,8 +46,7 @@ from lightning_retrieval.plain_data import (
     load_function,
     named_values,
 )
-from lightning_retrieval.training.checkpoint_files import check_checkpoint
-from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
+from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
 from lightning_retrieval.training.restored_states import is_within
 from lightning_retrieval.training.run_report import RunProgressBar, quiet_trainer

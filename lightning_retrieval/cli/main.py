@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.cli.options import COMMANDS, CommandParser, command_line_message, did_you_mean, parse
+from lightning_retrieval.cli.options import COMMANDS, parse
+from lightning_retrieval.command_line import CommandParser, command_line_message, did_you_mean
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage

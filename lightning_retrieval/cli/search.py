@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from lightning_retrieval.cli.embedding import UnreadableImage
-from lightning_retrieval.cli.options import model_settings, printable
+from lightning_retrieval.cli.options import model_settings
 from lightning_retrieval.cli.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.cli.stores import opened_index
+from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import new_file, not_written, reason
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.image_files import image_file

@@ -17,8 +17,8 @@ from lightning_retrieval.cli.embedding import (
     print_guess,
     recorded_checkpoint,
 )
-from lightning_retrieval.cli.options import printable
 from lightning_retrieval.cli.stores import THRESHOLD
+from lightning_retrieval.command_line import printable
 from lightning_retrieval.search.conditions import check_group, parse_where
 from lightning_retrieval.search.image_files import is_named
 from lightning_retrieval.search.milvus_store import EmbeddingStore

@@ -16,8 +16,8 @@ from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_he
 from lightning_retrieval.detection.targets import check_targets, num_classes
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.plain_data import rebuild
+from lightning_retrieval.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.manual_training import OptimizedModule
-from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 
 MAX_BATCHES = 1 << 24  # maximum number of batches per epoch
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_retrieval.checks import first_line
-from lightning_retrieval.preparation.of_model import wanted_preparation
+from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import (
     Transform,
@@ -34,7 +34,7 @@ DEFAULT_NAMES = {1: "glyphs"}  # name of the preparation by number of channels; 
 def choose_transform(
     owner: str,
     checkpoint: Path,
-    module: nn.Module,
+    side: ModuleSide,
     requested: str | None,
     recorded: dict[str, Any] | None,
     channels: int,
@@ -44,7 +44,7 @@ def choose_transform(
     Args:
         owner: prefix of error messages.
         checkpoint: file of the model, for error messages.
-        module: the model. Its embedder decides if both `requested` and `recorded` are None.
+        side: the network. It decides if both `requested` and `recorded` are None.
         requested: the name that the user gave: one of `Preparation.NAMES`, or the dotted name of a function; or None.
         recorded: the transform of the model's evaluation, as plain data, or None. `requested` must agree with it.
         channels: number of channels of the model's images, which decides if nothing else does.
@@ -64,7 +64,7 @@ def choose_transform(
         of_model = recorded.get("function")
     if requested is not None and of_model in (None, requested):  # any other name is an error anyway
         _check_not_of_python(owner, requested)
-    wanted = wanted_preparation(module)
+    wanted = side.wanted
     transform: Transform
     if recorded is not None:
         transform, source = rebuild_transform(owner, recorded, requested), "checkpoint"

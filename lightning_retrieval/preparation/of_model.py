@@ -1,6 +1,7 @@
 """The preparation of a model: that of its evaluation, or that for its weights with the user's changes."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -10,33 +11,42 @@ from lightning_retrieval.preparation.pixels import check_size
 from lightning_retrieval.preparation.preparation import Preparation
 
 
-def wanted_preparation(module: Any) -> Preparation | None:
-    """The preparation of a module's embedder; None if the embedder or its preparation does not exist.
+@dataclass(frozen=True)
+class ModuleSide:
+    """What data and commands may ask of one side of a module, see `models.sides.side_of_module`.
 
     Args:
-        module: any module; a `RetrievalModule` has the attribute `embedder`.
+        embedder: the network of this side; None if the module has no attribute `embedder`.
+        recorded: the transform of this side's evaluation, as plain data; None if it is not recorded.
     """
-    wanted = getattr(getattr(module, "embedder", None), "preparation", None)
-    if isinstance(wanted, Preparation):
-        return wanted
-    return None
 
+    embedder: Any = None
+    recorded: dict[str, Any] | None = None
 
-def preparation_of(module: Any) -> Preparation | None:
-    """The preparation that a module was evaluated with; if not recorded, the preparation of its embedder.
+    @property
+    def wanted(self) -> Preparation | None:
+        """The preparation that the network asks for; None if it does not say one."""
+        wanted = getattr(self.embedder, "preparation", None)
+        if isinstance(wanted, Preparation):
+            return wanted
+        return None
 
-    Args:
-        module: the module. Its attribute `preparation` is the transform of its evaluation as plain data, or None.
+    @property
+    def preparation(self) -> Preparation | None:
+        """The preparation of the evaluation; if it is not recorded, the preparation that the network asks for.
 
-    Returns:
-        The preparation; None if there is none, or if the transform of the evaluation is not a `Preparation`.
-    """
-    recorded = getattr(module, "preparation", None)
-    if recorded is None:
-        return wanted_preparation(module)
-    if "preparation" in recorded:
-        return Preparation(**recorded["preparation"])
-    return None
+        It is None if there is none, or if the transform of the evaluation is a function.
+        """
+        if self.recorded is None:
+            return self.wanted
+        if "preparation" in self.recorded:
+            return Preparation(**self.recorded["preparation"])
+        return None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of a network that embeds texts, else None."""
+        return getattr(self.embedder, "tokenizer", None)
 
 
 def preparation_of_processor(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.checks import check_callable
-from lightning_retrieval.preparation.of_model import wanted_preparation
+from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.prepare import Size
@@ -113,27 +113,27 @@ class RunPreparation:
         self.preparation = Preparation()
         self.train = CurrentTransform(self.preparation)
         self.evaluation = CurrentTransform(self.preparation)
-        self.follow(None)
+        self.follow(ModuleSide())
 
-    def follow(self, module: Any, *, predicts: bool = False) -> None:
+    def follow(self, side: ModuleSide, *, predicts: bool = False) -> None:
         """Choose the transforms of the data sets for a run of a module.
 
         Args:
-            module: the `LightningModule`. Its `preparation` is the transform of its earlier evaluation, or None.
+            side: the network that embeds the images, and the transform of its earlier evaluation.
             predicts: whether the run predicts. A prediction must prepare images as in the model's evaluation.
 
         Raises:
             ValueError: if the model was evaluated with a function and no transform is given, or if a prediction would
                 prepare images otherwise than the model's evaluation did.
         """
-        recorded = getattr(module, "preparation", None)
+        recorded = side.recorded
         if recorded is not None and recorded is self._serialised:  # this run has recorded it
             return
         is_given = self._given_eval is not None or self.paper is not None or bool(self.settings)
         if recorded is not None and not is_given:
             evaluation = self._rebuilt(recorded)
         else:
-            evaluation = self._given_eval or self._changed(self._base(module, recorded))
+            evaluation = self._given_eval or self._changed(self._base(side.wanted, recorded))
         if predicts and recorded is not None and serialise_transform(evaluation) != recorded:
             raise ValueError(
                 f"{self.owner}: images must be prepared as the model was evaluated, with {shown_transform(recorded)}, "
@@ -142,7 +142,7 @@ class RunPreparation:
         if isinstance(evaluation, Preparation):
             self.preparation = evaluation
         else:
-            self.preparation = self._changed(self._base(module, None))
+            self.preparation = self._changed(self._base(side.wanted, None))
         training = self._given_train or training_transform(self.paper or "plain", self.preparation)
         self.evaluation.set(evaluation, self.preparation.background)
         self.train.set(training, self.preparation.background)
@@ -187,13 +187,13 @@ class RunPreparation:
             )
         return rebuild_transform(self.owner, recorded)
 
-    def _base(self, module: Any, recorded: dict[str, Any] | None) -> Preparation:
+    def _base(self, wanted: Preparation | None, recorded: dict[str, Any] | None) -> Preparation:
         """The preparation to which the given settings are applied."""
         if self.paper is not None:
             return Preparation.named(self.paper)
         if recorded is not None and "preparation" in recorded:
             return Preparation(**recorded["preparation"])
-        return wanted_preparation(module) or Preparation()
+        return wanted or Preparation()
 
     def _changed(self, preparation: Preparation) -> Preparation:
         settings = dict(self.settings)

@@ -13,18 +13,18 @@
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checkpoints import (
     check_content,
-    find_damage,
-    finish_replacement,
     is_sharded_checkpoint,
     load_mapped,
     map_tensors,
@@ -32,106 +32,29 @@ from lightning_retrieval.checkpoints import (
     read_shards,
     write_sharded_checkpoint,
 )
-from lightning_retrieval.checks import check_path, first_line, short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import plain_state
 from lightning_retrieval.distributed import rank, together, world_size
-from lightning_retrieval.files import check_regular_file
+from lightning_retrieval.loading import INSTANTIATORS, check_checkpoint, check_checkpoint_exists
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
+from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.plain_data import DescriptionReader, class_path, describe
 from lightning_retrieval.preparation.serialised import check_serialised_transform
+from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
-from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
+from lightning_retrieval.training.memory import CrossBatchMemory
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
 ONLY_TRAINED = ("loss.", "memory.")  # names of the states of a module that its networks do not have begin with these
-# LightningCLI stores one of these names in the hyperparameters.
-INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 # Keys of a checkpoint and names of attributes: the preparation of images in evaluation, and that of queries.
 PREPARATIONS = ("preparation", "query_preparation")
 EXTRA_STATE = "_extra_state"  # end of the name of what the `get_extra_state` of a module has returned
 LONGEST_PROBLEM = 200  # characters of torch's list of names in a message
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
-
-
-def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> None:
-    """Raise if a checkpoint is damaged.
-
-    This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, and files
-    from before torch 1.6, which have no checksums.
-
-    Args:
-        owner: prefix of error messages.
-        checkpoint: a path, or a stream.
-        part: as for `find_damage`.
-
-    Raises:
-        ValueError: if the file is truncated, was not written by `torch.save`, has a wrong checksum, or is a FIFO.
-
-    Cost:
-        The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has wrong checksums
-        and counts as damaged.
-    """
-    if isinstance(checkpoint, (str, Path)):
-        check_regular_file(owner, Path(checkpoint))
-    damage = find_damage(checkpoint, part)
-    if damage is not None:
-        raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
-
-
-def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
-    """Raise unless an argument is a stream, a remote address, or the path of an existing checkpoint.
-
-    Args:
-        owner: prefix of error messages.
-        name: name of the argument.
-        checkpoint: value of the argument.
-
-    Raises:
-        FileNotFoundError: if the path does not exist.
-        ValueError: if the path is empty, or is a folder that is not a sharded checkpoint.
-        TypeError: if the value is neither a path nor a stream.
-    """
-    is_stream = hasattr(checkpoint, "read") and hasattr(checkpoint, "seek")
-    is_address = isinstance(checkpoint, str) and "://" in checkpoint
-    if is_stream or is_address:
-        return
-    path = check_path(owner, name, checkpoint)
-    finish_replacement(path)
-    if path.is_dir() and not is_sharded_checkpoint(path):
-        raise ValueError(f"{owner}: `{name}` must be the path of a checkpoint, got the folder {path}.")
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{owner}: `{name}` must be the path of a checkpoint, got {path}, which does not exist."
-        )
-
-
-def check_map_location(owner: str, map_location: Any) -> None:
-    """Raise unless `torch.load` accepts `map_location`: a device, a dict of devices, a function or None.
-
-    Args:
-        owner: prefix of error messages.
-        map_location: value of the argument.
-
-    Raises:
-        ValueError: if `map_location` is a string that is not the name of a device.
-        TypeError: if `map_location` is of another type.
-    """
-    if isinstance(map_location, str):
-        try:
-            torch.device(map_location)
-        except RuntimeError:
-            raise ValueError(
-                f"{owner}: `map_location` must be a device such as 'cpu' or 'cuda:0', got {map_location!r}."
-            ) from None
-    elif not (map_location is None or isinstance(map_location, (torch.device, dict)) or callable(map_location)):
-        raise TypeError(
-            f"{owner}: `map_location` must be a device such as 'cpu', got {short_repr(map_location)} "
-            f"({type(map_location).__name__})."
-        )
 
 
 def check_weights(owner: str, checkpoint: Mapping[str, Any]) -> None:
@@ -508,3 +431,22 @@ def _full_on_first(_: str, tensor: Any) -> Any:
     if rank() > 0:
         return full.new_empty(0)
     return full.cpu()
+
+
+@dataclass(frozen=True)
+class TrainingObjects:
+    """The other arguments of a `RetrievalModule` that are objects. In a checkpoint they are checked, but not built.
+
+    Args:
+        loss: as for `RetrievalModule`, like the other arguments.
+        optimizer: creates the optimizer.
+        lr_scheduler: creates the scheduler, or None.
+        memory: past batches, or None.
+        relevance: rule of relevance, or None.
+    """
+
+    loss: nn.Module
+    optimizer: Callable[[Iterable[Any]], Optimizer]
+    lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None
+    memory: CrossBatchMemory | None
+    relevance: Relevance | None

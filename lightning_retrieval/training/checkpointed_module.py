@@ -11,7 +11,6 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 import fsspec
-import yaml  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,12 +19,8 @@ from lightning_retrieval.backend import (
     BaseFinetuning,
     CheckpointIO,
     TorchCheckpointIO,
-    _default_map_location,
-    _given_hyperparameters_context,
-    _load,
     _restricted_classmethod,
     _WrappingCheckpointIO,
-    load_hparams_from_tags_csv,
     pl,
     rank_zero_warn,
     warn_of_other_package,
@@ -37,16 +32,10 @@ from lightning_retrieval.checkpoints import (
     remove_sharded_checkpoint,
     write_checkpoint,
 )
-from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
+from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
-from lightning_retrieval.csv_rows import csv_rows
-from lightning_retrieval.models.limits import limited_to, weights_of
-from lightning_retrieval.models.pretrained import without_pretrained_weights
+from lightning_retrieval.loading import _read_checkpoint, module_of_checkpoint
 from lightning_retrieval.plain_data import (
-    DescriptionReader,
-    add_named_packages,
-    check_arguments,
-    class_path,
     describe,
     unsharded_class,
     without_sources,
@@ -55,7 +44,6 @@ from lightning_retrieval.training import checkpoint_files
 from lightning_retrieval.training.restored_states import is_file_or_checkpoint, is_within, local_path, restrict_states
 
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
-HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
 
 
 class VerifiedCheckpoints(CheckpointIO):
@@ -304,144 +292,6 @@ class CheckpointedModule(pl.LightningModule):
                     complete[name] = described
         plain: dict[str, Any] = without_sources(complete)
         return plain
-
-
-class CheckpointedDataModule(pl.LightningDataModule):
-    """A data module that `load_from_checkpoint` rebuilds by the same rules as a module."""
-
-    def __init__(self) -> None:
-        warn_of_other_package()
-        super().__init__()
-
-    @_restricted_classmethod
-    def load_from_checkpoint(
-        cls,  # noqa: N805
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:  # not Self, which a run-time type checker cannot resolve in a decorated method
-        """Rebuild a data module whose subclass has called `save_hyperparameters`; see `CheckpointedModule`.
-
-        Args:
-            checkpoint_path: a path, an address or a stream.
-            map_location: device, or function of `torch.load`.
-            hparams_file: YAML or CSV file of hyperparameters that replace those of the checkpoint.
-            weights_only: False also unpickles objects that can run code; None means True.
-            kwargs: constructor arguments that replace those of the checkpoint.
-
-        Raises:
-            FileNotFoundError: as for a module.
-            ValueError: as for a module.
-            TypeError: as for a module.
-        """
-        checkpoint = _read_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
-        data = module_of_checkpoint(cls, checkpoint, kwargs)
-        if type(data).__qualname__ in checkpoint:
-            data.load_state_dict(checkpoint[type(data).__qualname__])
-        return data
-
-
-def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, weights_only: bool | None) -> Any:
-    """The verified content of a checkpoint, with the hyperparameters of `hparams_file` if it is given.
-
-    Args:
-        cls: the class to load.
-        path: `checkpoint_path` of `load_from_checkpoint`. The other arguments are also those of
-            `load_from_checkpoint`.
-    """
-    owner = cls.__name__
-    check_flag(owner, "weights_only", weights_only)
-    checkpoint_files.check_checkpoint_exists(owner, "checkpoint_path", path)
-    checkpoint_files.check_map_location(owner, map_location)
-    replacing = None
-    if hparams_file is not None:
-        replacing = _read_hparams_file(owner, hparams_file)
-    checkpoint_files.check_checkpoint(owner, path)
-    read: Any = _load
-    if is_sharded_checkpoint(path):
-        read = read_checkpoint
-    checkpoint = read(path, map_location or _default_map_location, weights_only is not False)
-    if not isinstance(checkpoint, dict):
-        raise ValueError(f"{owner}: `checkpoint_path` must be a checkpoint of Lightning, got {short_repr(checkpoint)}.")
-    if replacing is not None:
-        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = replacing
-    return checkpoint
-
-
-def _read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
-    """Read the hyperparameters in a YAML or CSV file as plain data.
-
-    Args:
-        owner: prefix of error messages.
-        hparams_file: path of a YAML file, or of a CSV file with the columns key and value, as Lightning's loggers
-            write.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the suffix is not .csv, .yaml or .yml, or the file does not hold names and plain values.
-        TypeError: if `hparams_file` is not a path.
-    """
-    path = check_path(owner, "hparams_file", hparams_file)
-    if path.suffix.lower() not in HPARAMS_SUFFIXES:
-        raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
-    if not path.is_file():
-        raise FileNotFoundError(f"{owner}: `hparams_file` must be an existing file, got {path}.")
-    try:
-        if path.suffix.lower() == ".csv":
-            with path.open(newline="", encoding="utf-8") as lines:
-                list(csv_rows(lines))  # raises for a stray quote, which would hide the lines after it
-            content = load_hparams_from_tags_csv(path)
-        else:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (ValueError, IndexError, MemoryError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{owner}: `hparams_file` must be a file of plain values, got {path} ({first_line(error)})."
-        ) from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{owner}: `hparams_file` must be a file of names and values, got {path}.")
-    return content
-
-
-def module_of_checkpoint(
-    cls: type[Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})
-) -> Any:
-    """Build the module that the hyperparameters of a checkpoint describe, with random weights.
-
-    Args:
-        cls: class of the module, unless LightningCLI has recorded a subclass.
-        checkpoint: the checkpoint. All its hyperparameters are checked before anything is built.
-        given: constructor arguments that replace those of the checkpoint.
-
-    Raises:
-        ValueError: if the checkpoint names a class or a setting that a file may not name, or an object must be passed
-            again.
-        TypeError: if the checkpoint describes an object of the wrong kind for an argument.
-    """
-    owner = cls.__name__
-    saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
-    if not isinstance(saved, Mapping):
-        raise ValueError(f"{owner}: a checkpoint must have a dict of hyperparameters, got {short_repr(saved)}.")
-    used = {name: value for name, value in saved.items() if name not in given}
-    instantiator = used.pop("_instantiator", None)
-    if instantiator is not None:
-        check_choice(owner, "_instantiator", instantiator, checkpoint_files.INSTANTIATORS)
-    argument = checkpoint.get(
-        cls.CHECKPOINT_HYPER_PARAMS_NAME
-    )  # name of the argument, if the constructor takes a single dict
-    if isinstance(argument, str) and argument not in ("", "kwargs"):
-        used = {argument: used}
-    add_named_packages({"class_path": class_path(cls)})
-    settings = DescriptionReader(owner).settings(cls, used)
-    check_arguments(owner, cls.CHECKPOINT_HYPER_PARAMS_KEY, settings.cls, {*settings.plain, *given})
-    # Pretrained weights would be downloaded, only to be replaced.
-    with without_pretrained_weights(), limited_to(owner, weights_of(checkpoint)):
-        if instantiator is None:
-            return settings.cls(**settings.plain, **given)
-        arguments = {**settings.arguments(), **given}
-        with _given_hyperparameters_context({**used, **describe(dict(given))}, instantiator):
-            return settings.cls(**arguments)
 
 
 def restored_module(

@@ -3,15 +3,17 @@
 import gc
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_callable, check_integer, check_tensor
+from lightning_retrieval.checks import check_auto, check_callable, check_integer, check_tensor, short_repr
+from lightning_retrieval.models.sides import SIDES, Side
+from lightning_retrieval.random_state import RandomState
 from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
-from lightning_retrieval.training.random_state import RandomState
 
 # cuBLAS and cuDNN allocate memory without torch's allocator, and report a failure by a status.
 _ALLOCATION_FAILED = re.compile(
@@ -183,3 +185,45 @@ def _leaves(output: Tensor) -> list[Tensor]:
         for following, _ in node.next_functions:
             waiting.append(following)
     return leaves
+
+
+ChunkSize = int | Literal["auto"] | None
+
+
+def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
+    """Return the argument `chunk_size` of a module: a value for both sides, or a dict with a value for each side.
+
+    Args:
+        owner: prefix of error messages.
+        chunk_size: the argument.
+
+    Raises:
+        ValueError: if a number is < 1, or a dict does not have the two sides as keys.
+        TypeError: if a value is not an integer, None or `"auto"`.
+    """
+    if not isinstance(chunk_size, Mapping):
+        return _check_one_size(owner, "chunk_size", chunk_size)
+    if chunk_size.keys() != set(SIDES):
+        raise ValueError(
+            f"{owner}: a dict as `chunk_size` must have the keys queries and candidates, got {short_repr(chunk_size)}."
+        )
+    return {side: _check_one_size(owner, f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
+
+
+def _check_one_size(owner: str, name: str, size: Any) -> ChunkSize:
+    if size is None:
+        return None
+    checked: int | Literal["auto"] = check_auto(owner, name, size, least=1)
+    return checked
+
+
+def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
+    """The chunk size of one side.
+
+    Args:
+        chunk_size: the argument `chunk_size` of a module.
+        side: the side. A batch of one side has the chunk size of the candidates.
+    """
+    if isinstance(chunk_size, Mapping):
+        return chunk_size[side]
+    return chunk_size

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_retrieval.checks import check_callable, check_integer, check_tensor
-from lightning_retrieval.training.random_state import RandomState
+from lightning_retrieval.random_state import RandomState
 
 _OWNER = "chunked_backward"
 

@@ -22,11 +22,15 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import rank, unshared
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
+from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
+from lightning_retrieval.models.sides import SIDES, Side, is_two_sided
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_run import record_preparation
+from lightning_retrieval.random_state import seed_or_default, step_random_state
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
+from lightning_retrieval.training.chunk_size import check_chunk_size
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.equal_batches import EqualBatches
 from lightning_retrieval.training.full_sharding import (
@@ -44,23 +48,15 @@ from lightning_retrieval.training.optimizers import (
     check_backbone,
     trainable_parameters,
 )
-from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step, report_resumed_phase
 from lightning_retrieval.training.sides import (
-    SIDES,
     Directions,
     EmbeddedSide,
-    Side,
     Unpacked,
-    check_chunk_size,
-    embed_at_scales,
     embedded_sides,
     frozen_side_of,
-    is_two_sided,
     joined_rows,
-    normalized_inputs,
     rows_of_side,
-    side_of_module,
     two_sided_backward,
     unpack,
     unpack_sides,
@@ -342,7 +338,7 @@ class RetrievalModule(ManualTraining):
         """
         check_tensor(type(self).__name__, "images", images)
         check_bool(type(self).__name__, "whiten", whiten)
-        return embed_at_scales(self, self, normalized_inputs(self, images, self.dtype), whiten)
+        return embed_at_scales(self, self, normalized_inputs(self, "candidates", images), whiten)
 
     def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
         """Embed queries for evaluation and prediction, as `embed` does, by `forward_queries`.
@@ -354,7 +350,7 @@ class RetrievalModule(ManualTraining):
         """
         check_tensor(type(self).__name__, "inputs", inputs)
         check_bool(type(self).__name__, "whiten", whiten)
-        inputs = normalized_inputs(side_of_module(self, "queries"), inputs, self.dtype)
+        inputs = normalized_inputs(self, "queries", inputs)
         is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
         if self.query_embedder is None and not is_overridden:
             return self.embed(inputs, whiten)

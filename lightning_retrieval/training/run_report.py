@@ -30,11 +30,12 @@ from lightning_retrieval.distributed import world_size
 from lightning_retrieval.losses.base import RetrievalLoss
 from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.models.embedder import Embedder
+from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import logged_settings
 from lightning_retrieval.ranking.labels import Role, finest
 from lightning_retrieval.training.full_sharding import copies_of, is_sharded
 from lightning_retrieval.training.optimizers import trainable_parameters
-from lightning_retrieval.training.sides import SIDES, EmbeddedSide
+from lightning_retrieval.training.sides import EmbeddedSide
 from lightning_retrieval.training.step import TrainingStep
 
 # Beginnings of log messages.

@@ -1,40 +1,25 @@
 """The two sides of a batch: queries and candidates, such as texts and images, which two networks may embed."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import as_int64, check_auto, check_choice, check_tensor, short_repr
-from lightning_retrieval.compiled import keep_plain_names
+from lightning_retrieval.checks import as_int64, check_tensor
 from lightning_retrieval.losses.third_party import check_references
-from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
-from lightning_retrieval.models.whitening import Whitening
-from lightning_retrieval.plain_data import rebuild
-from lightning_retrieval.preparation.of_model import preparation_of
+from lightning_retrieval.models.retrieval_network import evaluation_mode
+from lightning_retrieval.models.sides import SIDES, Side, is_two_sided
 from lightning_retrieval.ranking.labels import Role
-from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.training.chunk_size import chunk_size_of
 from lightning_retrieval.training.chunked import EmbeddedChunks, back_propagate
 from lightning_retrieval.training.full_sharding import ShardedParts
-from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
 
-Side = Literal["queries", "candidates"]
 Directions = Literal["queries", "both"]
-ChunkSize = int | Literal["auto"] | None
-SIDES: tuple[Side, ...] = get_args(Side)
 Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
-
-
-def is_two_sided(batch: Any) -> bool:
-    """Whether a batch is a dict of sides: `{"queries": batch, "candidates": batch}`, or one of them in evaluation."""
-    return isinstance(batch, Mapping) and len(batch) > 0 and batch.keys() <= set(SIDES)
 
 
 def unpack(owner: str, batch: Any) -> Unpacked:
@@ -98,165 +83,6 @@ def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
     return batches, [module.unpack_batch(batch_of_side) for batch_of_side in batches]
 
 
-@dataclass(frozen=True)
-class ModuleSide:
-    """What a data module needs to know of one side of a `RetrievalModule`.
-
-    Args:
-        embedder: the network of this side.
-        preparation: the transform of this side's earlier evaluation, as plain data, or None.
-    """
-
-    embedder: nn.Module
-    preparation: dict[str, Any] | None
-
-
-def side_of_module(module: Any, side: Side) -> Any:
-    """One side of a module, for `RunPreparation.follow`.
-
-    Args:
-        module: any `LightningModule`.
-        side: the side. The candidates' side of a `RetrievalModule` is the module itself; the queries' side too, unless
-            queries have their own network or were prepared in their own way.
-    """
-    query_embedder = getattr(module, "query_embedder", None)
-    recorded = getattr(module, "query_preparation", None)
-    if side == "candidates" or (query_embedder is None and recorded is None):
-        return module
-    if query_embedder is None:
-        query_embedder = module.embedder
-    return ModuleSide(query_embedder, recorded)
-
-
-def text_network(module: Any) -> Any:
-    """The network that embeds queries as texts, with its `tokenizer`; None if queries are not texts."""
-    network = side_of_module(module, "queries").embedder
-    if getattr(network, "tokenizer", None) is None:
-        return None
-    return network
-
-
-def normalized_inputs(side: Any, inputs: Tensor, dtype: torch.dtype | str) -> Tensor:
-    """Images of uint8, normalised as a module or one of its sides was evaluated; all other inputs do not change.
-
-    Args:
-        side: a module, or one of its sides, see `side_of_module`.
-        inputs: images or tokens.
-        dtype: type of the normalised images.
-    """
-    if inputs.dtype != torch.uint8:
-        return inputs
-    preparation = preparation_of(side)
-    if preparation is None:
-        return inputs
-    return preparation.normalize(inputs).to(dtype)
-
-
-def embed_at_scales(module: Any, embed: Callable[[Tensor], Tensor], inputs: Tensor, whiten: bool = True) -> Tensor:
-    """Embed normalised inputs at each of a module's `eval_scales`, then apply its `whitening`.
-
-    A whitening that has learned nothing is not applied, with a warning unless a callback will learn it in this run.
-
-    Args:
-        module: a `RetrievalModule` or a `RetrievalNetwork`.
-        embed: maps inputs of one side to embeddings.
-        inputs: images or tokens.
-        whiten: False skips the whitening.
-    """
-    only_original_size = module.eval_scales == (1,) or inputs.dtype == torch.int64  # tokens have no size
-    if only_original_size:
-        embeddings = embed(inputs)
-    else:
-        embeddings = multi_scale(embed, inputs, module.eval_scales, **SCALE_POOLING[module.eval_scales_pooling])
-    if not whiten or module.whitening is None:
-        return embeddings
-    if module.whitening.learned is None:
-        module.whitening.warn_of_plain(embeddings)
-        return embeddings
-    whitened: Tensor = module.whitening(embeddings)
-    return whitened
-
-
-class RetrievalNetwork(nn.Module):
-    """The networks of a `RetrievalModule`, which embed as the module does in evaluation. It needs no Lightning.
-
-    `restored_network` reads it from a checkpoint. Names of weights are those of the module.
-
-    Args:
-        embedder: as for `RetrievalModule`, like the other arguments.
-        query_embedder: network of queries, or None.
-        eval_scales: factors of the image size.
-        eval_scales_pooling: how the embeddings of the scales are combined.
-        whitening: applied to the embeddings once it has been fitted, or None.
-    """
-
-    def __init__(
-        self,
-        embedder: nn.Module,
-        *,
-        query_embedder: nn.Module | None = None,
-        eval_scales: Sequence[float] = (1.0,),
-        eval_scales_pooling: Literal["mean", "gem"] = "mean",
-        whitening: Whitening | None = None,
-    ) -> None:
-        super().__init__()
-        keep_plain_names(self)
-        owner = "RetrievalModule"  # the class whose settings these are
-        self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
-        self.query_embedder: nn.Module | None = None
-        if query_embedder is not None:
-            self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
-        self.whitening: Whitening | None = None
-        if whitening is not None:
-            self.whitening = rebuild(owner, "whitening", whitening, Whitening)
-        self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
-        self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
-        self.dtype = torch.get_default_dtype()
-        # The preparation of images in evaluation, as plain data, and that of queries; None if not recorded.
-        self.preparation: dict[str, Any] | None = None
-        self.query_preparation: dict[str, Any] | None = None
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Embed each image independently."""
-        embeddings: Tensor = self.embedder(images)
-        return embeddings
-
-    def forward_queries(self, inputs: Tensor) -> Tensor:
-        """Embed each query independently, by `query_embedder` if there is one."""
-        if self.query_embedder is None:
-            return self(inputs)  # type: ignore[no-any-return]
-        embeddings: Tensor = self.query_embedder(inputs)
-        return embeddings
-
-    def embed(self, images: Tensor) -> Tensor:
-        """Embed images as `RetrievalModule.embed` does."""
-        return embed_at_scales(self, self, normalized_inputs(self, images, self.dtype))
-
-    def embed_queries(self, inputs: Tensor) -> Tensor:
-        """Embed queries as `RetrievalModule.embed_queries` does."""
-        inputs = normalized_inputs(side_of_module(self, "queries"), inputs, self.dtype)
-        return embed_at_scales(self, self.forward_queries, inputs)
-
-
-@dataclass(frozen=True)
-class TrainingObjects:
-    """The other arguments of a `RetrievalModule` that are objects. In a checkpoint they are checked, but not built.
-
-    Args:
-        loss: as for `RetrievalModule`, like the other arguments.
-        optimizer: creates the optimizer.
-        lr_scheduler: creates the scheduler, or None.
-        memory: past batches, or None.
-        relevance: rule of relevance, or None.
-    """
-
-    loss: nn.Module
-    optimizer: Callable[[Iterable[Any]], Optimizer]
-    lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None
-    memory: CrossBatchMemory | None
-    relevance: Relevance | None
-
-
 def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
     """The output of an evaluation step for one side, with its roles, and with ids and instances of its own.
 
@@ -297,45 +123,6 @@ def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         if all(name in output for output in outputs):
             joined[name] = torch.cat([output[name] for output in outputs])
     return joined
-
-
-def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
-    """Return the argument `chunk_size` of a module: a value for both sides, or a dict with a value for each side.
-
-    Args:
-        owner: prefix of error messages.
-        chunk_size: the argument.
-
-    Raises:
-        ValueError: if a number is < 1, or a dict does not have the two sides as keys.
-        TypeError: if a value is not an integer, None or `"auto"`.
-    """
-    if not isinstance(chunk_size, Mapping):
-        return _check_one_size(owner, "chunk_size", chunk_size)
-    if chunk_size.keys() != set(SIDES):
-        raise ValueError(
-            f"{owner}: a dict as `chunk_size` must have the keys queries and candidates, got {short_repr(chunk_size)}."
-        )
-    return {side: _check_one_size(owner, f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
-
-
-def _check_one_size(owner: str, name: str, size: Any) -> ChunkSize:
-    if size is None:
-        return None
-    checked: int | Literal["auto"] = check_auto(owner, name, size, least=1)
-    return checked
-
-
-def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
-    """The chunk size of one side.
-
-    Args:
-        chunk_size: the argument `chunk_size` of a module.
-        side: the side. A batch of one side has the chunk size of the candidates.
-    """
-    if isinstance(chunk_size, Mapping):
-        return chunk_size[side]
-    return chunk_size
 
 
 def frozen_side_of(embedder: Any, query_embedder: Any) -> Side | None:
@@ -529,15 +316,3 @@ def two_sided_backward(
     of_candidates.back_propagate(candidates.last_backward)
     of_queries.back_propagate(queries.last_backward)
     return value
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode within a context; on exit, each submodule returns to its previous mode."""
-    was_training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in was_training.items():
-            part.training = training

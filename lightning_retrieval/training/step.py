@@ -20,13 +20,14 @@ from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.checks import as_int64, is_integer, short_repr
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
+from lightning_retrieval.models.sides import SIDES
+from lightning_retrieval.random_state import step_random_state
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunk_size import largest_chunk_size
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import trainable_parameters
-from lightning_retrieval.training.random_state import step_random_state
-from lightning_retrieval.training.sides import SIDES, Directions
+from lightning_retrieval.training.sides import Directions
 
 # Types to which embeddings are rounded before they are gathered.
 GatherDtype = Literal["bfloat16", "float16"]

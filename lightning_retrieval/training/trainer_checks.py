@@ -39,13 +39,14 @@ from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.third_party import as_batch_loss, check_references
+from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.training.chunk_size import chunk_size_of
 from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import trained_parameters
-from lightning_retrieval.training.sides import SIDES, chunk_size_of
 from lightning_retrieval.training.step import GatherDtype, GlobalBatch
 
 # Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds

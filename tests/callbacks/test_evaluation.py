@@ -46,7 +46,7 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     what_is_lost,
 )
 from lightning_retrieval.datamodules import PKSampler
-from lightning_retrieval.training.sides import evaluation_mode
+from lightning_retrieval.models.retrieval_network import evaluation_mode
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
 from tests.csv_logs import logged
 from tests.point_set import Points

@@ -7,7 +7,8 @@ from PIL import Image
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.of_model import merged_preparation, preparation_of, preparation_of_processor
+from lightning_retrieval.models.sides import side_of_module
+from lightning_retrieval.preparation.of_model import merged_preparation, preparation_of_processor
 from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.lightning_retrieval.models.hugging_face_folders import PROCESSOR, write_folder
 
@@ -89,9 +90,9 @@ def test_settings(settings, expected):
 def test_the_preparation_of_a_module_is_the_recorded_one_else_that_of_its_embedder():
     embedder = Embedder("glyph_net", 8)
     module = RetrievalModule(embedder, SmoothAPLoss())
-    assert preparation_of(module) == embedder.preparation
+    assert side_of_module(module, "candidates").preparation == embedder.preparation
     module.preparation = serialise_transform(Preparation(64))
-    assert preparation_of(module) == Preparation(64)
+    assert side_of_module(module, "candidates").preparation == Preparation(64)
     module.preparation = {"function": "package.function"}
-    assert preparation_of(module) is None
-    assert preparation_of(torch.nn.Identity()) is None
+    assert side_of_module(module, "candidates").preparation is None
+    assert side_of_module(torch.nn.Identity(), "candidates").preparation is None

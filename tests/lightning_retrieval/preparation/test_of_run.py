@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import ImageFolder, training_transform
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.of_run import UNNORMALIZED, RunPreparation, normalized_batch
 from lightning_retrieval.preparation.serialised import serialise_transform
 from lightning_retrieval.preparation.training_transforms import TrainingTransform
@@ -30,7 +31,7 @@ def of_settings(paper=None, train_transform=None, eval_transform=None, **setting
 
 
 def model(embedder=None, recorded=None):
-    return SimpleNamespace(preparation=recorded, embedder=SimpleNamespace(preparation=embedder))
+    return ModuleSide(SimpleNamespace(preparation=embedder), recorded)
 
 
 RECORDED = serialise_transform(Preparation(48, background="black"))
@@ -39,14 +40,14 @@ RECORDED = serialise_transform(Preparation(48, background="black"))
 @pytest.mark.parametrize(
     ("settings", "module", "wanted"),
     [
-        ({}, None, Preparation()),
+        ({}, ModuleSide(), Preparation()),
         ({}, model(), Preparation()),
         ({}, model(GREY), GREY),
         ({}, model(GREY, RECORDED), Preparation(48, background="black")),
         ({"image_size": 64}, model(GREY), Preparation(64, channels=1, mean=(0.5,), std=(0.5,))),
         ({"image_size": 64, "resize": 64}, model(None, RECORDED), Preparation(64, 64, background="black")),
         ({"paper": "roadmap"}, model(GREY, RECORDED), Preparation.named("roadmap")),
-        ({"paper": "roadmap", "image_size": 112}, None, Preparation(112, (128, 128))),
+        ({"paper": "roadmap", "image_size": 112}, ModuleSide(), Preparation(112, (128, 128))),
         ({"eval_transform": GREY, "image_size": 64}, model(None, RECORDED), GREY),
     ],
 )

@@ -19,7 +19,7 @@ from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.checkpoints import load_mapped
 from lightning_retrieval.cli.embedding import load_checkpoint
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.training.checkpoint_files import check_checkpoint
+from lightning_retrieval.loading import check_checkpoint
 from tests.lightning_retrieval.training.small_training import fit, trainer
 
 

@@ -18,9 +18,10 @@ from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss, checkpoints
 from lightning_retrieval.checkpoints import find_damage, read_checkpoint, torch_writes_shards
+from lightning_retrieval.loading import check_checkpoint
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import full_sharding
-from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints, check_checkpoint
+from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import (

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleL
 
 from lightning_retrieval import CrossBatchMemory, Embedder, PCAWhitening, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.losses import After, Before, FastAPLoss, WeightedSum
-from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
-from lightning_retrieval.training.sides import RetrievalNetwork, TrainingObjects
+from lightning_retrieval.models.retrieval_network import RetrievalNetwork
+from lightning_retrieval.training.checkpoint_files import TrainingObjects, network_digest, restored_network
 from tests.lightning_retrieval.training.small_training import (
     SGD,
     Gives,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lightning_retrieval.random_state import RandomState, has_accelerator, step_random_state
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.random_state import RandomState, has_accelerator, step_random_state
 from tests.lightning_retrieval.training.small_chunks import chunk_by_chunk, gradients_of, images, net, smooth_ap
 
 

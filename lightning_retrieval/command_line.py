@@ -1,0 +1,179 @@
+"""What all commands share: parsers, and messages about errors; it does not import torch, so help appears at once."""
+
+import argparse
+import difflib
+import errno
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER_PLACE, reason
+
+
+def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similarity: float = 0.6) -> str:
+    """The end of a message about an unknown name: the most similar known name; "" if no name is similar.
+
+    Args:
+        name: the unknown name.
+        names: the known names. In a mapping, the keys are the names, and the message shows the values.
+        similarity: the least similarity of a name, from 0 to 1: the ratio of `difflib`.
+
+    Example:
+        >>> did_you_mean("indx", ["fit", "index"])
+        '; did you mean index?'
+    """
+    shown = names
+    if not isinstance(shown, Mapping):
+        shown = {other: other for other in names}
+    by_lower_case = {other.lower(): text for other, text in shown.items()}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=similarity)
+    if not close:
+        return ""
+    return f"; did you mean {by_lower_case[close[0]]}?"
+
+
+HELP_WIDTH = 78  # columns of a description
+SHOWN = 100  # number of characters that are shown of a path that is too long
+NULLS = ("None", "null")  # values of an option that mean that it is not given
+# Prefixes of messages that are replaced by the name of the command.
+OWNERS = (
+    "adapt_head",
+    "embed_images",
+    "export_model",
+    "index_embeddings",
+    "index_images",
+    "search_images",
+    "MilvusStore",
+)
+
+
+def printable(text: str) -> str:
+    """The text, with unprintable characters (such as a line break in a file name) replaced by escape sequences."""
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
+
+
+def command_line_message(command: str, error: Exception, arguments: Iterable[str]) -> str:
+    """The message of an error, with arguments of Python functions replaced by command-line options.
+
+    Args:
+        command: the subcommand, such as `index`.
+        error: the error of a Python function, such as `index_images`.
+        arguments: names of the arguments that are options of the subcommand.
+
+    Example:
+        >>> error = ValueError("index_images: `images` must be a folder, got x.")
+        >>> command_line_message("index", error, ["images"])
+        'index: `--images` must be a folder, got x.'
+    """
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        path = os.fsdecode(error.filename or "")
+        shown = f"{printable(path)[:SHOWN]}..."
+        limit = "have names of at most 255 bytes"
+        if max(len(os.fsencode(name)) for name in path.split("/")) <= 255:
+            limit = "be short enough for the system"
+        return f"{command}: a path must {limit}, got {shown}, which is longer; shorten it."
+    if isinstance(error, OSError) and error.errno in (*NO_SPACE, *NOT_PERMITTED):
+        shown, cure = printable(str(error.filename or "a file")), OTHER_PLACE
+        if error.errno in NO_SPACE:
+            cure = FREE_SPACE
+        return f"{command}: {shown} cannot be used ({reason(error)}); {cure}."
+    message = str(error)
+    owner, separator, sentence = message.partition(": ")
+    if owner in OWNERS:
+        message = f"{command}{separator}{sentence}"
+    message = message.replace("`index_images`", "`lightning-retrieval index`")
+    for name in arguments:
+        option = f"--{name}"
+        if len(name) == 1:
+            option = f"-{name}"
+        message = message.replace(f"`{name}`", f"`{option}`")
+    return message
+
+
+def null_for_none(args: Sequence[str]) -> list[str]:
+    """Command-line arguments in which each value None is written null, as YAML writes it.
+
+    jsonargparse itself passes a null on to the options of a class as the text None.
+
+    Example:
+        >>> null_for_none(["fit", "--data.cache_dir=None", "--trainer.logger", "None"])
+        ['fit', '--data.cache_dir=null', '--trainer.logger', 'null']
+    """
+    written = []
+    for argument in args:
+        option, separator, value = argument.rpartition("=")
+        if value == "None" and (option.startswith("--") or not separator):
+            argument = f"{option}{separator}null"
+        written.append(argument)
+    return written
+
+
+def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The conversion of an option's text, which returns None for the texts None and null."""
+
+    @functools.wraps(convert)
+    def converted(text: str) -> Any:
+        if text in NULLS:
+            return None
+        return convert(text)
+
+    return converted
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that prints an error as one line without the usage; for an unknown option, it names a similar option.
+
+    An option without a default may be given as None or null, which is the same as leaving it out.
+    """
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the options; end the program for `--help` or an invalid option."""
+        for action in self._actions:
+            takes_one = isinstance(action, argparse._StoreAction) and action.option_strings and action.choices is None
+            if takes_one and not action.required and action.default is None:
+                action.type = _or_none(action.type or str)  # type: ignore[arg-type]
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = next((argument for argument in unknown if argument != "--"), "--")
+            if name.startswith("-"):
+                name = name.partition("=")[0]
+            self.error(f"unrecognized argument {name or repr(name)}{did_you_mean(name, option_names(self))}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit."""
+        self.exit(2, one_line(self.prog, message))
+
+
+def one_line(program: str, message: str) -> str:
+    """The line that reports an error and says how to get help."""
+    end = "."
+    if message.endswith((".", "?")):
+        end = ""
+    return f"{program}: error: {printable(message)}{end} See {program} --help.\n"
+
+
+def unknown_option(parser: argparse.ArgumentParser, message: str) -> str:
+    """Return a message of jsonargparse; if an option is unknown, add the most similar option to the message."""
+    found = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
+    if found is None:
+        return message
+    return f"unrecognized argument {found[1]}{did_you_mean(found[1], option_names(parser))}"
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a parser and of its subcommands, such as `--images`."""
+    names: list[str] = []
+    for action in parser._actions:
+        names += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for other in action.choices.values():
+                names += option_names(other)
+    return names
