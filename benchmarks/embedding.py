@@ -29,11 +29,11 @@ from PIL import Image
 from timing import Timing, arguments, environment, peak_added_memory, process_context, report
 
 from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.embed import embed_images
-from lightning_retrieval.cli.embedding import ImageEmbedder
-from lightning_retrieval.cli.index import index_embeddings
 from lightning_retrieval.cli.main import main as main_of_command
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
+from lightning_retrieval.search.commands.embed import embed_images
+from lightning_retrieval.search.commands.embedding import ImageEmbedder
+from lightning_retrieval.search.commands.index import index_embeddings
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 
 COMMAND = ["embed", "--device=cpu", "--format=npy", "--shard_size=50"]

@@ -22,7 +22,7 @@ import torch
 from timing import Timing, arguments, environment, memory_status, process_context, report
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.cli.index import index_embeddings
+from lightning_retrieval.search.commands.index import index_embeddings
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 
 DIM, CENTRES, QUERIES, MIB = 128, 2000, 256, 1 << 20

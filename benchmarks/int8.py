@@ -20,9 +20,9 @@ from PIL import Image
 from timing import arguments, environment, interleaved, report
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.export import INT8, ONNX, TIMED_IMAGES, Int8Cost, export_model
 from lightning_retrieval.datamodules import Glyphs
-from lightning_retrieval.export.onnx_file import OnnxModel
+from lightning_retrieval.search.commands.export import INT8, ONNX, TIMED_IMAGES, Int8Cost, export_model
+from lightning_retrieval.search.export.onnx_file import OnnxModel
 
 DIM = 128
 GLYPH_NET_STEPS, TRANSFORMER_STEPS = 608, 152

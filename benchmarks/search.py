@@ -33,8 +33,8 @@ from timing import arguments, environment, interleaved, peak_added_memory, repor
 from torch import Tensor
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.cli.index import index_embeddings
 from lightning_retrieval.ranking.rows import normalize
+from lightning_retrieval.search.commands.index import index_embeddings
 
 DIM, QUERIES, K, BLOCK, NOISE, MIB = 128, 256, 10, 4096, 1.3, 1 << 20
 SETTINGS = [

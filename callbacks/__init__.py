@@ -1,31 +1,43 @@
 """Lightning callbacks for evaluation, monitoring, figures and embeddings, two loggers and a strategy."""
 
-from lightning_retrieval.callbacks.ap_monitor import APMonitor
-from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger
-from lightning_retrieval.callbacks.curves import PrecisionRecallCurve, ScoreHistogram, TrainingCurve
-from lightning_retrieval.callbacks.detections import DetectionPicture
-from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
-from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation
-from lightning_retrieval.callbacks.fsdp2_strategy import FSDP2Strategy
-from lightning_retrieval.callbacks.gallery import RetrievalGallery
-from lightning_retrieval.callbacks.interrupt import CheckpointOnInterrupt
-from lightning_retrieval.callbacks.memory_monitor import MemoryMonitor
-from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
-from lightning_retrieval.callbacks.whitening import LearnWhitening
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "APMonitor",
-    "CheckpointOnInterrupt",
-    "DetectionPicture",
-    "EmbeddingWriter",
-    "FSDP2Strategy",
-    "LearnWhitening",
-    "MemoryMonitor",
-    "PrecisionRecallCurve",
-    "ResumableCSVLogger",
-    "RetrievalEvaluation",
-    "RetrievalGallery",
-    "RetrievalWandbLogger",
-    "ScoreHistogram",
-    "TrainingCurve",
-]
+from lightning_retrieval.lazy_names import lazy_names
+
+# Each public name and the module of the library that it is imported from.
+MODULES = {
+    "APMonitor": "callbacks.ap_monitor",
+    "CheckpointOnInterrupt": "callbacks.interrupt",
+    "DetectionPicture": "callbacks.detections",
+    "EmbeddingWriter": "search.embedding_writer",
+    "FSDP2Strategy": "callbacks.fsdp2_strategy",
+    "LearnWhitening": "callbacks.whitening",
+    "MemoryMonitor": "callbacks.memory_monitor",
+    "PrecisionRecallCurve": "callbacks.curves",
+    "ResumableCSVLogger": "callbacks.csv_logger",
+    "RetrievalEvaluation": "callbacks.evaluation",
+    "RetrievalGallery": "callbacks.gallery",
+    "RetrievalWandbLogger": "callbacks.wandb_logger",
+    "ScoreHistogram": "callbacks.curves",
+    "TrainingCurve": "callbacks.curves",
+}
+
+if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
+    from lightning_retrieval.callbacks.ap_monitor import APMonitor as APMonitor
+    from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger as ResumableCSVLogger
+    from lightning_retrieval.callbacks.curves import PrecisionRecallCurve as PrecisionRecallCurve
+    from lightning_retrieval.callbacks.curves import ScoreHistogram as ScoreHistogram
+    from lightning_retrieval.callbacks.curves import TrainingCurve as TrainingCurve
+    from lightning_retrieval.callbacks.detections import DetectionPicture as DetectionPicture
+    from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation as RetrievalEvaluation
+    from lightning_retrieval.callbacks.fsdp2_strategy import FSDP2Strategy as FSDP2Strategy
+    from lightning_retrieval.callbacks.gallery import RetrievalGallery as RetrievalGallery
+    from lightning_retrieval.callbacks.interrupt import CheckpointOnInterrupt as CheckpointOnInterrupt
+    from lightning_retrieval.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
+    from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger as RetrievalWandbLogger
+    from lightning_retrieval.callbacks.whitening import LearnWhitening as LearnWhitening
+    from lightning_retrieval.search.embedding_writer import EmbeddingWriter as EmbeddingWriter
+else:
+    __all__ = sorted(MODULES)
+
+__getattr__, __dir__ = lazy_names(__name__, MODULES)

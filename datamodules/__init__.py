@@ -4,8 +4,9 @@ To add a data set, write a reader for it in `readers/` and add its name twice be
 first used, so that reading images needs no Lightning.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_retrieval.lazy_names import lazy_names
 
 # Each public name and the module of the library that it is imported from.
 MODULES = {
@@ -96,13 +97,4 @@ else:
     __all__ = sorted(MODULES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"lightning_retrieval.{MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES})
+__getattr__, __dir__ = lazy_names(__name__, MODULES)

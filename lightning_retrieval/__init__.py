@@ -4,8 +4,9 @@ Names are imported when they are first used, so that commands without torch star
 models and chunked backward work without Lightning.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_retrieval.lazy_names import lazy_names
 
 __version__ = "0.1.0"
 
@@ -23,7 +24,7 @@ MODULES = {
     "GalleryOnly": "ranking.relevance",
     "HAPLoss": "losses",
     "LogRankLoss": "losses",
-    "MilvusStore": "search.milvus_store",
+    "MilvusStore": "search.store.milvus_store",
     "NestedLoss": "losses",
     "OtherCamera": "ranking.relevance",
     "PCAWhitening": "models",
@@ -35,7 +36,7 @@ MODULES = {
     "Relevance": "ranking.relevance",
     "RetrievalDataLoader": "datamodules",
     "RetrievalEvaluation": "callbacks",
-    "RetrievalIndex": "search.index",
+    "RetrievalIndex": "search.store.index",
     "RetrievalMetrics": "metrics",
     "RetrievalModule": "training.module",
     "SharedTags": "ranking.relevance",
@@ -79,8 +80,8 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.ranking.relevance import OtherCamera as OtherCamera
     from lightning_retrieval.ranking.relevance import Relevance as Relevance
     from lightning_retrieval.ranking.relevance import SharedTags as SharedTags
-    from lightning_retrieval.search.index import RetrievalIndex as RetrievalIndex
-    from lightning_retrieval.search.milvus_store import MilvusStore as MilvusStore
+    from lightning_retrieval.search.store.index import RetrievalIndex as RetrievalIndex
+    from lightning_retrieval.search.store.milvus_store import MilvusStore as MilvusStore
     from lightning_retrieval.training.chunk_size import largest_chunk_size as largest_chunk_size
     from lightning_retrieval.training.chunked import chunked_backward as chunked_backward
     from lightning_retrieval.training.memory import CrossBatchMemory as CrossBatchMemory
@@ -89,15 +90,4 @@ else:
     __all__ = sorted(MODULES)
 
 
-def __getattr__(name: str) -> Any:
-    if name in PACKAGES:
-        return import_module(f"{__name__}.{name}")
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES, *PACKAGES})
+__getattr__, __dir__ = lazy_names(__name__, MODULES, PACKAGES)

@@ -18,6 +18,7 @@ import inspect
 import os
 import re
 import shutil
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -28,9 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import rank, together
 from lightning_retrieval.files import (
     Manifest,
+    check_regular_file,
     delete,
     error_of_system,
     exchange_names,
@@ -50,6 +53,9 @@ from lightning_retrieval.optional_packages import optional_import
 ZIP_START = b"PK\x03\x04"
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 MANIFEST = Manifest(content="sharded checkpoint", name="checkpoint.json", command="fit", cure="take another checkpoint")
+BEST_CHECKPOINT = Path("checkpoints", "best.ckpt")  # in the folder of a run
+# LightningCLI stores one of these names in the hyperparameters.
+INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 REST = "rest.pt"
 MOST_DEPTH, MOST_SHARED = 100, 100_000  # limits for the containers in a checkpoint, and for repeated visits of one
 MOST_REPEATED_BYTES = 2**26  # by which the tensors of a checkpoint may be larger than what is stored
@@ -610,3 +616,86 @@ def _as_value_errors(folder: Path) -> Iterator[None]:
             f"the shards of the checkpoint {folder} are not those of its tensors ({reason(error)}); take another "
             "checkpoint."
         ) from None
+
+
+def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> None:
+    """Raise if a checkpoint is damaged.
+
+    This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, and files
+    from before torch 1.6, which have no checksums.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: a path, or a stream.
+        part: as for `find_damage`.
+
+    Raises:
+        ValueError: if the file is truncated, was not written by `torch.save`, has a wrong checksum, or is a FIFO.
+
+    Cost:
+        The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has wrong checksums
+        and counts as damaged.
+    """
+    if isinstance(checkpoint, (str, Path)):
+        check_regular_file(owner, Path(checkpoint))
+    damage = find_damage(checkpoint, part)
+    if damage is not None:
+        raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
+
+
+def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
+    """Raise unless an argument is a stream, a remote address, or the path of an existing checkpoint.
+
+    Args:
+        owner: prefix of error messages.
+        name: name of the argument.
+        checkpoint: value of the argument.
+
+    Raises:
+        FileNotFoundError: if the path does not exist.
+        ValueError: if the path is empty, or is a folder that is not a sharded checkpoint.
+        TypeError: if the value is neither a path nor a stream.
+    """
+    is_stream = hasattr(checkpoint, "read") and hasattr(checkpoint, "seek")
+    is_address = isinstance(checkpoint, str) and "://" in checkpoint
+    if is_stream or is_address:
+        return
+    path = check_path(owner, name, checkpoint)
+    finish_replacement(path)
+    if path.is_dir() and not is_sharded_checkpoint(path):
+        raise ValueError(f"{owner}: `{name}` must be the path of a checkpoint, got the folder {path}.")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{owner}: `{name}` must be the path of a checkpoint, got {path}, which does not exist."
+        )
+
+
+def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> Path:
+    """The file of a checkpoint. For a folder, this is the best checkpoint of the newest run in it, which is logged.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: a file, the folder of a run, or the folder with the runs `version_0`, `version_1` and so on. The
+            newest run is the one with the highest number among those that have a file `checkpoints/best.ckpt`.
+        name: name of the argument that gives the checkpoint, for error messages.
+
+    Raises:
+        FileNotFoundError: if the path does not exist, or the folder has no such file.
+    """
+    if is_checkpoint(checkpoint):
+        return checkpoint
+    rule = f"{owner}: `{name}` must be a checkpoint that training wrote, or the folder of its runs, got {checkpoint}"
+    if not checkpoint.is_dir():
+        raise FileNotFoundError(f"{rule}, which does not exist.")
+    runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
+    runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
+    for run in [checkpoint, *runs]:
+        best = run / BEST_CHECKPOINT
+        if is_checkpoint(best):
+            if rank() == 0:
+                print(f"The checkpoint is {best}.", file=sys.stderr)
+            return best
+    raise FileNotFoundError(
+        f"{rule}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists; give the path of a file, "
+        "or train with ModelCheckpoint(filename='best')."
+    )

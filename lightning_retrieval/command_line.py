@@ -11,6 +11,20 @@ from typing import Any, NoReturn
 
 from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER_PLACE, reason
 
+HELP_WIDTH = 78  # columns of a description
+SHOWN = 100  # number of characters that are shown of a path that is too long
+NULLS = ("None", "null")  # values of an option that mean that it is not given
+# Prefixes of messages that are replaced by the name of the command.
+OWNERS = (
+    "adapt_head",
+    "embed_images",
+    "export_model",
+    "index_embeddings",
+    "index_images",
+    "search_images",
+    "MilvusStore",
+)
+
 
 def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similarity: float = 0.6) -> str:
     """The end of a message about an unknown name: the most similar known name; "" if no name is similar.
@@ -32,21 +46,6 @@ def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similar
     if not close:
         return ""
     return f"; did you mean {by_lower_case[close[0]]}?"
-
-
-HELP_WIDTH = 78  # columns of a description
-SHOWN = 100  # number of characters that are shown of a path that is too long
-NULLS = ("None", "null")  # values of an option that mean that it is not given
-# Prefixes of messages that are replaced by the name of the command.
-OWNERS = (
-    "adapt_head",
-    "embed_images",
-    "export_model",
-    "index_embeddings",
-    "index_images",
-    "search_images",
-    "MilvusStore",
-)
 
 
 def printable(text: str) -> str:

@@ -1,8 +1,6 @@
 """Read modules and data modules from checkpoints of Lightning: verified files, whose hyperparameters are data."""
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,76 +17,21 @@ from lightning_retrieval.backend import (
     warn_of_other_package,
 )
 from lightning_retrieval.checkpoints import (
-    find_damage,
-    finish_replacement,
-    is_checkpoint,
+    INSTANTIATORS,
+    check_checkpoint,
+    check_checkpoint_exists,
     is_sharded_checkpoint,
     read_checkpoint,
 )
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.csv_rows import csv_rows
-from lightning_retrieval.distributed import rank
-from lightning_retrieval.files import check_regular_file
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data.describe import class_path, describe
 from lightning_retrieval.plain_data.rebuild import DescriptionReader, check_arguments
 from lightning_retrieval.plain_data.rules import add_named_packages
 
-# LightningCLI stores one of these names in the hyperparameters.
-INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
-
-
-def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> None:
-    """Raise if a checkpoint is damaged.
-
-    This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, and files
-    from before torch 1.6, which have no checksums.
-
-    Args:
-        owner: prefix of error messages.
-        checkpoint: a path, or a stream.
-        part: as for `find_damage`.
-
-    Raises:
-        ValueError: if the file is truncated, was not written by `torch.save`, has a wrong checksum, or is a FIFO.
-
-    Cost:
-        The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has wrong checksums
-        and counts as damaged.
-    """
-    if isinstance(checkpoint, (str, Path)):
-        check_regular_file(owner, Path(checkpoint))
-    damage = find_damage(checkpoint, part)
-    if damage is not None:
-        raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
-
-
-def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
-    """Raise unless an argument is a stream, a remote address, or the path of an existing checkpoint.
-
-    Args:
-        owner: prefix of error messages.
-        name: name of the argument.
-        checkpoint: value of the argument.
-
-    Raises:
-        FileNotFoundError: if the path does not exist.
-        ValueError: if the path is empty, or is a folder that is not a sharded checkpoint.
-        TypeError: if the value is neither a path nor a stream.
-    """
-    is_stream = hasattr(checkpoint, "read") and hasattr(checkpoint, "seek")
-    is_address = isinstance(checkpoint, str) and "://" in checkpoint
-    if is_stream or is_address:
-        return
-    path = check_path(owner, name, checkpoint)
-    finish_replacement(path)
-    if path.is_dir() and not is_sharded_checkpoint(path):
-        raise ValueError(f"{owner}: `{name}` must be the path of a checkpoint, got the folder {path}.")
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{owner}: `{name}` must be the path of a checkpoint, got {path}, which does not exist."
-        )
+HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
 
 
 def check_map_location(owner: str, map_location: Any) -> None:
@@ -114,9 +57,6 @@ def check_map_location(owner: str, map_location: Any) -> None:
             f"{owner}: `map_location` must be a device such as 'cpu', got {short_repr(map_location)} "
             f"({type(map_location).__name__})."
         )
-
-
-HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
 
 
 class CheckpointedDataModule(pl.LightningDataModule):
@@ -149,14 +89,14 @@ class CheckpointedDataModule(pl.LightningDataModule):
             ValueError: as for a module.
             TypeError: as for a module.
         """
-        checkpoint = _read_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
+        checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
         data = module_of_checkpoint(cls, checkpoint, kwargs)
         if type(data).__qualname__ in checkpoint:
             data.load_state_dict(checkpoint[type(data).__qualname__])
         return data
 
 
-def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, weights_only: bool | None) -> Any:
+def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, weights_only: bool | None) -> Any:
     """The verified content of a checkpoint, with the hyperparameters of `hparams_file` if it is given.
 
     Args:
@@ -255,37 +195,3 @@ def module_of_checkpoint(
         arguments = {**settings.arguments(), **given}
         with _given_hyperparameters_context({**used, **describe(dict(given))}, instantiator):
             return settings.cls(**arguments)
-
-
-BEST_CHECKPOINT = Path("checkpoints", "best.ckpt")  # in the folder of a run
-
-
-def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> Path:
-    """The file of a checkpoint. For a folder, this is the best checkpoint of the newest run in it, which is logged.
-
-    Args:
-        owner: prefix of error messages.
-        checkpoint: a file, the folder of a run, or the folder with the runs `version_0`, `version_1` and so on. The
-            newest run is the one with the highest number among those that have a file `checkpoints/best.ckpt`.
-        name: name of the argument that gives the checkpoint, for error messages.
-
-    Raises:
-        FileNotFoundError: if the path does not exist, or the folder has no such file.
-    """
-    if is_checkpoint(checkpoint):
-        return checkpoint
-    rule = f"{owner}: `{name}` must be a checkpoint that training wrote, or the folder of its runs, got {checkpoint}"
-    if not checkpoint.is_dir():
-        raise FileNotFoundError(f"{rule}, which does not exist.")
-    runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
-    runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
-    for run in [checkpoint, *runs]:
-        best = run / BEST_CHECKPOINT
-        if is_checkpoint(best):
-            if rank() == 0:
-                print(f"The checkpoint is {best}.", file=sys.stderr)
-            return best
-    raise FileNotFoundError(
-        f"{rule}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists; give the path of a file, "
-        "or train with ModelCheckpoint(filename='best')."
-    )

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 import lightning_retrieval
 from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
-from lightning_retrieval.search.rows import FolderRows
-from lightning_retrieval.search.storage import FORMAT
-from tests.lightning_retrieval.search.vectors import built, vectors
+from lightning_retrieval.search.store.rows import FolderRows
+from lightning_retrieval.search.store.storage import FORMAT
+from tests.lightning_retrieval.search.store.vectors import built, vectors
 from tests.quiet_trainer import quiet_trainer
 from tests.test_kills import write_shards
 

@@ -25,11 +25,11 @@ from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.models.adapted import embedder_of_checkpoint
 from lightning_retrieval.models.tokenizers import JSONTokenizer
 from lightning_retrieval.preparation.serialised import rebuild_transform, serialise_transform
-from lightning_retrieval.search.conditions import parse_where
-from lightning_retrieval.search.index import RetrievalIndex
-from lightning_retrieval.search.storage import FORMAT, MANIFEST
+from lightning_retrieval.search.store.conditions import parse_where
+from lightning_retrieval.search.store.index import RetrievalIndex
+from lightning_retrieval.search.store.storage import FORMAT, MANIFEST
 from lightning_retrieval.training.checkpoint_files import restored_network
-from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
+from tests.lightning_retrieval.search.commands.glyph_commands import save_checkpoint
 
 pytestmark = [pytest.mark.hostile, pytest.mark.refusal, pytest.mark.slow]
 

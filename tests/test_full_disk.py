@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.export import export_model
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.export.onnx_file import can_write_onnx
+from lightning_retrieval.search.commands.export import export_model
+from lightning_retrieval.search.export.onnx_file import can_write_onnx
 from tests.lightning_retrieval.cli.example_config import SMALL, write_example
-from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
+from tests.lightning_retrieval.search.commands.glyph_commands import save_checkpoint
 from tests.test_kills import save_file, save_index, save_model, save_shards, write_shards
 
 READ_ONLY = Path("/sys")  # nobody may create a file here

@@ -21,7 +21,7 @@ from lightning_retrieval.files import file_digest
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.preparation.serialised import rebuild_transform
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
-from tests.lightning_retrieval.cli.glyph_commands import command, save_checkpoint
+from tests.lightning_retrieval.search.commands.glyph_commands import command, save_checkpoint
 
 pytestmark = [pytest.mark.hostile, pytest.mark.refusal, pytest.mark.slow]
 

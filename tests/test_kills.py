@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss, checkpoints, files
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, torch_writes_shards, write_sharded_checkpoint
-from lightning_retrieval.cli.export import export_model
 from lightning_retrieval.files import new_files
 from lightning_retrieval.preparation import prepare
+from lightning_retrieval.search.commands.export import export_model
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 from tests.kills import killed_everywhere
-from tests.lightning_retrieval.search.vectors import built, vectors
+from tests.lightning_retrieval.search.store.vectors import built, vectors
 from tests.processes import StartedCommand, start_processes
 
 needs_shards = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch >= 2.9")

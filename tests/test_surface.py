@@ -76,14 +76,16 @@ def changes(old, new):
     ]
 
 
-@pytest.mark.parametrize("package", ["lightning_retrieval", "lightning_retrieval.datamodules"])
+@pytest.mark.parametrize(
+    "package", ["lightning_retrieval", "lightning_retrieval.callbacks", "lightning_retrieval.datamodules"]
+)
 def test_each_name_is_imported_from_where_type_checkers_see_it(package):
     package = importlib.import_module(package)
     tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
     seen = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_retrieval."):
-            seen.update({alias.asname: node.module for alias in node.names})
+            seen.update({alias.asname: node.module for alias in node.names if alias.asname is not None})
     assert seen == {name: f"lightning_retrieval.{module}" for name, module in package.MODULES.items()}
 
 

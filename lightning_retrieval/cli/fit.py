@@ -30,15 +30,20 @@ from lightning_retrieval.callbacks.csv_logger import (
     other_loggers,
     run_folder,
 )
-from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
-from lightning_retrieval.checkpoints import delete_temporary_checkpoints, is_checkpoint, read_checkpoint
+from lightning_retrieval.checkpoints import (
+    check_checkpoint,
+    delete_temporary_checkpoints,
+    find_checkpoint,
+    is_checkpoint,
+    read_checkpoint,
+)
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
-from lightning_retrieval.loading import check_checkpoint, find_checkpoint, module_of_checkpoint
+from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
     add_named_packages,
     constructor_parameters,
@@ -175,12 +180,12 @@ class RetrievalCLI(LightningCLI):
         Checkpoints are saved in the folder of the first logger.
         """
         settings = self._get(self.config_init, "trainer")
-        callbacks = settings.callbacks or []
-        if isinstance(callbacks, pl.Callback):
-            callbacks = [callbacks]
-        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        given = settings.callbacks or []
+        if isinstance(given, pl.Callback):
+            given = [given]
+        has_bar = any(isinstance(callback, ProgressBar) for callback in given)
         if settings.enable_progress_bar is not False and not has_bar:
-            kwargs["callbacks"] = [*callbacks, RunProgressBar()]
+            kwargs["callbacks"] = [*given, RunProgressBar()]
         folder = self._get(self.config_init, "run_folder")
         if folder is not None:
             configured = settings.logger
@@ -307,21 +312,17 @@ class RetrievalCLI(LightningCLI):
         if not isinstance(self.model, RetrievalModule):
             return
         self.config_init.predict.return_predictions = False
-        if any(isinstance(callback, EmbeddingWriter) for callback in trainer.callbacks):
+        if any(isinstance(callback, callbacks.EmbeddingWriter) for callback in trainer.callbacks):
             return
-        output = self.config_init.predict.output
-        if output is None:
-            trainer.callbacks.append(_WriterToRunFolder("embeddings"))
-        else:
-            try:
-                trainer.callbacks.append(EmbeddingWriter(output))
-            except ValueError as error:
-                self.parser.error(str(error).replace("EmbeddingWriter: `output`", f"{self._owner}: `--output`"))
+        try:
+            trainer.callbacks.append(callbacks.EmbeddingWriter(self.config_init.predict.output))
+        except ValueError as error:
+            self.parser.error(str(error).replace("EmbeddingWriter: `output`", f"{self._owner}: `--output`"))
 
     def after_predict(self) -> None:
         """Print where the embeddings are."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EmbeddingWriter):
+            if isinstance(callback, callbacks.EmbeddingWriter):
                 rank_zero_info(f"The embeddings are in {callback.output}.")
                 if callback.renewed > 0:
                     rank_zero_info(f"Made again, because images in them have changed: {callback.renewed} files.")
@@ -565,15 +566,6 @@ def _classes() -> dict[str, str]:
         for name in package.__all__:
             paths[name] = f"{package.__name__}.{name}"
     return paths
-
-
-class _WriterToRunFolder(EmbeddingWriter):
-    """Writes to the folder of the run, which `setup` looks up: earlier, the folder may differ between ranks."""
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "predict":
-            self.output = run_folder(trainer) / "embeddings"
-        super().setup(trainer, pl_module, stage)
 
 
 class _SaveConfig(SaveConfigCallback):

@@ -10,21 +10,18 @@
     lightning-retrieval demo --index INDEX
     lightning-retrieval completion SHELL
 
-The modules of `adapt`, `embed`, `export`, `index`, `search` and `demo` are imported only after the options have been
-parsed, so that their help does not wait for torch.
+The commands that use a trained model are in `lightning_retrieval.search.commands`, each in the module of its name. The
+module is imported after the options have been parsed, so that help does not wait for torch.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_retrieval.cli.options import COMMANDS, parse
 from lightning_retrieval.command_line import CommandParser, command_line_message, did_you_mean
-
-if TYPE_CHECKING:
-    from lightning_retrieval.cli.embedding import UnreadableImage
 
 EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # the messages of these errors say what the user can change
 
@@ -44,6 +41,7 @@ OTHER_COMMANDS = {
     "demo": "Search an index in the browser: --index INDEX",
     "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
 }
+SEARCH_COMMANDS = "lightning_retrieval.search.commands"  # has a module for each of the other commands
 SHELLS = ("bash", "zsh", "tcsh")
 COMPLETION_EXAMPLE = """\
 lightning-retrieval completion bash \\
@@ -111,8 +109,8 @@ def _run(command: str, args: Sequence[str]) -> int:
         return check(args)
     if command == "completion":
         return _print_completion(args)
-    options = parse(command, args)
-    work = _work_of(command)
+    options = import_module(f"{SEARCH_COMMANDS}.options").parse(command, args)
+    work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
 
     from lightning_retrieval.plain_data import import_named_module
 
@@ -129,34 +127,6 @@ def _run(command: str, args: Sequence[str]) -> int:
     if unreadable:
         return 1
     return 0
-
-
-def _work_of(command: str) -> Callable[[argparse.Namespace], Sequence["UnreadableImage"]]:
-    """The function of a command. It prints the results and returns the images that could not be read."""
-    if command == "adapt":
-        from lightning_retrieval.cli.adapt import adapt
-
-        return adapt
-    if command == "embed":
-        from lightning_retrieval.cli.embed import embed
-
-        return embed
-    if command == "export":
-        from lightning_retrieval.cli.export import export
-
-        return export
-    if command == "index":
-        from lightning_retrieval.cli.index import index
-
-        return index
-    if command == "demo":
-        from lightning_retrieval.cli.demo import demo
-
-        return demo
-
-    from lightning_retrieval.cli.search import search
-
-    return search
 
 
 def _print_completion(args: Sequence[str]) -> int:
@@ -184,6 +154,7 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
     from lightning_retrieval.cli.check import DATA_MODULES
     from lightning_retrieval.cli.fit import fit
 
+    options = import_module(f"{SEARCH_COMMANDS}.options")
     parser = argparse.ArgumentParser("lightning-retrieval")
     commands = parser.add_subparsers()
     (of_lightning,) = (
@@ -199,7 +170,7 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
         elif name == "completion":
             command.add_argument("shell", choices=SHELLS)
         else:
-            COMMANDS[name].add_options(command)
+            options.COMMANDS[name].add_options(command)
         for action in command._actions:
             if action.type is Path or not set(FILE_OPTIONS).isdisjoint(action.option_strings):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -24,6 +24,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checkpoints import (
+    INSTANTIATORS,
+    check_checkpoint,
+    check_checkpoint_exists,
     check_content,
     is_sharded_checkpoint,
     load_mapped,
@@ -35,7 +38,6 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import plain_state
 from lightning_retrieval.distributed import rank, together, world_size
-from lightning_retrieval.loading import INSTANTIATORS, check_checkpoint, check_checkpoint_exists
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of

@@ -34,7 +34,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
-from lightning_retrieval.loading import _read_checkpoint, module_of_checkpoint
+from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.plain_data import (
     describe,
     unsharded_class,
@@ -247,7 +247,7 @@ class CheckpointedModule(pl.LightningModule):
                 a device, or the checkpoint describes an object of the wrong kind for an argument.
         """
         check_flag(cls.__name__, "strict", strict)
-        checkpoint = _read_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
+        checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
         return restored_module(cls, checkpoint, kwargs, strict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

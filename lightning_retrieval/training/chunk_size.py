@@ -15,6 +15,8 @@ from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.random_state import RandomState
 from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
 
+ChunkSize = int | Literal["auto"] | None
+
 # cuBLAS and cuDNN allocate memory without torch's allocator, and report a failure by a status.
 _ALLOCATION_FAILED = re.compile(
     r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUDA error: out of memory"
@@ -185,9 +187,6 @@ def _leaves(output: Tensor) -> list[Tensor]:
         for following, _ in node.next_functions:
             waiting.append(following)
     return leaves
-
-
-ChunkSize = int | Literal["auto"] | None
 
 
 def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:

@@ -10,11 +10,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalMetrics
-from lightning_retrieval.cli.embedding import ReadableImages
 from lightning_retrieval.datamodules import ImageIndex, ImageSet, training_transform
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.search.commands.embedding import ReadableImages
 from tests.datamodules.pictures import TINY, as_it_is, picture
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.files import is_system_error, new_file, new_files, write_verified
-from tests.lightning_retrieval.search.vectors import built
+from tests.lightning_retrieval.search.store.vectors import built
 
 
 def test_a_new_file_takes_the_place_of_the_old_one_when_it_is_complete(tmp_path):

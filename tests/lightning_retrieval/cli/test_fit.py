@@ -13,14 +13,14 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.export import export_model
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.search.commands.export import export_model
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees_more import write_folders
 from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, metrics_of, write_example
-from tests.lightning_retrieval.cli.glyph_commands import command, run
 from tests.lightning_retrieval.models.hugging_face_folders import write_folder
+from tests.lightning_retrieval.search.commands.glyph_commands import command, run
 from tests.processes import start_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED)]

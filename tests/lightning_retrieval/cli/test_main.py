@@ -16,13 +16,13 @@ from PIL import Image
 from lightning_retrieval import datamodules
 from lightning_retrieval.cli.check import DATA_MODULES, data_modules
 from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
-from lightning_retrieval.cli.options import TRANSFORMS, make_parser
 from lightning_retrieval.command_line import command_line_message, printable
 from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.search.commands.options import TRANSFORMS, make_parser
 from tests.lightning_retrieval.cli.example_config import IGNORED
-from tests.lightning_retrieval.cli.glyph_commands import run
+from tests.lightning_retrieval.search.commands.glyph_commands import run
 
 pytestmark = pytest.mark.filterwarnings(*IGNORED)
 

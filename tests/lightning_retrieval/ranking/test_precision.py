@@ -10,7 +10,7 @@ from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.ranking.ranks import ieee_products
-from lightning_retrieval.search.index import measure_recall
+from lightning_retrieval.search.store.index import measure_recall
 
 PRODUCTS = ("mm", "bmm", "addmm", "mv", "matmul")
 LABELS = torch.arange(12) // 3

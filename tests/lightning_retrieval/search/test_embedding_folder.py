@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex, progress
-from lightning_retrieval.search import rows as rows_of_index
 from lightning_retrieval.search.embedding_folder import (
     FORMAT,
     EmbeddingFolder,
@@ -23,9 +22,10 @@ from lightning_retrieval.search.embedding_folder import (
     ShardRows,
     digest_of_list,
 )
-from lightning_retrieval.search.rows import FolderRows
 from lightning_retrieval.search.shared_folder import ShardCollector, share_folder
-from tests.lightning_retrieval.search.vectors import memory
+from lightning_retrieval.search.store import rows as rows_of_index
+from lightning_retrieval.search.store.rows import FolderRows
+from tests.lightning_retrieval.search.store.vectors import memory
 
 MANIFEST = EmbeddingManifest(
     images=5, images_sha256="list", model_sha256="model", preparation={"transform": "plain"}, dim=3, shard_size=2

@@ -11,8 +11,8 @@ from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import AdaptedEmbedder
-from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
 from tests.lightning_retrieval.models.hugging_face_folders import SMALL
+from tests.lightning_retrieval.search.commands.glyph_commands import save_checkpoint
 from tests.lightning_retrieval.training.small_training import Log, fit, trainer
 
 timm = pytest.importorskip("timm")

@@ -16,10 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.checkpoints import load_mapped
-from lightning_retrieval.cli.embedding import load_checkpoint
+from lightning_retrieval.checkpoints import check_checkpoint, load_mapped
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.loading import check_checkpoint
+from lightning_retrieval.search.commands.embedding import load_checkpoint
 from tests.lightning_retrieval.training.small_training import fit, trainer
 
 

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, TinyFasterRCNN
-from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.models import AdaptedEmbedder, FrozenEmbedder
 from lightning_retrieval.plain_data import describe
+from lightning_retrieval.search.commands.stores import opened_index
+from lightning_retrieval.search.export.onnx_file import can_write_onnx
 from lightning_retrieval.training.checkpoint_files import restored_network
 from tests.quiet_trainer import quiet_trainer
 

@@ -17,8 +17,7 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss, checkpoints
-from lightning_retrieval.checkpoints import find_damage, read_checkpoint, torch_writes_shards
-from lightning_retrieval.loading import check_checkpoint
+from lightning_retrieval.checkpoints import check_checkpoint, find_damage, read_checkpoint, torch_writes_shards
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints

@@ -1,5 +1,0 @@
-"""Exports models to programs that do not need this library, and checks them against the original model."""
-
-from lightning_retrieval.export.program import EmbeddingProgram, export_program
-
-__all__ = ["EmbeddingProgram", "export_program"]

@@ -1,0 +1,382 @@
+"""`lightning-retrieval adapt`: train a head on embeddings that `embed` wrote, and write a checkpoint with it."""
+
+import argparse
+import copy
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from lightning_retrieval import losses
+from lightning_retrieval.backend import pl
+from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
+from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
+from lightning_retrieval.plain_data import describe, rebuild
+from lightning_retrieval.progress import Progress
+from lightning_retrieval.search.commands.embedding import (
+    UnreadableImage,
+    load_checkpoint,
+    print_guess,
+    recorded_checkpoint,
+    restored_retrieval_module,
+)
+from lightning_retrieval.search.commands.index import read_image_rows
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
+from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
+from lightning_retrieval.training.module import RetrievalModule
+from lightning_retrieval.training.run_report import quiet_trainer
+from lightning_retrieval.training.trainer_checks import adapt_loss
+
+OWNER = "adapt_head"
+LARGEST_LIST = 16_384
+LONGEST_GRADIENT = 1.0  # norm to which gradients are clipped, as log rank needs
+MOST_OF_A_CLASS = 16  # images of a class in a list
+HELD_OUT = 0.2  # fraction of the classes that are held out
+FEWEST_CLASSES = 4  # two to train on, and two that are held out
+PATIENCE = 5  # epochs without a better mAP after which training stops
+NORMAL_QUANTILE = 1.96  # for a 95 % interval
+
+
+@dataclass(frozen=True)
+class AdaptedHead:
+    """The result of `adapt_head`.
+
+    Args:
+        before: mAP of the held-out classes with the stored embeddings.
+        after: mAP of the held-out classes with the head.
+        interval: 95 % interval of the mean difference of a held-out class.
+        classes: number of held-out classes.
+        epochs: number of epochs until training stopped.
+    """
+
+    before: float
+    after: float
+    interval: tuple[float, float]
+    classes: int
+    epochs: int
+
+
+class LabelledSet(NamedTuple):
+    """Embeddings and their labels."""
+
+    embeddings: Float[Tensor, "rows dim"]
+    labels: Int[Tensor, " rows"]
+
+
+def adapt(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """Run the command: print what was found. No image is read, so none is unreadable."""
+    settings = dict(vars(options))
+    settings["loss"] = named_loss(options.loss, settings.pop("loss_args"))
+    done = adapt_head(**settings)
+    print(f"{options.output}: {_summary(done)}")
+    return []
+
+
+def _summary(done: AdaptedHead) -> str:
+    low, high = done.interval
+    text = (
+        f"mAP of {done.classes} held-out classes {done.after:.4f}, of the features {done.before:.4f} (mean difference "
+        f"of a class {(low + high) / 2:+.4f}, {low:+.4f} to {high:+.4f} with 95 % confidence), {done.epochs} epochs"
+    )
+    if low <= 0:
+        text += (
+            "\nnot shown to be better than the features: adapt embeddings of more classes, or use the checkpoint that "
+            "made the embeddings"
+        )
+    return text
+
+
+def named_loss(name: str, arguments: str) -> nn.Module:
+    """The loss that the user names.
+
+    Args:
+        name: name of a loss of this library or of pytorch-metric-learning, or the dotted path of a class.
+        arguments: arguments of the loss, as a JSON object.
+
+    Raises:
+        ValueError: if there is no such loss, or the arguments are invalid.
+        TypeError: if the path does not name a module.
+    """
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{OWNER}: `loss_args` must be a JSON object, such as '{{\"tau\": 0.1}}', got {arguments!r}.")
+    path = name
+    if "." not in name:
+        path = f"pytorch_metric_learning.losses.{name}"
+        if name in losses.__all__:
+            path = f"lightning_retrieval.{name}"
+    description = {"class_path": path, "init_args": parsed}
+    try:
+        return rebuild(OWNER, "loss", description, nn.Module)
+    except TypeError as error:
+        raise ValueError(
+            f"{OWNER}: `loss` and `loss_args` must name a loss and its arguments, got {name} and {arguments} "
+            f"({first_line(error)})."
+        ) from None
+
+
+def adapt_head(
+    embeddings: Path,
+    output: Path,
+    *,
+    loss: nn.Module,
+    labels: Path | None = None,
+    checkpoint: Path | None = None,
+    embedding_dim: int | None = None,
+    hidden_dim: int | None = None,
+    batch_size: int = 2048,
+    lr: float = 1e-3,
+    max_epochs: int = 100,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> AdaptedHead:
+    """Train a head on stored embeddings, and write a checkpoint with the frozen model and its head.
+
+    A fifth of the classes is held out. Training stops when their mAP has not risen for 5 epochs, and the checkpoint
+    gets the best head. It is the checkpoint of a `RetrievalModule` whose embedder is an `AdaptedEmbedder`.
+
+    Args:
+        embeddings: folder written by `embed_images`.
+        output: file of the new checkpoint.
+        loss: loss of this library or of pytorch-metric-learning.
+        labels: CSV or Parquet table with the columns `image` and `label`; if None, the labels in the folder are used.
+        checkpoint: checkpoint that the embeddings were made with; if None, the path that the folder records.
+        embedding_dim: dimension of the new embeddings; if None, the dimension of the stored embeddings.
+        hidden_dim: number of hidden units of the head; None for a linear head.
+        batch_size: number of embeddings in a list, from 4 to 16,384, with at most 16 of each class.
+        lr: learning rate of AdamW, > 0.
+        max_epochs: maximum number of epochs, >= 1.
+        seed: seed of the held-out classes and of the lists, >= 0.
+        overwrite: replace `output` if it exists.
+
+    Raises:
+        FileNotFoundError: if the embeddings, the table or the checkpoint do not exist.
+        ValueError: if `output` exists and `overwrite` is False, an image has no label, there are too few classes, the
+            embeddings were not made by this checkpoint's network alone, or an argument is out of range.
+        OSError: if the checkpoint cannot be written; an earlier file at `output` is unchanged.
+
+    Cost:
+        Memory for all embeddings and for the scores of one list.
+    """
+    check_integer(OWNER, "batch_size", batch_size, least=4, most=LARGEST_LIST)
+    check_positive(OWNER, "lr", lr)
+    check_integer(OWNER, "max_epochs", max_epochs, least=1)
+    check_bool(OWNER, "overwrite", overwrite)
+    generator = torch.Generator().manual_seed(check_integer(OWNER, "seed", seed, least=0))
+    if not output.parent.is_dir() or output.is_dir():
+        raise ValueError(f"{OWNER}: `output` must be a file in an existing folder, got {output}.")
+    folder = EmbeddingFolder.load(OWNER, embeddings)
+    module = _embedding_module(folder.manifest, checkpoint, output, overwrite)
+    if embedding_dim is None:
+        embedding_dim = folder.manifest.dim
+    embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
+    rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", _labels_of_table(labels)))
+    is_held_out = _held_out(numbers, generator)
+    trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])
+    held_out = LabelledSet(rows[is_held_out], numbers[is_held_out])
+    lists = partial(lists_of_epoch, trained.labels, batch_size, generator)
+    epochs = _fit(embedder.head, loss, trained, held_out, lists=lists, lr=lr, max_epochs=max_epochs)
+    preparation = _preparation(folder.manifest, module)
+    _save(embedder, loss, preparation, output)
+    return _compare(embedder.head, held_out, epochs)
+
+
+def _embedding_module(
+    manifest: EmbeddingManifest, checkpoint: Path | None, output: Path, overwrite: bool
+) -> RetrievalModule:
+    """The module that made the embeddings; raises unless a head can follow it in another file."""
+    found = recorded_checkpoint(OWNER, manifest.about, checkpoint, made="embeddings were")
+    if output.exists() and output.samefile(found):
+        raise ValueError(
+            f"{OWNER}: `output` must not be the checkpoint that made the embeddings, got {output}; give another file."
+        )
+    if output.exists() and not overwrite:
+        raise ValueError(
+            f"{OWNER}: `output` must be a new file, got {output}, which exists; give `overwrite` to replace it, or "
+            "another path."
+        )
+    module: RetrievalModule = load_checkpoint(OWNER, found, restored_retrieval_module)
+    if module.query_embedder is not None:
+        raise ValueError(
+            f"{OWNER}: `checkpoint` must be of a model with one network, got {found}, which has a `query_embedder`; "
+            "train the network of queries with a FrozenEmbedder of the candidates instead."
+        )
+    is_whitened = module.whitening is not None and module.whitening.learned is not None
+    if is_whitened or tuple(module.eval_scales) != (1,):
+        raise ValueError(
+            f"{OWNER}: `embeddings` must be of a model without whitening and with the scale 1 alone, got another; "
+            "embed the images with such a model."
+        )
+    return module
+
+
+def _labels_of_table(table: Path | None) -> Mapping[str, str] | None:
+    """The label of each path in a table; None without a table."""
+    if table is None:
+        return None
+    table_of_labels, row_of = read_image_rows(OWNER, "labels", table, ("image", "label"))
+    read = table_of_labels.columns
+    if "label" not in read:
+        raise ValueError(f"{OWNER}: `labels` must be a table with the column label, got {table} with tags; add labels.")
+    return {image: read["label"][row] for image, row in row_of.items() if read["label"][row]}
+
+
+def _held_out(labels: Int[Tensor, " rows"], generator: torch.Generator) -> Bool[Tensor, " rows"]:
+    """Whether each row is of a held-out class; only classes with several images are held out."""
+    classes, counts = labels.unique(return_counts=True)
+    several = classes[counts > 1]
+    if len(several) < FEWEST_CLASSES:
+        raise ValueError(
+            f"{OWNER}: `embeddings` must be of at least {FEWEST_CLASSES} classes with several images, since some "
+            f"classes are held out, got {len(several)} of {len(classes)}; add images."
+        )
+    number = max(2, round(HELD_OUT * len(several)))
+    return torch.isin(labels, several[torch.randperm(len(several), generator=generator)[:number]])
+
+
+def _fit(
+    head: Head,
+    loss: nn.Module,
+    trained: LabelledSet,
+    held_out: LabelledSet,
+    *,
+    lists: Callable[[], Iterator[Int[Tensor, " batch"]]],
+    lr: float,
+    max_epochs: int,
+) -> int:
+    """Train until the mAP of the held-out classes stops rising, load the best head, and return the number of epochs."""
+    _start_with_principal_directions(head, trained.embeddings)
+    batch_loss = adapt_loss(OWNER, loss)
+    parameters = [*head.parameters(), *batch_loss.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
+    best, best_epoch, best_state = _mean_ap(head, held_out), 0, copy.deepcopy(head.state_dict())
+    steps = 0
+    with Progress("Training", total=max_epochs, units="epochs") as progress:
+        for epoch in range(1, max_epochs + 1):
+            for chosen in lists():
+                value = _value(batch_loss, head(trained.embeddings[chosen]), trained.labels[chosen], chosen)
+                _check_loss(value, steps)
+                steps += 1
+                optimizer.zero_grad()
+                value.backward()
+                nn.utils.clip_grad_norm_(parameters, LONGEST_GRADIENT)
+                optimizer.step()
+            progress.update(1)
+            found = _mean_ap(head, held_out)
+            if found > best:
+                best, best_epoch, best_state = found, epoch, copy.deepcopy(head.state_dict())
+            if epoch - best_epoch >= PATIENCE:
+                break
+    head.load_state_dict(best_state)
+    return epoch
+
+
+def _check_loss(value: Tensor, steps: int) -> None:
+    """Raise unless the value of the loss after a number of steps is finite."""
+    if bool(value.isfinite()):
+        return
+    if steps == 0:
+        raise ValueError(f"{OWNER}: `loss` must be finite at the start, got {value.item()}; give other `loss_args`.")
+    raise ValueError(f"{OWNER}: `lr` must give a finite loss, got {value.item()} after {steps} steps; lower it.")
+
+
+def _value(
+    loss: nn.Module, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, " batch"], ids: Int[Tensor, " batch"]
+) -> Tensor:
+    """The loss of a list. A loss with a parameter for each class fails if it has too few, or of another dimension."""
+    try:
+        value: Tensor = loss(embeddings, labels, ids=ids)
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"{OWNER}: `loss` must accept embeddings of {embeddings.shape[1]} numbers and labels up to "
+            f"{int(labels.max())}, but failed ({first_line(error)}); give other `loss_args`."
+        ) from error
+    return value
+
+
+def _start_with_principal_directions(head: Head, embeddings: Float[Tensor, "rows dim"]) -> None:
+    """Let the linear map project onto the principal directions, so that training starts with the features' ranking."""
+    dim = min(head.linear.weight.shape)
+    rows = embeddings.double()
+    _, directions = torch.linalg.eigh(rows.T @ rows)  # in ascending order
+    with torch.no_grad():
+        nn.init.zeros_(head.linear.weight)
+        head.linear.weight[:dim] = directions.flip(1).T[:dim].float()
+
+
+def lists_of_epoch(
+    labels: Int[Tensor, " rows"], size: int, generator: torch.Generator
+) -> Iterator[Int[Tensor, " batch"]]:
+    """The lists of an epoch: the classes in random order, each with at most 16 random rows, cut into lists."""
+    _, classes = labels.unique(return_inverse=True)
+    shuffled = torch.randperm(len(labels), generator=generator)
+    order = torch.randperm(int(classes.max()) + 1, generator=generator)
+    by_class = order[classes[shuffled]].sort(stable=True)
+    _, counts = by_class.values.unique_consecutive(return_counts=True)
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    is_kept = torch.arange(len(labels)) - starts < MOST_OF_A_CLASS
+    lists = shuffled[by_class.indices][is_kept].split(size)
+    if len(lists) > 1 and len(lists[-1]) < size // 2:  # a short list may lack positives or negatives
+        lists = lists[:-1]
+    yield from lists
+
+
+@torch.no_grad()
+def _metrics(head: Head | None, rows: LabelledSet) -> RetrievalMetrics:
+    """Metrics of the embeddings, or of the head on them."""
+    metrics = RetrievalMetrics(ks=(1,))
+    embeddings = rows.embeddings
+    if head is not None:
+        embeddings = head(embeddings)
+    metrics.update(embeddings, rows.labels, torch.arange(len(rows.labels)))
+    return metrics
+
+
+def _mean_ap(head: Head, rows: LabelledSet) -> float:
+    return float(_metrics(head, rows).compute()["mAP"])
+
+
+def _compare(head: Head, held_out: LabelledSet, epochs: int) -> AdaptedHead:
+    """Compare the head with the stored embeddings, class by class."""
+    before, after = (_metrics(used, held_out).per_query()["AP"] for used in (None, head))
+    differences = []
+    for label in held_out.labels.unique():
+        differences.append(float((after - before)[held_out.labels == label].mean()))
+    mean = statistics.fmean(differences)
+    spread = NORMAL_QUANTILE * statistics.stdev(differences) / len(differences) ** 0.5
+    interval = (mean - spread, mean + spread)
+    return AdaptedHead(float(before.mean()), float(after.mean()), interval, len(differences), epochs)
+
+
+def _preparation(manifest: EmbeddingManifest, source: RetrievalModule) -> dict[str, Any] | None:
+    """The preparation of images for the head: that of the embeddings; with a warning if it was a guess."""
+    if source.preparation is not None:
+        return source.preparation
+    print_guess(manifest.about, made="embeddings")
+    return dict(manifest.preparation or {}) or None
+
+
+def _save(embedder: AdaptedEmbedder, loss: nn.Module, preparation: dict[str, Any] | None, output: Path) -> None:
+    """Write the checkpoint. A loss that cannot be rebuilt from it is replaced: only further training needs the loss."""
+    try:
+        loss = rebuild(OWNER, "loss", describe(loss), nn.Module)
+    except ValueError:
+        loss = losses.SmoothAPLoss()
+    module = RetrievalModule(embedder, loss)
+    module.preparation = preparation
+    with quiet_trainer():
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        trainer.strategy.connect(module)
+        trainer.strategy.checkpoint_io = VerifiedCheckpoints(OWNER, trainer.strategy.checkpoint_io)
+        trainer.save_checkpoint(output, weights_only=True)

@@ -1,0 +1,491 @@
+"""`lightning-retrieval demo`: a Gradio page that searches an index for an image or, if the model takes it, a text."""
+
+import argparse
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from lightning_retrieval.command_line import printable
+from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.preparation.decoding import read_image
+from lightning_retrieval.preparation.prepare import open_image
+from lightning_retrieval.search.commands.embedding import UnreadableImage
+from lightning_retrieval.search.commands.options import model_settings
+from lightning_retrieval.search.commands.search import FONTS
+from lightning_retrieval.search.commands.search_images import Hit, ImageSearcher, QueryResult, image_folder
+from lightning_retrieval.search.commands.stores import opened_index
+from lightning_retrieval.search.image_files import image_file
+from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MEGABYTES, MEGAPIXELS = 20, 64  # maximum file size and image size of an upload
+KEPT, PAUSE = 600.0, 30.0  # seconds: how long a visitor's file is kept; time between two deletions
+UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: Gradio's folder for uploads and shown images
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
+EXAMPLES = 3  # queries that the empty page offers
+DRAWS, DRAWN_FROM = 24, 100  # random directions, and the number of images near each of which one is drawn
+LONGEST_TEXT = 1000  # characters of a text that is searched for
+INVITATION = "Drop an image, click an example or take a random image: the page shows the {k} nearest."
+INVITATION_TO_TYPE = "Type what you look for and press Enter. {invitation}"
+NO_TEXT = "There is no text to search for; type some words."
+NO_IMAGE = "There is no image to search for; choose an image file."
+NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothing from an address; upload it first."
+UNREADABLE = "cannot be read as an image; choose another file."
+NONE_READABLE = "None of the drawn images can be read in the folder of the index; give their folder with `--images`."
+SIDE = 320  # approximate number of pixels of the longer side of a shown image
+CSS = """
+.gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
+.pictures .grid-wrap {min-height: 0; max-height: none}
+.pictures .grid-container {grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) !important;
+    grid-auto-rows: auto}
+#examples .grid-container {grid-template-columns: repeat(3, minmax(0, 9rem)) !important; justify-content: center}
+.pictures .thumbnail-item {aspect-ratio: auto; height: auto; overflow: visible; display: flex; flex-direction: column}
+.pictures .thumbnail-item img {aspect-ratio: 1; width: 100%; height: auto; object-fit: contain}
+.pictures .caption-label {position: static; max-width: none; width: 100%; white-space: normal; overflow: visible;
+    overflow-wrap: anywhere; text-overflow: clip; background: none; box-shadow: none; border: none; text-align: left}
+"""
+
+
+def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """Run the command: serve the page until Ctrl-C. Visitors' files are deleted after 10 minutes and at the end."""
+    try:
+        with _ended_by_signals():
+            _serve(options)
+    except KeyboardInterrupt:
+        pass
+    return []
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """End the demo on SIGTERM and SIGINT as on Ctrl-C, even in the background, so that uploaded files are deleted."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    with private_uploads() as uploads, opened_index(options.index, options.store) as index:
+        images = image_folder(options.images, index)
+        if not images.is_dir():
+            raise ValueError(
+                f"demo: `--images` must be the folder of the index's images, got {images}, which is no folder."
+            )
+        searcher = ImageSearcher(index, **model_settings(options))
+        page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
+        print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
+        try:
+            delete_files_from_time_to_time(uploads)
+        finally:
+            page.close(verbose=False)
+
+
+def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port: int) -> Any:
+    """Serve the page from another thread.
+
+    Args:
+        searcher: an index and its model.
+        images: folder of the index's images.
+        k: number of results.
+        host: address to serve on.
+        port: port to serve on.
+
+    Returns:
+        Gradio's `Blocks`; `local_url` is the address, and `block_thread()` waits for Ctrl-C.
+
+    Raises:
+        ModuleNotFoundError: if Gradio is not installed.
+        OSError: if the page cannot be served at this address, for example because the port is in use.
+    """
+    gradio = _import_gradio()
+    fonts = {"font": FONTS, "font_mono": ["monospace"]}  # fonts that need no download
+    from starlette.middleware import Middleware
+
+    page = make_page(searcher, images, k)
+    try:
+        page.launch(
+            server_name=host,
+            server_port=port,
+            theme=gradio.themes.Default(**fonts),
+            css=CSS,
+            show_error=True,
+            footer_links=[],
+            max_file_size=f"{MEGABYTES}mb",  # the page rejects larger files before it uploads them
+            app_kwargs={"middleware": [Middleware(RequestCheck, host=host)]},
+            ssr_mode=False,  # server-side rendering would bypass `RequestCheck`
+            quiet=True,  # Gradio would recommend an argument that the command does not have
+            prevent_thread_lock=True,
+        )
+    except OSError as error:
+        raise OSError(
+            f"demo: the page cannot be served on port {port} of {host}, which may be in use; give another `--port` or "
+            "`--host`."
+        ) from error
+    return page
+
+
+@contextmanager
+def private_uploads() -> Iterator[Path]:
+    """Context with a folder for visitors' files. Only this user can read the folder, and it is deleted on exit."""
+    before = os.environ.get(UPLOADS)
+    with tempfile.TemporaryDirectory(prefix="demo-", dir=before, ignore_cleanup_errors=True) as folder:
+        os.environ[UPLOADS] = folder
+        try:
+            yield Path(folder)
+        finally:
+            del os.environ[UPLOADS]
+            if before is not None:
+                os.environ[UPLOADS] = before
+
+
+def delete_files_from_time_to_time(folder: Path) -> None:
+    """Delete old files at intervals, until Ctrl-C."""
+    while True:
+        time.sleep(PAUSE)
+        delete_old_files(folder, time.time() - KEPT)
+
+
+def delete_old_files(folder: Path, before: float) -> None:
+    """Delete the files that were last changed before a time; Gradio's `delete_cache` keeps aborted uploads."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # the files of a folder come before the folder
+        try:
+            if path.lstat().st_ctime >= before:
+                continue
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+        except OSError:  # the path is a folder with a new file, or a file that Gradio has moved
+            continue
+
+
+class RequestCheck:
+    """Rejects requests for another host name, and requests that are too large, before they reach Gradio.
+
+    Another site can make its name resolve to this machine (DNS rebinding). The browser then treats the demo as part of
+    that site, but the header `Host` still has the name of that site.
+
+    Args:
+        app: answers all other requests.
+        host: address that the page is served on. If the address is `0.0.0.0` or `::`, all host names are allowed.
+    """
+
+    def __init__(self, app: "ASGIApp", host: str) -> None:
+        self.app = app
+        self.host = host.lower().strip("[]").rstrip(".")
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Reject a request, or pass it on."""
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        lengths = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-length"]
+        if not is_allowed_host(names, self.host):
+            sentence = (
+                f"demo: the page is for {self.host} only, got another name in the address; give that name with "
+                "`--host`, or serve all names with `--host 0.0.0.0`."
+            )
+            await _answer(PlainTextResponse(sentence, 421), scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "POST" and not _is_small(lengths):
+            sentence = f"demo: an upload must have at most {MEGABYTES} MB, and say its size; choose a smaller image."
+            await _answer(PlainTextResponse(sentence, 413), scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+async def _answer(response: Any, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    """Answer a request with an error; a request for a WebSocket is refused."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await response(scope, receive, send)
+
+
+def is_allowed_host(headers: Sequence[str], host: str) -> bool:
+    """Whether the page is served under the host name of a request.
+
+    Args:
+        headers: the values of all `Host` headers of the request.
+        host: address that the page is served on.
+
+    Example:
+        >>> is_allowed_host(["localhost:7860"], "127.0.0.1"), is_allowed_host(["evil.example:7860"], "127.0.0.1")
+        (True, False)
+    """
+    if host in ALL_ADDRESSES:
+        return True
+    allowed = {host}
+    if host in LOOPBACK:
+        allowed |= LOOPBACK
+    if len(headers) != 1:
+        return False
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@/\s]+)(:[0-9]*)?", headers[0])
+    return found is not None and found[1].lower().strip("[]").removesuffix(".") in allowed
+
+
+def _is_small(lengths: Sequence[str]) -> bool:
+    """Whether a request has exactly one `Content-Length` header, with an allowed size."""
+    most = MEGABYTES * 2**20 + 2**16  # the file, its name and the boundaries of the form
+    return len(lengths) == 1 and lengths[0].isdecimal() and int(lengths[0]) <= most
+
+
+def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
+    """The page as Gradio's `Blocks`; arguments as for `serve_demo`."""
+    gradio = _import_gradio()
+    answers = PageAnswers(searcher, images, k)
+    examples = random_pictures(searcher.index, images, EXAMPLES)
+
+    # Gradio passes the event to an argument of this type.
+    def search_by_picture(
+        paths: list[str],
+        event: gradio.SelectData,  # type: ignore[name-defined]
+    ) -> tuple[Any, ...]:
+        return answers.of_path(paths[event.index])
+
+    invitation = INVITATION.format(k=k)
+    with gradio.Blocks(title="Image search", analytics_enabled=False) as page:
+        gradio.Markdown(f"# Image search\n{_indexed(searcher.index, images)}", elem_id="indexed")
+        if searcher.takes_texts:
+            invitation = INVITATION_TO_TYPE.format(invitation=invitation)
+            words = gradio.Textbox(label="Words", max_length=LONGEST_TEXT, submit_btn=True, elem_id="words")
+        with gradio.Row():
+            with gradio.Column(scale=2):
+                upload = gradio.File(label="Your image", height=140, elem_id="upload")
+                another = gradio.Button("Random image", elem_id="random")
+            with gradio.Column(scale=3):
+                offered, query = _examples_and_query(gradio, examples)
+        text = gradio.Markdown(invitation, elem_id="about")
+        results = _pictures(gradio, "results", [], columns=5, visible=False)
+        paths, example_paths = gradio.State([]), gradio.State([path for _, path in examples])
+        shown = [query, text, results, paths, offered]
+        # The line of text shows the position in the queue and the time, so that no progress bar covers the images.
+        progress = {"show_progress": "minimal", "show_progress_on": text}
+        uploaded = upload.upload(answers.of_upload, upload, shown, api_name="search", **progress)
+        uploaded.then(None, js="() => null", outputs=upload)  # the area is free for the next image
+        private = {"api_visibility": "private", **progress}
+        if searcher.takes_texts:
+            words.submit(answers.of_text, words, shown, **private)
+        another.click(answers.of_random_image, None, shown, **private)
+        offered.select(search_by_picture, example_paths, shown, **private)
+        clicked = results.select(search_by_picture, paths, shown, **private)
+        _check_inputs(gradio, page)
+        clicked.then(None, js="() => window.scrollTo({top: 0})")  # scroll to the new query, above the results
+    return page
+
+
+def _examples_and_query(gradio: Any, examples: Sequence[Any]) -> tuple[Any, Any]:
+    """The pictures that the empty page offers, and the place of the picture of a query."""
+    offered = _pictures(gradio, "examples", examples, columns=EXAMPLES, visible=bool(examples))
+    query = gradio.Image(
+        show_label=False,
+        interactive=False,
+        height=200,
+        buttons=[],
+        elem_id="query",
+        visible=False,
+        type="pil",
+    )
+    return offered, query
+
+
+class PageAnswers:
+    """What the page shows for a query: its picture, a line of text, the results, their paths, and no examples.
+
+    Args:
+        searcher: as for `serve_demo`.
+        images: as for `serve_demo`.
+        k: as for `serve_demo`.
+    """
+
+    def __init__(self, searcher: ImageSearcher, images: Path, k: int) -> None:
+        self.searcher = searcher
+        self.images = images
+        self.k = k
+        self._gradio = _import_gradio()
+
+    def of_upload(self, file: str | None) -> tuple[Any, ...]:
+        """The answer for an uploaded file."""
+        if file is None:
+            return self._only_text(NO_IMAGE)
+        return self._of_file(file, Path(file).name)
+
+    def of_text(self, text: str | None) -> tuple[Any, ...]:
+        """The answer for a text, of which the first `LONGEST_TEXT` characters count."""
+        words = (text or "").strip()[:LONGEST_TEXT]
+        if not words:
+            return self._only_text(NO_TEXT)
+        results, _ = self.searcher.search([], self.k, texts=[words])
+        return self._answer(_bold(words), results[0], self._gradio.Image(value=None, visible=False))
+
+    def of_path(self, path: str) -> tuple[Any, ...]:
+        """The answer for an image of the index."""
+        try:
+            file = image_file(self.images, path)
+        except ValueError:
+            return self._only_text(f"{_bold(path)} {UNREADABLE}")
+        return self._of_file(str(file), path)
+
+    def of_random_image(self) -> tuple[Any, ...]:
+        """The answer for a random image of the index."""
+        drawn = random_pictures(self.searcher.index, self.images, 1)
+        if not drawn:
+            return self._only_text(NONE_READABLE)
+        return self.of_path(drawn[0][1])
+
+    def _of_file(self, file: str, name: str) -> tuple[Any, ...]:
+        shown = _bold(name)
+        try:
+            picture = uploaded_picture(Path(file))
+        except ValueError as error:
+            return self._only_text(f"{shown} {error}")
+        results, _ = self.searcher.search([file], self.k)
+        return self._answer(shown, results[0], self._gradio.Image(value=picture, visible=True))
+
+    def _answer(self, shown: str, result: QueryResult, query: Any) -> tuple[Any, ...]:
+        """The answer for a result, with the picture of the query."""
+        hits = result.hits
+        text = f"{shown}: {result.nothing_similar}"
+        if hits:
+            text = f"{shown}: {len(hits)} nearest of {len(self.searcher.index):,} images. Click one to search for it."
+        # A new gallery, so that the frame around the previously clicked image disappears.
+        gallery = self._gradio.Gallery(value=captioned(hits, self.images), selected_index=None, visible=True)
+        return query, text, gallery, [hit.path for hit in hits], self._gradio.Gallery(visible=False)
+
+    def _only_text(self, text: str) -> tuple[Any, ...]:
+        skip = self._gradio.skip()
+        return skip, text, skip, skip, skip
+
+
+def random_pictures(index: EmbeddingStore, images: Path, count: int) -> list[tuple[Image.Image, str]]:
+    """Up to `count` different random images of an index that can be read: their thumbnails and paths.
+
+    Each is drawn from the `DRAWN_FROM` nearest to a random direction, because listing all ids of a large index is slow.
+    """
+    generator = np.random.default_rng()
+    directions = generator.standard_normal((DRAWS, index.dim), dtype=np.float32)
+    _, _, nearest = index.search_with_paths(torch.from_numpy(directions), min(DRAWN_FROM, len(index)))
+    pictures: dict[str, Image.Image] = {}
+    for row in nearest:
+        found = [path for path in row if path]  # an approximate index may find fewer
+        if not found or len(pictures) == count:
+            continue
+        path = found[generator.integers(len(found))]
+        try:
+            pictures[path] = uploaded_picture(image_file(images, path))
+        except ValueError:
+            continue
+    return [(picture, path) for path, picture in pictures.items()]
+
+
+def _indexed(index: EmbeddingStore, images: Path) -> str:
+    """What is indexed and how many, without the folders above, which are no business of a visitor."""
+    return f"**{len(index):,} images** of the folder {_bold(images.name)} are indexed."
+
+
+def _bold(name: str) -> str:
+    """The name of a file in bold Markdown, with each punctuation mark escaped, such as `<` and `_`."""
+    escaped = re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", printable(name))
+    return f"**{escaped}**"
+
+
+def _check_inputs(gradio: Any, page: Any) -> None:
+    """Reject requests of the route `search` without an image, or with an image on another server.
+
+    Gradio would fetch an image of any size from any web address.
+    """
+    validate = page.validate_inputs
+
+    def validate_inputs(function: Any, inputs: list[Any]) -> None:
+        if function.inputs and not inputs:
+            raise gradio.Error(NO_IMAGE)
+        files = [value for value in inputs if isinstance(value, dict)]
+        if not all(os.path.isabs(str(file.get("path"))) for file in files):
+            raise gradio.Error(NOT_UPLOADED)
+        validate(function, inputs)
+
+    page.validate_inputs = validate_inputs
+
+
+def _pictures(gradio: Any, name: str, pictures: Sequence[Any], columns: int, visible: bool) -> Any:
+    """A gallery of pictures with their captions; a visitor can click each of them."""
+    return gradio.Gallery(
+        value=pictures,
+        show_label=False,
+        allow_preview=False,
+        columns=columns,
+        object_fit="contain",
+        height="auto",
+        buttons=[],
+        interactive=False,
+        visible=visible,
+        elem_id=name,
+        elem_classes="pictures",
+        format="jpeg",  # Gradio's WebP encoding takes as long as the search
+    )
+
+
+def uploaded_picture(file: Path) -> Image.Image:
+    """The thumbnail of an uploaded image.
+
+    Raises:
+        ValueError: if the image has too many pixels (according to its header) or cannot be read.
+    """
+    try:
+        with open_image(file) as header:
+            pixels = header.width * header.height
+        if pixels <= MEGAPIXELS * 10**6:
+            return thumbnail(file)
+    except Exception:  # Pillow's readers raise errors of many types for damaged files
+        raise ValueError(UNREADABLE) from None
+    raise ValueError(f"has too many pixels; choose one of at most {MEGAPIXELS} megapixels.")
+
+
+def thumbnail(file: Path) -> Image.Image:
+    """The image at about `SIDE` pixels. Small images are enlarged with square pixels, so browsers do not blur them."""
+    image = read_image(file, least_size=(SIDE, SIDE))
+    factor = SIDE // max(image.size)
+    if factor > 1:
+        return image.resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
+    image.thumbnail((SIDE, SIDE))
+    return image
+
+
+def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]]:
+    """The picture, score and path of each result; the picture of an unreadable image is a grey square."""
+    captioned = []
+    for hit in hits:
+        text = f"{hit.similarity:.3f}  {printable(hit.path)}"
+        try:
+            image = thumbnail(image_file(images, hit.path))
+        except Exception:  # Pillow's readers raise errors of many types for damaged files
+            image = Image.new("RGB", (SIDE, SIDE), "grey")
+            text += " (cannot be read)"
+        captioned.append((image, text))
+    return captioned
+
+
+def _import_gradio() -> Any:
+    with optional_import("demo: the page needs Gradio; install it with pip install 'lightning-retrieval[demo]'."):
+        import gradio
+    return gradio

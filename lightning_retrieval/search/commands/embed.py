@@ -1,0 +1,402 @@
+"""`lightning-retrieval embed`: embed images or texts into a folder of shards, and continue a killed run."""
+
+import argparse
+import itertools
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lightning_retrieval.backend import Fabric, FabricDDPStrategy, MisconfigurationException, module_names
+from lightning_retrieval.checks import check_choice, check_integer, first_line
+from lightning_retrieval.datamodules.image_table import find_rows, is_empty
+from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.models.sides import SIDES, Side
+from lightning_retrieval.search.commands.embedding import (
+    EmbeddedBatch,
+    ImageEmbedder,
+    ListedImages,
+    UnreadableImage,
+    default_device,
+    list_images,
+    unusable_device,
+)
+from lightning_retrieval.search.embedding_folder import (
+    DTYPES,
+    FILE_FORMATS,
+    SHARD_SIZE,
+    EmbeddingFolder,
+    EmbeddingManifest,
+    ShardRows,
+    check_output,
+    check_unicode,
+    digest_of_files,
+    digest_of_list,
+    load_pyarrow,
+)
+from lightning_retrieval.search.embedding_writer import wait_for_other_processes
+from lightning_retrieval.search.export.onnx_file import errors_only
+from lightning_retrieval.search.image_files import name_folder
+from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, share_folder
+
+OWNER = "embed_images"
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+ACCELERATORS = ("cpu", "cuda", "mps")
+FIRST_PROCESS = "LIGHTNING_RETRIEVAL_FIRST_PROCESS"  # environment variable: id of the process that starts the others
+SECONDS_TO_NOTICE = 1.0  # between two looks at whether that process is still there
+LONGEST_WAIT = timedelta(days=30)  # how long a finished process waits for the other processes
+INTERRUPTED = 130  # exit code after Ctrl-C
+
+
+def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """Run the command: print what was written, and return the images that could not be read."""
+    try:
+        done = embed_images(**vars(options))
+    except KeyboardInterrupt:
+        print(f"embed: interrupted; the same command continues in {options.output}.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    if done.rank > 0:
+        return []
+    print(f"{options.output}: {_summary(done)}")
+    return done.unreadable
+
+
+@dataclass(frozen=True)
+class EmbeddedFolder:
+    """The result of `embed_images`. Except for `rank`, it is the same on all processes.
+
+    Args:
+        folder: the embeddings; no shard is missing.
+        written: number of shards that this call wrote; all other shards already existed.
+        unreadable: the images of all shards that could not be read.
+        rank: rank of this process.
+        renewed: number of existing shards that were written again, because their images have changed.
+    """
+
+    folder: EmbeddingFolder
+    written: int
+    unreadable: list[UnreadableImage]
+    rank: int = 0
+    renewed: int = 0
+
+
+@dataclass(frozen=True)
+class ListedTexts:
+    """The texts of a table, with their labels as text if known; the counterpart of `ListedImages`.
+
+    Args:
+        table: the table.
+        paths: the texts.
+        labels: label of each text; None if the label is unknown.
+    """
+
+    table: Path
+    paths: Sequence[str]
+    labels: Sequence[str | None]
+
+    @property
+    def root(self) -> Path:
+        """The folder of the table."""
+        return self.table.parent
+
+    def files(self, positions: range) -> Iterator[Path]:
+        """The table, from which each text is read."""
+        yield self.table
+
+    def fields(self) -> Iterator[list[Any]]:
+        """Text and label of each row, which identify the list."""
+        yield from map(list, zip(self.paths, self.labels))
+
+
+def _list_queries(embedder: ImageEmbedder, images: Path, root: Path | None) -> ListedImages | ListedTexts:
+    """List images, or the texts of a table if the network of queries embeds texts.
+
+    Raises:
+        FileNotFoundError: if there are no images, or the table does not exist.
+        ValueError: if the images or the table cannot be read, the table has no column `text`, or a text is empty.
+    """
+    if not embedder.takes_texts:
+        return list_images(OWNER, images, root)
+    if root is not None:
+        raise ValueError(f"{OWNER}: `root` must be given for images only, got {root} for queries that are texts.")
+    if not images.is_file():
+        raise FileNotFoundError(
+            f"{OWNER}: `images` must be a table with the column text for queries that are texts, got {images}, which "
+            "is not a file."
+        )
+    table = read_table(images, required=("text",), owner=OWNER)
+    texts = table.columns["text"]
+    table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
+    labels = [label or None for label in table.columns.get("label", [""] * len(texts))]
+    return ListedTexts(images, texts, labels)
+
+
+def _digest(listed: ListedImages | ListedTexts, side: Side) -> str:
+    """The digest of a list. It depends on the side, so that a folder of candidates is not continued with queries."""
+    fields = listed.fields()
+    if side == "queries":
+        fields = itertools.chain([[side]], fields)
+    return digest_of_list(fields)
+
+
+def _embedded(
+    embedder: ImageEmbedder, listed: ListedImages | ListedTexts, ranges: Sequence[range]
+) -> Iterator[EmbeddedBatch]:
+    """Embed some rows of a list, batch by batch."""
+    if isinstance(listed, ListedImages):
+        yield from embedder.embed(listed, ranges)
+        return
+    for positions in RangeBatches(ranges, embedder.batch_size):
+        texts = [listed.paths[position] for position in positions]
+        yield EmbeddedBatch(positions, embedder.embed_texts(texts), [])
+
+
+def _summary(done: EmbeddedFolder) -> str:
+    manifest = done.folder.manifest
+    rows = manifest.images - len(done.unreadable)
+    shards = len(done.folder)
+    found = ""
+    if done.written < shards:
+        found = f", {shards - done.written} of which were there"
+    renewed = ""
+    if done.renewed > 0:
+        renewed = f"; made again, because images in them have changed: {done.renewed}"
+    files = f"{shards} {manifest.file_format} files"
+    if shards == 1:
+        files = f"1 {manifest.file_format} file"
+    return f"{rows} embeddings of {manifest.dim} dimensions in {files}{found}{renewed}"
+
+
+def embed_images(
+    checkpoint: Path,
+    images: Path,
+    output: Path,
+    *,
+    root: Path | None = None,
+    transform: str | None = None,
+    file_format: Literal["parquet", "npy"] = "parquet",
+    shard_size: int = SHARD_SIZE,
+    dtype: Literal["float32", "float16"] = "float32",
+    batch_size: int = 32,
+    num_workers: int = 0,
+    device: str | None = None,
+    devices: int = 1,
+    num_nodes: int = 1,
+    precision: str = PRECISIONS[0],
+    side: Side = "candidates",
+) -> EmbeddedFolder:
+    """Embed images or texts into a folder of Parquet or .npy files. Existing files are kept.
+
+    With several devices or nodes, Lightning Fabric starts a process for each device, and each process calls this
+    function again. Each process embeds the images of whole files. The files therefore do not depend on the number of
+    processes, and a later call with another number of processes can continue. A file is written again if the size or
+    the modification time of one of its images has changed.
+
+    Args:
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
+        images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
+        output: folder of the embeddings: a new folder, or a folder begun by the same call. All nodes must share it.
+        root: folder that the paths of a table are relative to; if None, the folder of the table.
+        transform: as for `index_images`.
+        file_format: `"parquet"` or `"npy"`.
+        shard_size: number of images per file, >= 1. After a kill, each process embeds at most this many images again.
+        dtype: type of the numbers in the files, `"float32"` or `"float16"`.
+        batch_size: number of images embedded at a time.
+        num_workers: number of processes that read images, for each device.
+        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+        devices: number of devices of each node. Each device gets a process.
+        num_nodes: number of machines.
+        precision: precision of the network, as named by Lightning: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
+        side: `"candidates"`, or `"queries"` to embed by the network of queries. If this network embeds texts, `images`
+            must be a table with the column `text` and, optionally, `label`; the texts are stored as paths.
+
+    Raises:
+        FileNotFoundError: if the checkpoint or the images do not exist.
+        ModuleNotFoundError: if pyarrow is missing.
+        ValueError: if the folder holds a damaged file, or embeddings of another model or of another list of images; if
+            processes have different images; if an argument is invalid.
+        ConnectionError: if another process has ended early.
+
+    Cost:
+        Memory in each process for the embeddings of one shard and for the list of images.
+    """
+    check_choice(OWNER, "file_format", file_format, FILE_FORMATS)
+    check_choice(OWNER, "dtype", dtype, DTYPES)
+    check_choice(OWNER, "precision", precision, PRECISIONS)
+    check_choice(OWNER, "side", side, SIDES)
+    for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
+        check_integer(OWNER, name, number, least=1)
+    check_output(OWNER, output)
+    if file_format == "parquet":
+        load_pyarrow(OWNER)  # raises before any image is embedded, if pyarrow is missing
+    listed: ListedImages | ListedTexts | None = None
+    if side == "candidates":
+        listed = list_images(OWNER, images, root)
+    embedder = ImageEmbedder.load(
+        OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu", side=side
+    )
+    about = embedder.description()
+    if listed is None:
+        listed = _list_queries(embedder, images, root)
+        about = {**about, "side": side}
+    if file_format == "parquet":
+        check_unicode(OWNER, listed.paths)
+    fabric = new_fabric(OWNER, device, devices=devices, num_nodes=num_nodes, precision=precision)
+    launch(fabric)
+    embedder = embedder.on(str(fabric.device))
+    manifest = EmbeddingManifest(
+        images=len(listed.paths),
+        images_sha256=_digest(listed, side),
+        model_sha256=embedder.about["checkpoint_sha256"],
+        preparation=about["preparation"],
+        dim=embedder.dim(),
+        shard_size=shard_size,
+        file_format=file_format,
+        dtype=dtype,
+        precision=str(fabric.strategy.precision.precision),
+        about={**about, "images": name_folder(listed.root)},
+    )
+    missing, changed = _embed_missing(fabric, embedder, listed, output, manifest)
+    folder = EmbeddingFolder.load(OWNER, output)
+    unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
+    return EmbeddedFolder(folder, len(missing), unreadable, fabric.global_rank, len(changed))
+
+
+def _embed_missing(
+    fabric: Fabric,
+    embedder: ImageEmbedder,
+    listed: ListedImages | ListedTexts,
+    output: Path,
+    manifest: EmbeddingManifest,
+) -> tuple[list[int], list[int]]:
+    """Embed the shards of this process, wait for all processes, and return the written and the changed shards."""
+
+    def image_files(positions: range) -> str:
+        return digest_of_files(listed.files(positions))
+
+    with closing(share_folder(OWNER, output, lambda: manifest, image_files)) as shared:
+        collector = ShardCollector(shared.begin(manifest.dim), shared.missing, shared.image_files)
+        with fabric.autocast():
+            for batch in _embedded(embedder, listed, list(shared.ranges)):
+                _collect(batch, listed, collector)
+        collector.finish()
+        wait_for_other_processes(OWNER)
+        return shared.missing, shared.changed
+
+
+def _collect(batch: EmbeddedBatch, listed: ListedImages | ListedTexts, collector: ShardCollector) -> None:
+    """Pass the rows of a batch, and its unreadable images, to the collector."""
+    for image in batch.unreadable:
+        collector.add_unreadable(image.position, image.path, image.reason)
+    if batch.embeddings is None:
+        return
+    paths = [listed.paths[position] for position in batch.positions]
+    labels = [listed.labels[position] for position in batch.positions]
+    ids = np.array(batch.positions, dtype=np.int64)
+    collector.add(batch.positions, ShardRows(ids, batch.embeddings.numpy(), paths, labels))
+
+
+def new_fabric(
+    owner: str, device: str | None, *, devices: int, num_nodes: int = 1, precision: str = PRECISIONS[0]
+) -> Fabric:
+    """Fabric with a process for each device, which `launch` starts.
+
+    The processes exchange only what each has to do, so they use gloo even on GPUs: with gloo, a process notices
+    immediately if another process was killed.
+
+    Raises:
+        ValueError: if there are fewer devices than asked for, or a device does not support the precision.
+    """
+    accelerator, numbers = _accelerator(owner, device, devices)
+    settings: dict[str, Any] = {}
+    if devices * num_nodes > 1:
+        settings["strategy"] = FabricDDPStrategy(process_group_backend="gloo", timeout=LONGEST_WAIT)
+    try:
+        with _quiet_lightning():
+            return Fabric(
+                accelerator=accelerator,
+                devices=numbers,
+                num_nodes=num_nodes,
+                precision=precision,  # type: ignore[arg-type]
+                **settings,
+            )
+    except (MisconfigurationException, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{owner}: `devices`, `num_nodes` and `precision` must be supported by this machine, got {devices}, "
+            f"{num_nodes} and {precision!r} ({first_line(error)})."
+        ) from None
+
+
+def launch(fabric: Fabric) -> None:
+    """Start the processes of Fabric, each of which runs the command again and joins the process group here.
+
+    A process that was started ends if the first one ends before both have joined; afterwards, gloo notices.
+    """
+    with _quiet_lightning(), _ending_with_first_process():
+        fabric.launch()
+
+
+@contextmanager
+def _ending_with_first_process() -> Iterator[None]:
+    """Context in which a process that this function's caller has started ends as soon as its parent does."""
+    first, has_joined = os.environ.pop(FIRST_PROCESS, None), threading.Event()
+    watch = threading.Thread(target=_end_with, args=(first, has_joined), daemon=True)
+    if first is None:
+        os.environ[FIRST_PROCESS] = str(os.getpid())  # the started processes inherit it
+    watch.start()
+    try:
+        yield
+    finally:
+        os.environ.pop(FIRST_PROCESS, None)
+        has_joined.set()
+        watch.join()
+
+
+def _end_with(first: str | None, has_joined: threading.Event) -> None:
+    """End this process if its parent is no longer the first process, until it has joined the group."""
+    while first is not None and not has_joined.wait(SECONDS_TO_NOTICE):
+        if str(os.getppid()) != first:
+            os._exit(1)
+
+
+def _accelerator(owner: str, device: str | None, devices: int) -> tuple[str, int | list[int]]:
+    """Lightning's names of the accelerator and of the devices."""
+    name = device or default_device()
+    try:
+        torch.empty(0, device=name)
+        chosen = torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{owner}: {unusable_device(name, error)}") from None
+    if chosen.type not in ACCELERATORS:
+        raise ValueError(f"{owner}: `device` must be of one of the types {', '.join(ACCELERATORS)}, got {name!r}.")
+    if ":" not in name:
+        return chosen.type, devices
+    if devices > 1:
+        raise ValueError(
+            f"{owner}: `device` must be without a number for several devices, got {name!r} and devices={devices}; "
+            f"use {chosen.type!r}."
+        )
+    if chosen.type != "cuda":
+        return chosen.type, devices
+    return chosen.type, [chosen.index]
+
+
+@contextmanager
+def _quiet_lightning() -> Iterator[None]:
+    """Context without Lightning's log messages about Fabric, because the user has not called Fabric."""
+    with ExitStack() as stack:
+        for name in module_names():  # Lightning uses one of several loggers, depending on what is imported
+            stack.enter_context(errors_only(logging.getLogger(name)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"lightning(_|\.)fabric")
+        yield

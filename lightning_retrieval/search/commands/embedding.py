@@ -1,0 +1,595 @@
+"""Embeds image files with the model of a checkpoint, for all commands.
+
+`list_images` lists the images of a folder or of a table, `ImageEmbedder.load` loads the model and the preparation that
+its evaluation uses, and `ImageEmbedder.embed` returns the embeddings batch by batch. Unreadable files are reported, not
+fatal.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_retrieval.checkpoints import (
+    checkpoint_digest,
+    find_checkpoint,
+    find_damage,
+    is_checkpoint,
+    read_checkpoint,
+)
+from lightning_retrieval.checks import check_integer, first_line, first_of
+from lightning_retrieval.command_line import printable
+from lightning_retrieval.datamodules.image_index import ImageIndex
+from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.distributed import rank
+from lightning_retrieval.files import TOO_MANY_FILES
+from lightning_retrieval.models.features import image_channels
+from lightning_retrieval.models.sides import Side, side_of_module
+from lightning_retrieval.preparation.decoding import image_files
+from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.preparation.serialised import shown_transform
+from lightning_retrieval.progress import Progress
+from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, warning_of_guess
+from lightning_retrieval.search.shared_folder import RangeBatches
+from lightning_retrieval.search.store.rows import Rows
+from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
+from lightning_retrieval.training.chunk_size import is_out_of_memory
+
+NETWORK = "network_sha256"  # entry of the metadata of embeddings: the digest of the network of candidates
+
+
+@dataclass(frozen=True)
+class ListedImages:
+    """A list of images, with their labels as text if known.
+
+    Args:
+        root: folder that the paths are relative to.
+        index: paths and boxes of the images; the labels and instances of `index` have no meaning.
+        labels: label of each image; None if the label is unknown.
+        names: names of the images in messages; if None, their paths.
+    """
+
+    root: Path
+    index: ImageIndex
+    labels: Sequence[str | None]
+    names: Sequence[str] | None = None
+
+    @classmethod
+    def of_paths(cls, root: Path, paths: Sequence[str], names: Sequence[str] | None = None) -> "ListedImages":
+        """A list of images without labels and boxes."""
+        return cls(root, ImageIndex(paths, [0] * len(paths)), [None] * len(paths), names)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths of the images."""
+        return self.index.paths
+
+    def files(self, positions: range) -> Iterator[Path]:
+        """The files of some of the images."""
+        for position in positions:
+            yield self.root / self.paths[position]
+
+    def fields(self) -> Iterator[list[Any]]:
+        """Path, label and box of each image, which identify the list."""
+        boxes = self.index.boxes
+        for position, (path, label) in enumerate(zip(self.index.paths, self.labels)):
+            box = None
+            if boxes is not None:
+                box = boxes[position].tolist()
+            yield [path, label, box]
+
+    def name(self, position: int) -> str:
+        """The name of an image in messages."""
+        if self.names is not None:
+            return self.names[position]
+        path: str = self.index.paths[position]
+        return path
+
+
+def list_images(owner: str, images: Path, root: Path | None = None) -> ListedImages:
+    """List the images in a folder or in a table.
+
+    Args:
+        owner: prefix of error messages.
+        images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
+        root: folder that the paths of a table are relative to; if None, the folder of the table.
+
+    Raises:
+        FileNotFoundError: if the path does not exist.
+        ValueError: if there is no image, the table cannot be read, or `root` is given for a folder.
+    """
+    if not images.is_file():
+        if root is not None:
+            raise ValueError(f"{owner}: `root` must be given for a table only, got {root} for the folder {images}.")
+        return images_in_folder(owner, images)
+    from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images  # needs Lightning
+
+    table = read_table(images, required=("image",))
+    paths = parse_images(table)
+    labels = [label or None for label in table.columns.get("label", [""] * len(paths))]
+    index = ImageIndex(paths, [0] * len(paths), boxes=parse_boxes(table))
+    return ListedImages(root or images.parent, index, labels)
+
+
+def images_in_folder(owner: str, folder: Path) -> ListedImages:
+    """The images in a folder at any depth, without labels; see `image_files`.
+
+    Raises:
+        FileNotFoundError: if the folder does not exist.
+        ValueError: if there is no image in it.
+        OSError: if a folder in it cannot be opened.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{owner}: `images` must be a folder of images, got {folder}, which is not a folder.")
+    found = image_files(owner, folder)
+    if found.special and rank() == 0:
+        shown = printable(first_of(found.special))
+        print(f"Skipped files that are not regular files, but FIFOs, sockets or devices: {shown}.", file=sys.stderr)
+    if not found.paths:
+        raise ValueError(f"{owner}: `images` must be a folder of images, got {folder}, which holds no image.")
+    return ListedImages.of_paths(folder, found.paths)
+
+
+def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None, *, made: str) -> Path:
+    """The checkpoint that embeddings were made with: the given file, else the file that they record.
+
+    Args:
+        owner: prefix of error messages.
+        about: metadata of the embeddings.
+        given: the checkpoint, or the folder of its runs.
+        made: what was made with the checkpoint, with a verb, for error messages.
+
+    Raises:
+        FileNotFoundError: if the recorded file does not exist.
+        ValueError: if the file is the checkpoint of another network, or images were prepared otherwise.
+    """
+    if given is None:
+        given = Path(str(about.get("checkpoint")))
+        if not is_checkpoint(given):
+            raise FileNotFoundError(
+                f"{owner}: `checkpoint` must be given, because the checkpoint that the {made} made with is no longer "
+                f"at {given}."
+            )
+    checkpoint = find_checkpoint(owner, given)
+    sha256 = checkpoint_digest(checkpoint)
+    if sha256 == about.get("checkpoint_sha256"):
+        return checkpoint
+    module = load_checkpoint(owner, checkpoint)
+    prepared = json.loads(json.dumps(module.preparation))  # in the form that `about` has in a file
+    is_prepared_alike = prepared in (None, about.get("preparation"))
+    network = {"checkpoint_sha256": sha256, NETWORK: network_digest(module)}
+    if not (is_prepared_alike and is_same_network(about, network)):
+        raise ValueError(
+            f"{owner}: `checkpoint` must be the one that the {made} made with, because embeddings of different models "
+            f"cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or embed the images "
+            "again."
+        )
+    return checkpoint
+
+
+def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Whether embeddings come from the same network, although perhaps from another checkpoint of it.
+
+    Embeddings without a recorded network are compared with their checkpoint, if it still exists and can be rebuilt.
+
+    Args:
+        earlier: metadata of existing embeddings.
+        about: metadata of an `ImageEmbedder`.
+    """
+    if earlier.get("checkpoint_sha256") == about.get("checkpoint_sha256"):
+        return True
+    recorded = earlier.get(NETWORK)
+    file = Path(str(earlier.get("checkpoint")))
+    if recorded is None and is_checkpoint(file) and checkpoint_digest(file) == earlier.get("checkpoint_sha256"):
+        with suppress(ValueError):
+            recorded = network_digest(load_checkpoint("is_same_network", file))
+    return recorded is not None and recorded == about.get(NETWORK)
+
+
+def print_guess(about: Mapping[str, Any], *, made: str = "") -> None:
+    """Print a warning, in the first process, if the preparation of a model's images is a guess.
+
+    Args:
+        about: as for `warning_of_guess`.
+        made: as for `warning_of_guess`.
+    """
+    warning = warning_of_guess(about, made=made)
+    if warning is not None and rank() == 0:
+        print(warning, file=sys.stderr)
+
+
+def load_checkpoint(owner: str, checkpoint: Path, restored: Callable[[Any], Any] = restored_network) -> Any:
+    """Load a network on the CPU, without downloading the pretrained weights that its training began with.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: path of an existing file. Its objects are rebuilt from plain values, so loading runs no code of the
+            file.
+        restored: rebuilds the network from the content of the file; if it returns None, `restored_module` does.
+
+    Returns:
+        The `RetrievalNetwork` or, for the checkpoint of a subclass, the `RetrievalModule`. Its attribute `preparation`
+            is the preparation of images in its evaluation; None if the checkpoint does not record the preparation. Its
+            attribute `steps_of_training` is 0 if the network is as it was built.
+
+    Raises:
+        ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
+    """
+    rule = (
+        f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
+        f"{checkpoint}"
+    )
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ValueError(f"{rule}, which is damaged: {damage}.")
+    try:
+        saved = read_checkpoint(checkpoint)
+        network = restored(saved)
+        if network is None:
+            network = restored_retrieval_module(saved)
+    except Exception as error:  # unpickling, class paths and constructors raise errors of many types
+        raise ValueError(f"{rule} ({first_line(error)}).") from None
+    network.steps_of_training = int(saved.get("global_step") or 0)
+    return network
+
+
+def restored_retrieval_module(saved: Any) -> Any:
+    """The whole `RetrievalModule` of a checkpoint, or the subclass that LightningCLI has recorded; needs Lightning."""
+    from lightning_retrieval.training.checkpointed_module import restored_module
+    from lightning_retrieval.training.module import RetrievalModule
+
+    return restored_module(RetrievalModule, saved)
+
+
+@dataclass(frozen=True)
+class UnreadableImage:
+    """An image file that could not be read, and its position among the images."""
+
+    path: str
+    reason: str
+    position: int = 0
+
+    def __str__(self) -> str:
+        return f"cannot read the image {printable(self.path)} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class EmbeddedBatch:
+    """The positions and embeddings of the readable images of a batch, and its unreadable images."""
+
+    positions: list[int]
+    embeddings: Float[Tensor, "rows dim"] | None  # None if no image of the batch could be read
+    unreadable: list[UnreadableImage]
+
+
+@dataclass(frozen=True)
+class EmbeddedImages:
+    """The embeddings of all readable images of a list, and the unreadable images.
+
+    Args:
+        positions: positions of the embedded images in the list.
+        embeddings: one row for each position, in memory or in files.
+        unreadable: the images of the list that could not be read.
+    """
+
+    positions: Int[Tensor, " rows"]
+    embeddings: Rows
+    unreadable: list[UnreadableImage]
+
+
+@dataclass(frozen=True)
+class LoadedImage:
+    """An image of a data set, or the reason why it could not be read."""
+
+    position: int
+    image: Tensor | None
+    reason: str = ""
+
+
+class ReadableImages(Dataset[LoadedImage]):
+    """The images of an `ImageSet`; the item of an unreadable image holds the reason, and no error is raised."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, position: int) -> LoadedImage:
+        try:
+            image = self.images.input_of_transform(position)
+        except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
+            if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
+                raise  # whatever file is opened, so it says nothing about this image
+            return LoadedImage(position, None, _reason(error))
+        return LoadedImage(position, self.images.transformed(image))
+
+
+def _reason(error: Exception) -> str:
+    """Why an image could not be read, as one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).splitlines()
+    if lines and lines[0]:
+        return lines[0]
+    return type(error).__name__
+
+
+@dataclass(frozen=True)
+class ImageEmbedder:
+    """A model that is ready to embed image files; `load` makes it from a checkpoint.
+
+    `about` describes the model with plain values: its checkpoint, its transform, and where the choice of the
+    transform came from (see `choose_transform`). It is saved with an index.
+    """
+
+    owner: str
+    module: Any  # a `RetrievalNetwork` or `RetrievalModule`
+    transform: Callable[[Any], Tensor]
+    about: dict[str, Any]
+    batch_size: int
+    num_workers: int
+    device: str
+    normalizes: bool = True  # whether the module gets normalised images; if False, it gets uint8 images
+    side: Side = "candidates"
+
+    @classmethod
+    def load(
+        cls,
+        owner: str,
+        checkpoint: Path,
+        *,
+        transform: str | None,
+        recorded: dict[str, Any] | None = None,
+        sha256: str | None = None,
+        batch_size: int,
+        num_workers: int,
+        device: str | None,
+        side: Side = "candidates",
+    ) -> "ImageEmbedder":
+        """Load the model of a checkpoint.
+
+        Args:
+            owner: prefix of error messages.
+            checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, see `find_checkpoint`.
+            transform: name of the transform that the user gave, see `choose_transform`.
+            recorded: the preparation recorded in an index; if None, or if queries have their own network, the
+                preparation recorded in the checkpoint.
+            sha256: digest of the checkpoint, if the caller has already computed it.
+            batch_size: number of images embedded at a time; the number is 1 if images keep their sizes.
+            num_workers: number of processes that read images.
+            device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+            side: what the images are, which decides by which network they are embedded. Images are embedded as
+                candidates if the network of queries embeds texts.
+
+        Raises:
+            FileNotFoundError: if the checkpoint does not exist.
+            ValueError: if an argument is invalid, or the transform does not fit the model.
+        """
+        check_integer(owner, "batch_size", batch_size, least=1)
+        check_integer(owner, "num_workers", num_workers, least=0)
+        checkpoint = find_checkpoint(owner, checkpoint)
+        module = load_checkpoint(owner, checkpoint)
+        if side_of_module(module, "queries").tokenizer is not None:
+            side = "candidates"
+        of_side = side_of_module(module, side)
+        if recorded is None or of_side != side_of_module(module, "candidates"):
+            recorded = of_side.recorded
+        channels = image_channels(module)
+        if module.query_embedder is not None:
+            channels = image_channels(of_side.embedder)
+        prepare, serialised, source = choose_transform(owner, checkpoint, of_side, transform, recorded, channels)
+        about = {
+            "checkpoint": str(checkpoint.absolute()),
+            "checkpoint_sha256": sha256 or checkpoint_digest(checkpoint),
+            "preparation": serialised,
+            "preparation_from": source,
+            "channels": channels,
+        }
+        if module.steps_of_training > 0:
+            print_guess(about)
+        if isinstance(prepare, Preparation) and not prepare.gives_one_size:
+            batch_size = 1
+        if device is None:
+            device = default_device()
+        return cls(owner, module.eval(), prepare, about, batch_size, num_workers, "cpu", side=side).on(device)
+
+    def description(self) -> dict[str, Any]:
+        """What is stored with embeddings: `about`, and the digest of the network, for which all weights are read."""
+        return {**self.about, NETWORK: network_digest(self.module)}
+
+    def on(self, device: str) -> "ImageEmbedder":
+        """The same model on another device.
+
+        Raises:
+            ValueError: if torch cannot use the device.
+        """
+        try:
+            module = self.module.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"{self.owner}: {unusable_device(device, error)}") from None
+        return replace(self, module=module, device=device)
+
+    def embed(self, listed: ListedImages, groups: Sequence[Sequence[int]] | None = None) -> Iterator[EmbeddedBatch]:
+        """Embed images batch by batch, in order, and show the progress.
+
+        Args:
+            listed: the images.
+            groups: positions of the images to embed; all images of a batch are of one group. If None, all images are
+                embedded.
+
+        Raises:
+            ValueError: if the model cannot embed the output of the transform, or an embedding is not finite.
+        """
+        if groups is None:
+            groups = [range(len(listed.index))]
+        images = ImageSet(listed.index, listed.root, self.transform)
+        if isinstance(self.transform, Preparation):
+            images = images.in_uint8()
+        batches = RangeBatches(groups, self.batch_size)
+        loader = DataLoader(
+            ReadableImages(images), batch_sampler=batches, num_workers=self.num_workers, collate_fn=list
+        )
+        count = sum(map(len, groups))
+        with Progress("Embedding", total=count, units="images", hidden=rank() > 0) as progress:
+            for items in loader:
+                progress.update(len(items))
+                yield self.embed_items(items, listed)
+
+    def embed_all(self, listed: ListedImages, positions: Sequence[int] | None = None) -> EmbeddedImages:
+        """Embed images into one tensor, which is allocated once.
+
+        Args:
+            listed: the images.
+            positions: positions of the images to embed; if None, all images are embedded.
+
+        Raises:
+            ValueError: as for `embed`.
+        """
+        if positions is None:
+            positions = range(len(listed.index))
+        embedded: list[int] = []
+        unreadable: list[UnreadableImage] = []
+        embeddings = torch.empty(0, 0)
+        for batch in self.embed(listed, [positions]):
+            unreadable += batch.unreadable
+            if batch.embeddings is None:
+                continue
+            if not embedded:
+                embeddings = torch.empty(len(positions), batch.embeddings.shape[1])
+            begin = len(embedded)
+            embedded += batch.positions
+            embeddings[begin : len(embedded)] = batch.embeddings
+        return EmbeddedImages(torch.tensor(embedded, dtype=torch.int64), embeddings[: len(embedded)], unreadable)
+
+    def dim(self) -> int:
+        """The dimension of an embedding, found by embedding a black image."""
+        transform = self.transform
+        if isinstance(transform, Preparation):
+            transform = transform.to_uint8
+        image = transform(Image.new("RGB", PROBED_SIZE))
+        return self._embed_batch(self._stack([image])).shape[1]
+
+    def _stack(self, images: Sequence[Any]) -> Tensor:
+        """The transformed images as one batch."""
+        for image in images:
+            if not isinstance(image, Tensor):
+                raise ValueError(
+                    f"{self.owner}: `transform` must return a tensor (channels, height, width), got "
+                    f"{type(image).__name__}; end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True)."
+                )
+        shapes = {tuple(image.shape) for image in images}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{self.owner}: `transform` must give images of one size, got {sorted(shapes)[:3]}; set "
+                "`batch_size` to 1, or use a transform that crops."
+            )
+        return torch.stack(list(images))
+
+    def embed_items(self, items: Sequence[LoadedImage], listed: ListedImages) -> EmbeddedBatch:
+        """Embed a batch of loaded images.
+
+        Raises:
+            ValueError: as for `embed`.
+        """
+        positions: list[int] = []
+        images: list[Tensor] = []
+        unreadable: list[UnreadableImage] = []
+        for item in items:
+            if item.image is None:
+                unreadable.append(UnreadableImage(listed.name(item.position), item.reason, item.position))
+            else:
+                positions.append(item.position)
+                images.append(item.image)
+        embeddings = None
+        if images:
+            embeddings = self._embed_batch(self._stack(images))
+            is_finite = torch.isfinite(embeddings).all(1)
+            if not is_finite.all():
+                first = positions[int(is_finite.int().argmin())]
+                raise ValueError(
+                    f"{self.owner}: embeddings must be finite, but the model gives NaN or inf for "
+                    f"{printable(listed.name(first))}; look at its training."
+                )
+        return EmbeddedBatch(positions, embeddings, unreadable)
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a query may be a text."""
+        return side_of_module(self.module, "queries").tokenizer is not None
+
+    @torch.inference_mode()
+    def embed_texts(self, texts: Sequence[str]) -> Float[Tensor, "rows dim"]:
+        """Embed texts as queries.
+
+        Raises:
+            ValueError: if the network of queries does not embed texts, or an embedding is not finite.
+        """
+        tokenizer = side_of_module(self.module, "queries").tokenizer
+        if tokenizer is None:
+            raise ValueError(
+                f"{self.owner}: `text` must be given for a checkpoint whose network of queries embeds texts, got "
+                f"{self.about['checkpoint']}, whose queries are images; give images, or train with a TextEmbedder."
+            )
+        rows = []
+        for begin in range(0, len(texts), self.batch_size):
+            tokens = tokenizer(texts[begin : begin + self.batch_size]).to(self.device)
+            rows.append(self.module.embed_queries(tokens).float().cpu())
+        embeddings = torch.cat(rows)
+        if not torch.isfinite(embeddings).all():
+            raise ValueError(
+                f"{self.owner}: embeddings must be finite, but the model gives NaN or inf for texts; look at its "
+                "training."
+            )
+        return embeddings
+
+    @torch.inference_mode()
+    def _embed_batch(self, images: Tensor) -> Tensor:
+        if side_of_module(self.module, self.side).tokenizer is not None:
+            raise ValueError(
+                f"{self.owner}: `checkpoint` must be one whose network of {self.side} embeds images, got "
+                f"{self.about['checkpoint']}, which embeds texts; train with texts as queries."
+            )
+        try:
+            images = images.to(self.device)
+            if self.normalizes and isinstance(self.transform, Preparation):
+                images = self.transform.normalize(images)
+            embed: Callable[[Tensor], Tensor] = self.module.embed
+            if self.side == "queries":
+                embed = self.module.embed_queries
+            embeddings: Tensor = embed(images).float().cpu()
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if is_out_of_memory(error):
+                raise ValueError(
+                    f"{self.owner}: `batch_size` must be small enough for the memory of the device, got {len(images)}; "
+                    "lower it."
+                ) from None
+            shown = shown_transform(self.about["preparation"])
+            raise ValueError(
+                f"{self.owner}: the model must embed the images that {shown} gives, of shape {tuple(images.shape)} and "
+                f"{images.dtype}, but raises {type(error).__name__} ({first_line(error)}); if it is made for other "
+                "images, give another `transform`."
+            ) from error
+        return embeddings
+
+
+def default_device() -> str:
+    """`"cuda"` if there is a GPU, else `"cpu"`."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
+
+
+def unusable_device(device: str, error: Exception) -> str:
+    """A sentence about a device for which torch raised an error."""
+    return f"`device` must be a device that torch can use here, got {device!r} ({first_line(error)})."

@@ -1,0 +1,322 @@
+"""`lightning-retrieval export`: export a model to programs that do not need this library, and check their outputs."""
+
+import argparse
+import dataclasses
+import io
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_retrieval.files import is_of_others, new_files, writing
+from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.preparation import prepare
+from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.search.commands.embedding import ImageEmbedder, ListedImages, UnreadableImage, list_images
+from lightning_retrieval.search.export.onnx_file import METADATA, OnnxModel, load_onnx, write_onnx
+from lightning_retrieval.search.export.program import EmbeddingProgram, InputType, export_program, largest_difference
+from lightning_retrieval.search.export.quantization import quantize_onnx
+
+OWNER = "export_model"
+FORMAT = "lightning-retrieval model"
+ONNX, TORCH, INT8 = "model.onnx", "model.pt2", "model.int8.onnx"
+PREPARATION, PREPARE = "preparation.json", "prepare.py"
+SCRIPT_START = b'"""Prepares images for an exported model'  # also of earlier releases
+FILES = (PREPARATION, ONNX, TORCH, INT8, PREPARE)  # all files that an export may write
+TOLERANCE = 1e-5  # largest allowed difference from torch in float32
+CHECKED_BATCHES = (1, 3)  # batch sizes with which a program is compared
+CALIBRATION_IMAGES = 256
+TIMED_IMAGES, TIMED_RUNS = 64, 15
+
+
+@dataclass(frozen=True)
+class Int8Cost:
+    """The cost and the gain of int8 on the given images.
+
+    Args:
+        kind: `"static"` or `"dynamic"`.
+        images: number of images that were embedded.
+        recall: R@1 of the int8 model.
+        recall_before: R@1 of the float model.
+        size_ratio: file size of the int8 model divided by that of the float model.
+        speed_ratio: throughput of the int8 model divided by that of the float model, in batches of 64.
+    """
+
+    kind: str
+    images: int
+    recall: float
+    recall_before: float
+    size_ratio: float
+    speed_ratio: float
+
+
+@dataclass
+class ExportedModel:
+    """The result of an export.
+
+    Args:
+        about: the plain values of `preparation.json`.
+        differences: largest difference of each program from torch, by the file name of the program.
+        int8: cost and gain of int8; None if int8 was not requested.
+    """
+
+    about: dict[str, Any]
+    differences: dict[str, float] = field(default_factory=dict)
+    int8: Int8Cost | None = None
+
+
+def export(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """Run the command: print what was written."""
+    made = export_model(**vars(options))
+    print("\n".join(_summary(made, options.output)))
+    return []
+
+
+def _summary(made: ExportedModel, output: Path) -> list[str]:
+    shape = ", ".join(map(str, made.about["input_shape"]))
+    lines = [f"input: {made.about['input']} ({shape}); output: (batch, {made.about['dim']})"]
+    for name, difference in made.differences.items():
+        file = output / name
+        lines.append(f"{file}: {_megabytes(file)}, largest difference to torch {difference:.1e}")
+    if made.int8 is not None:
+        lines += _int8_lines(made.int8, output / "model.int8.onnx")
+    lines.append(f"{output / PREPARATION}: how an image is prepared for the programs")
+    lines.append(f"{output / PREPARE}: prepares an image; needs only Pillow and NumPy")
+    return lines
+
+
+def _int8_lines(cost: Int8Cost, file: Path) -> list[str]:
+    return [
+        f"{file}: {_megabytes(file)}, {cost.size_ratio:.2f} times the size, {cost.speed_ratio:.2f} times the speed "
+        f"({cost.kind} int8)",
+        f"R@1 of int8 on {cost.images} images: {cost.recall:.4f}, of float {cost.recall_before:.4f}",
+    ]
+
+
+def _megabytes(file: Path) -> str:
+    return f"{file.stat().st_size / 1e6:.2f} MB"
+
+
+def export_model(
+    checkpoint: Path,
+    output: Path,
+    *,
+    input_type: InputType = "uint8",
+    int8: bool = False,
+    images: Path | None = None,
+    root: Path | None = None,
+    transform: str | None = None,
+) -> ExportedModel:
+    """Export the model of a checkpoint to ONNX and to a program of `torch.export`, and compare both with the model.
+
+    The programs include the whitening and the scales of the model. `preparation.json` describes the preparation of
+    images for the programs; the metadata of the programs hold the same values. `prepare.py` prepares an image as these
+    values say, with Pillow and NumPy alone. All files of an earlier export to the folder are replaced or deleted, when
+    the new ones are complete.
+
+    Args:
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
+            LoRA adapters are merged first.
+        output: folder for the files.
+        input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
+        int8: also write an int8 ONNX file, and measure its cost.
+        images: images for the calibration and the measurement of int8: class folders, or a table with labels.
+        root: folder that the paths of a table are relative to.
+        transform: as for `index_images`.
+
+    Raises:
+        FileNotFoundError: if the checkpoint or the images do not exist.
+        ModuleNotFoundError: if onnx, onnxscript or onnxruntime is missing.
+        ValueError: if the model cannot be traced, a program differs from the model, an argument is invalid, or the
+            folder has a `prepare.py` or `preparation.json` that no export wrote.
+        OSError: if the folder cannot be written to; the files of an earlier export are unchanged.
+    """
+    load_onnx()  # raises before any work is done, if a package is missing
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{OWNER}: `output` must be a folder, got {output}, which is something else.")
+    _check_not_of_others(output)
+    listed = None
+    if int8:
+        listed = _labelled_images(images, root)
+    elif images is not None or root is not None:
+        raise ValueError(f"{OWNER}: `images` and `root` must not be given without `int8`, which alone uses images.")
+    embedder = ImageEmbedder.load(
+        OWNER, checkpoint, transform=transform, batch_size=TIMED_IMAGES, num_workers=0, device="cpu"
+    )
+    merge = getattr(getattr(embedder.module, "embedder", None), "merge_lora", None)
+    if merge is not None:
+        merge()
+    preparation = _preparation(embedder)
+    program = EmbeddingProgram(embedder.module, preparation, input_type).eval()
+    about = _about(program, embedder)
+    made = ExportedModel(about)
+    with writing(OWNER, output), new_files(output, FILES) as new:
+        exported = export_program(program)
+        content = io.BytesIO()  # on a full disk, torch would end the process
+        torch.export.save(exported, content, extra_files={METADATA: json.dumps(about)})
+        (new / TORCH).write_bytes(content.getbuffer())
+        write_onnx(exported, new / ONNX, about)
+        programs: dict[str, Callable[[Tensor], Tensor]] = {
+            ONNX: OnnxModel(new / ONNX).embed,
+            TORCH: torch.export.load(new / TORCH).module(),
+        }
+        for name, embed in programs.items():
+            made.differences[name] = check_program(name, embed, program)
+        if listed is not None:
+            made.int8 = _write_int8(new, embedder, program, listed)
+        (new / PREPARATION).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        shutil.copyfile(prepare.__file__, new / PREPARE)
+    return made
+
+
+def _check_not_of_others(output: Path) -> None:
+    """Raise if an export would replace a `prepare.py` or `preparation.json` that no export wrote."""
+    of_others = []
+    with suppress(OSError):
+        script = output / PREPARE
+        if script.is_file() and not script.read_bytes().startswith(SCRIPT_START):
+            of_others.append(PREPARE)
+    if is_of_others(output / PREPARATION, FORMAT):
+        of_others.append(PREPARATION)
+    if of_others:
+        raise ValueError(
+            f"{OWNER}: `output` must be a folder without files of others that an export would replace, got {output}, "
+            f"whose {' and '.join(of_others)} no export wrote; give another folder."
+        )
+
+
+def _preparation(embedder: ImageEmbedder) -> Preparation:
+    """The preparation of a model; raises unless it produces images of one size, for a single network."""
+    if embedder.module.query_embedder is not None:
+        raise ValueError(
+            f"{OWNER}: `checkpoint` must be of a model with one network, got {embedder.about['checkpoint']}, which has "
+            "a `query_embedder`; export the checkpoint of the candidates, and serve queries with `embed_queries`."
+        )
+    preparation = embedder.transform
+    if not isinstance(preparation, Preparation):
+        raise ValueError(
+            f"{OWNER}: the model of `checkpoint` must have been evaluated with a Preparation, which a program can "
+            "include, got another transform; evaluate it with `image_size`, `mean` and `std` instead."
+        )
+    if preparation.image_size is None:
+        raise ValueError(
+            f"{OWNER}: the model of `checkpoint` must be one of images of one size, got one that keeps the size of "
+            "each image; evaluate it with an `image_size`."
+        )
+    return preparation
+
+
+@torch.inference_mode()
+def _about(program: EmbeddingProgram, embedder: ImageEmbedder) -> dict[str, Any]:
+    images = program.random_images(1)
+    return {
+        "format": FORMAT,
+        "preparation": program.preparation.as_dict(),
+        "input": program.input_type,
+        "input_shape": ["batch", *images.shape[1:]],
+        "dim": program(images).shape[1],
+        "checkpoint_sha256": embedder.about["checkpoint_sha256"],
+    }
+
+
+@torch.inference_mode()
+def check_program(name: str, embed: Callable[[Tensor], Tensor], program: EmbeddingProgram) -> float:
+    """The largest difference between an exported program and the model; raises if the difference is too large or NaN.
+
+    Args:
+        name: name of the file, for the error message.
+        embed: runs the exported program.
+        program: the model.
+    """
+    largest = 0.0
+    for count in CHECKED_BATCHES:
+        images = program.random_images(count, seed=count)
+        difference = largest_difference(embed(images), program(images))
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"{OWNER}: {name} must differ from the model by at most {TOLERANCE:g}, got {difference:.2g}; please "
+                "report the backbone."
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:
+    """The images of a table with labels, or of class folders; the name of a class folder is the label of its images."""
+    if images is None:
+        raise ValueError(f"{OWNER}: `images` must be given with `int8`, to calibrate it and to measure what it costs.")
+    listed = list_images(OWNER, images, root)
+    labels = listed.labels
+    if set(labels) == {None}:
+        labels = [Path(path).parent.as_posix() for path in listed.index.paths]
+    if None in labels or not 1 < len(set(labels)) < len(labels):
+        raise ValueError(
+            f"{OWNER}: `images` must be of several classes with several images, in class folders or in a table with "
+            f"the column label, got {images}."
+        )
+    return dataclasses.replace(listed, labels=labels)
+
+
+def _write_int8(folder: Path, embedder: ImageEmbedder, program: EmbeddingProgram, listed: ListedImages) -> Int8Cost:
+    """Write the int8 file, and compare it with the float file."""
+    embedder = dataclasses.replace(embedder, transform=program.preparation, normalizes=program.input_type == "float")
+    count = len(listed.index)
+    step = max(1, count // CALIBRATION_IMAGES)
+    recorder = _Recorder()
+    groups = [range(position, position + 1) for position in range(0, count, step)]
+    for _ in dataclasses.replace(embedder, module=recorder).embed(listed, groups):
+        pass
+    kind = quantize_onnx(folder / ONNX, folder / INT8, recorder.batches)
+    before, after = OnnxModel(folder / ONNX), OnnxModel(folder / INT8)
+    return Int8Cost(
+        kind,
+        count,
+        _recall(embedder, after, listed),
+        _recall(embedder, before, listed),
+        (folder / INT8).stat().st_size / (folder / ONNX).stat().st_size,
+        _speed_ratio(after, before, program),
+    )
+
+
+class _Recorder:
+    """Stands in for a model: records the batches instead of embedding them."""
+
+    def __init__(self) -> None:
+        self.batches: list[Tensor] = []
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Record a batch, and return zeros."""
+        self.batches.append(images.clone())
+        return torch.zeros(len(images), 1)
+
+
+def _recall(embedder: ImageEmbedder, model: OnnxModel, listed: ListedImages) -> float:
+    """R@1 of a model on all images."""
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(listed.labels))}
+    metrics = RetrievalMetrics(ks=(1,))
+    for batch in dataclasses.replace(embedder, module=model).embed(listed):
+        if batch.embeddings is not None:
+            labels = torch.tensor([numbers[listed.labels[position]] for position in batch.positions])
+            metrics.update(batch.embeddings, labels, torch.tensor(batch.positions))
+    return float(metrics.compute()["R@1"])
+
+
+def _speed_ratio(after: OnnxModel, before: OnnxModel, program: EmbeddingProgram) -> float:
+    """The speed of `after` divided by that of `before`: medians over alternating batches, after a warm-up batch."""
+    images = program.random_images(TIMED_IMAGES)
+    seconds: list[list[float]] = [[], []]
+    for run in range(-1, TIMED_RUNS):
+        for number, model in enumerate((after, before)):
+            begin = time.perf_counter()
+            model.embed(images)
+            if run >= 0:
+                seconds[number].append(time.perf_counter() - begin)
+    return median(seconds[1]) / median(seconds[0])

@@ -1,0 +1,413 @@
+"""`lightning-retrieval index`: build an index of the images in a folder, or of embeddings written by `embed`.
+
+For a folder of images, the embeddings are kept in memory, not in files. The index records its checkpoint and the
+preparation of its images, so that queries are embedded in the same way.
+"""
+
+import argparse
+import functools
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lightning_retrieval.checks import check_finite_number, check_integer
+from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
+from lightning_retrieval.datamodules.table_file import TableColumns, find_missing, read_table
+from lightning_retrieval.distributed import rank
+from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
+from lightning_retrieval.search.commands.embed import launch, new_fabric
+from lightning_retrieval.search.commands.embedding import (
+    EmbeddedImages,
+    ImageEmbedder,
+    UnreadableImage,
+    images_in_folder,
+)
+from lightning_retrieval.search.commands.of_checkpoint import shown_choice
+from lightning_retrieval.search.commands.options import EMBEDDINGS_OPTIONS
+from lightning_retrieval.search.commands.stores import (
+    THRESHOLD,
+    IndexSettings,
+    IndexWriter,
+    NewRows,
+    close_index,
+    model_difference,
+    new_index,
+    opened_index,
+)
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.search.image_files import name_folder
+from lightning_retrieval.search.store.conditions import LARGEST_INTEGER, new_columns
+from lightning_retrieval.search.store.disk_lists import help_build_on_disk
+from lightning_retrieval.search.store.index import RECALL_AT, RetrievalIndex
+from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+from lightning_retrieval.search.store.rows import FolderRows
+
+# The texts of a column of numbers. A text with leading zeros is a code, not a number.
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+
+
+def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """Run the command: print what was written, and return the images that could not be read."""
+    settings = vars(options)
+    # `--validation` chooses a threshold, and `--update` keeps it; the earlier index is read only without these two.
+    may_lose_threshold = options.validation is None and not options.update
+    had_threshold = may_lose_threshold and _has_threshold(options.output, options.store)
+    if options.embeddings is not None:
+        made, unreadable = index_embeddings(**{name: settings[name] for name in EMBEDDINGS_OPTIONS})
+        if rank() > 0:  # the first process prints
+            return []
+    else:
+        del options.embeddings, options.devices
+        made, unreadable = index_images(**settings)
+        print(f"images prepared with {shown_choice(made.about)}")
+    print(f"{options.output}: {_summary(made)}")
+    if options.validation is not None:
+        print(
+            "threshold {value:.4f}: false-match rate {false_match_rate:.4f}, miss rate {miss_rate:.4f} with "
+            "{images} images".format(**made.about[THRESHOLD])
+        )
+    elif had_threshold and THRESHOLD not in made.about:
+        print("the replaced index had a threshold, the new one has none: choose one with --validation")
+    close_index(made)
+    return unreadable
+
+
+def _has_threshold(output: Path, store: str | None) -> bool:
+    """Whether there is an index with a threshold that the command will replace."""
+    try:
+        with opened_index(output, store, verify=False) as earlier:
+            return THRESHOLD in earlier.about
+    except (FileNotFoundError, ValueError):  # there is no index, or none that can be read
+        return False
+
+
+def _summary(made: EmbeddingStore) -> str:
+    images = f"{len(made)} images"
+    if len(made) == 1:
+        images = "1 image"
+    quality = "exact"
+    if made.recall is not None:
+        quality = f"recall@{RECALL_AT} {made.recall:.3f} against exact search"
+    return f"{images}, {made.dim} dimensions, {made.factory} ({quality})"
+
+
+def index_images(
+    checkpoint: Path,
+    images: Path,
+    output: Path,
+    *,
+    transform: str | None = None,
+    store: str | None = None,
+    factory: str = "Flat",
+    parameters: str = "",
+    shards: int = 1,
+    rows_in_memory: int | None = None,
+    overwrite: bool = False,
+    update: bool = False,
+    metadata: Path | None = None,
+    validation: Path | None = None,
+    false_match_rate: float | None = None,
+    batch_size: int = 32,
+    num_workers: int = 0,
+    device: str | None = None,
+) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+    """Embed all images below a folder, and save an index of them.
+
+    Args:
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
+        images: folder of the images. All files at any depth with the suffix of a format that Pillow decodes are
+            indexed, except hidden files. Symbolic links to folders are followed, see `image_files`.
+        output: folder of the index, or its name in the store.
+        transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported. If the checkpoint
+            records the preparation of its evaluation, `transform` must agree with this record, and is only needed if
+            the preparation is a function. If `transform` is None, the preparation is that of the checkpoint, else
+            that of the model's `Embedder`, else `"plain"` for a model of colour images and `"glyphs"` for a model of
+            grey images. `about["preparation"]` of the index is the preparation used; `about["preparation_from"]` is
+            `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
+        store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
+        factory: faiss' factory string, or type of Milvus' index.
+        parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
+        shards: number of shards of the index, for faiss.
+        rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
+            `RetrievalIndex.build_on_disk`; if None, build it in memory.
+        overwrite: replace an existing index, whatever it holds.
+        update: update an existing index of the same model and images: embed and add new images, remove the rows of
+            deleted images, and keep all other rows with their ids. An image that has changed under the same path keeps
+            its old embedding and metadata. If there is no index, build one.
+        metadata: CSV or Parquet table with the path of each image in the column `image`. All other columns are stored
+            in the index, and a search can filter and group by them.
+        validation: embeddings of labelled images, on which a threshold is chosen: a folder written by `embed_images`
+            with the same model. A search shows nothing below the threshold; `about["threshold"]` of the index records
+            it.
+        false_match_rate: the fraction of the images of `validation`, from 0 to 1, that may find an image of another
+            label with this threshold.
+        batch_size: number of images embedded at a time; the number is 1 if images keep their sizes.
+        num_workers: number of processes that read images.
+        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+
+    Returns:
+        The index, and the images that could not be read.
+
+    Raises:
+        FileNotFoundError: if the checkpoint, the folder or the table does not exist.
+        ValueError: if no image can be read or an argument is invalid; without `overwrite`, if rows of an existing index
+            would be lost, because they belong to other images or to another model; with `update`, if the index is of
+            another model or has other columns, or rows cannot be removed from this kind of index.
+        OSError: if the store cannot be reached; raised before any image is embedded.
+
+    Cost:
+        A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
+    """
+    owner = "index_images"
+    new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
+    listed = images_in_folder(owner, images)
+    paths = listed.index.paths
+    rows = NewRows(torch.arange(len(paths)), paths, read_metadata(owner, metadata, paths))
+    embedder = ImageEmbedder.load(
+        owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
+    )
+    if validation is not None and embedder.module.query_embedder is not None:
+        raise ValueError(
+            f"{owner}: `validation` must not be given for a model with a `query_embedder`, since its embeddings are of "
+            f"candidates, got {validation}; give `threshold` to the search."
+        )
+    about = {**embedder.description(), "images": name_folder(images)}
+    about |= choose_threshold(owner, validation, false_match_rate, about)
+    writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
+    dim = embedder.dim()
+    new.check_dim(dim)
+    new.check_paths(paths)
+    writer.check_kept(rows)  # raises before any image is embedded
+    return writer.write(dim, rows, lambda positions: embedder.embed_all(listed, positions.tolist()))
+
+
+def index_embeddings(
+    embeddings: Path,
+    output: Path,
+    *,
+    store: str | None = None,
+    factory: str = "Flat",
+    parameters: str = "",
+    shards: int = 1,
+    rows_in_memory: int | None = None,
+    overwrite: bool = False,
+    update: bool = False,
+    metadata: Path | None = None,
+    validation: Path | None = None,
+    false_match_rate: float | None = None,
+    devices: int = 1,
+) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+    """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
+
+    With several processes, the first one trains the index. Then Lightning Fabric starts the others, each of which calls
+    this function again, and each process adds some of the rows to the index on disk. The files of the index do not
+    depend on the number of processes.
+
+    Args:
+        embeddings: folder written by `embed_images` or `EmbeddingWriter`.
+        output: folder of the index, or its name in the store.
+        store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
+        factory: faiss' factory string, or type of Milvus' index.
+        parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
+        shards: number of shards of the index, for faiss.
+        rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
+            `RetrievalIndex.build_on_disk`; if None, build it in memory.
+        overwrite: replace an existing index, whatever it holds.
+        update: update an existing index of the same model and images: add new rows, with ids after the largest id, and
+            remove rows that are not in the folder. If there is no index, build one.
+        metadata: as for `index_images`, with the paths of the images in the folder of embeddings.
+        validation: as for `index_images`.
+        false_match_rate: as for `index_images`.
+        devices: number of processes that add rows, all on this machine; with several, the index is built on disk, with
+            the codes of `rows_in_memory` rows (if None, of 1,000,000 rows) in memory in each process.
+
+    Returns:
+        The index, and the images that could not be read when they were embedded.
+
+    Raises:
+        FileNotFoundError: if the folder holds no embeddings, or the table does not exist.
+        ValueError: if files of the folder are missing or damaged, no image could be read, or an argument is invalid;
+            without `overwrite`, if rows of an existing index would be lost; with `update`, as for `index_images`.
+        OSError: if the store cannot be reached; this is checked first.
+        ConnectionError: if another process has ended early.
+
+    Cost:
+        Memory for the index (with `rows_in_memory`, only for its ids and paths and the codes of these rows), the
+        training rows, a block of 65,536 rows and one file of embeddings. Each file is read up to five times: all files
+        are first verified, and training uses rows from all files.
+    """
+    owner = "index_embeddings"
+    start = None
+    if check_integer(owner, "devices", devices, least=1) > 1:
+        _check_one_process(owner, devices, store=store, update=update)
+        fabric = new_fabric(owner, "cpu", devices=devices)
+        start = functools.partial(launch, fabric)
+        if fabric.global_rank > 0:
+            return _help(owner, start, embeddings, output)
+    new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
+    folder = EmbeddingFolder.load(owner, embeddings)
+    manifest = folder.manifest
+    if manifest.about.get("side") == "queries":
+        raise ValueError(
+            f"{owner}: `embeddings` must be of candidates, got {embeddings}, which holds embeddings of queries; embed "
+            "the candidates, which is the default."
+        )
+    new.check_dim(manifest.dim)
+    rows = FolderRows(folder)  # reads and checks all files
+    new.check_paths(rows.paths)
+    new_rows = NewRows(rows.ids, rows.paths, read_metadata(owner, metadata, rows.paths))
+    unreadable = [UnreadableImage(*image) for image in rows.unreadable]
+
+    def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
+        if len(positions) == len(rows):
+            return EmbeddedImages(positions, rows, unreadable)  # `rows` reads the embeddings from files
+        return EmbeddedImages(positions, rows[positions], unreadable)
+
+    about = {**manifest.about, **choose_threshold(owner, validation, false_match_rate, manifest.about)}
+    writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
+    return writer.write(manifest.dim, new_rows, embedded)
+
+
+def _check_one_process(owner: str, devices: int, *, store: str | None, update: bool) -> None:
+    """Raise if only one process can build such an index."""
+    reason = None
+    if store is not None:
+        reason = "with a store in Milvus, which distributes rows by itself"
+    elif update:
+        reason = "with `update`, which reads the index into memory"
+    if reason is not None:
+        raise ValueError(f"{owner}: `devices` must be 1 {reason}, got {devices}.")
+
+
+def _help(
+    owner: str, start: Callable[[], object], embeddings: Path, output: Path
+) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+    """Help the first process to build the index, and return what it returns."""
+    start()
+    help_build_on_disk()
+    index = RetrievalIndex.load(output, mapped=True, verify=False)
+    return index, [UnreadableImage(*image) for image in EmbeddingFolder.load(owner, embeddings).unreadable()]
+
+
+def choose_threshold(
+    owner: str, validation: Path | None, false_match_rate: float | None, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Choose the threshold of an index with these metadata.
+
+    Returns:
+        An entry for `about` with the threshold, its false-match rate and its miss rate; empty without `validation`.
+
+    Raises:
+        FileNotFoundError: if the folder holds no embeddings.
+        ValueError: if only one of the arguments is given, the rate is not from 0 to 1, the embeddings are of another
+            model, an image has no label, all labels are the same, or each label has one image.
+    """
+    if validation is None and false_match_rate is None:
+        return {}
+    if validation is None or false_match_rate is None:
+        raise ValueError(f"{owner}: `validation` must be given with `false_match_rate`, and neither alone; give both.")
+    check_finite_number(owner, "false_match_rate", false_match_rate, least=0, most=1)
+    folder = EmbeddingFolder.load(owner, validation)
+    difference = model_difference(folder.manifest.about, about)
+    if difference is not None:
+        raise ValueError(
+            f"{owner}: `validation` must be of the model of the index, got {validation}, but {difference}; embed again."
+        )
+    metrics = RetrievalMetrics()
+    metrics.update(*map(torch.from_numpy, folder.labelled("validation")))
+    scores = nearest_scores(metrics)
+    if len(scores.positives) == 0:
+        raise ValueError(
+            f"{owner}: `validation` must have several images of a label, got {validation}, in which each label has "
+            "one; embed more images."
+        )
+    value = scores.threshold(false_match_rate)
+    false_matches, misses = float(scores.false_match_rates(value)), float(scores.miss_rates(value))
+    rates = {"false_match_rate": false_matches, "miss_rate": misses}
+    return {THRESHOLD: {"value": value, **rates, "images": len(scores.negatives)}}
+
+
+def read_image_rows(
+    owner: str, name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
+) -> tuple[TableColumns, dict[str, int]]:
+    """Read a table that has a single row for each image.
+
+    Args:
+        owner: prefix of error messages.
+        name: name of the argument that gives the table, for error messages.
+        table: CSV or Parquet table.
+        required: as for `read_table`.
+        all_columns: as for `read_table`.
+
+    Returns:
+        The table, and the row of each image by its path.
+
+    Raises:
+        FileNotFoundError: if the table does not exist.
+        ValueError: if the table cannot be read, or an image is in several rows.
+    """
+    if not table.is_file():
+        raise FileNotFoundError(f"{owner}: `{name}` must be a CSV or Parquet table, got {table}, which is not a file.")
+    read = read_table(table, required, all_columns=all_columns)
+    images = parse_images(read)
+    check_unique_images(read, images, None)
+    return read, {image: row for row, image in enumerate(images)}
+
+
+def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:
+    """The metadata of images: for the name of each column of a table, the values of all images.
+
+    A column holds numbers if each of its texts is a number below 2**53, written without leading zeros. Otherwise it
+    holds text, with a warning if half of its texts or more are numbers.
+
+    Args:
+        owner: prefix of error messages.
+        table: CSV or Parquet table with the column `image` and further columns; if None, there is no metadata.
+        paths: the paths of the images.
+
+    Raises:
+        FileNotFoundError: if the table does not exist.
+        ValueError: if the table cannot be read or has no further column, an image is not in exactly one row, or a
+            column has an invalid name.
+    """
+    if table is None:
+        return {}
+    read, row_of = read_image_rows(owner, "metadata", table, all_columns=True)
+    missing = find_missing(paths, row_of)
+    if missing:
+        raise ValueError(
+            f"{owner}: `metadata` must have a row for each image of the index, got {table}, in which {len(missing)} of "
+            f"{len(paths)} images are missing, such as {missing[0]!r}."
+        )
+    rows = [row_of[path] for path in paths]
+    columns = {name: _typed(owner, read, name, rows) for name in read.columns if name != "image"}
+    if not columns:
+        raise ValueError(f"{owner}: `metadata` must have columns besides image, got none in {table}.")
+    new_columns(owner, columns, len(paths))  # raises for an invalid name
+    return columns
+
+
+def _typed(owner: str, table: TableColumns, name: str, rows: Sequence[int]) -> list[Any]:
+    """The values of some rows of a column: numbers if all its texts are numbers, else text."""
+    texts = table.columns[name]
+    others = [row for row, text in enumerate(texts) if not _is_number(text)]
+    if not others:
+        return [float(texts[row]) for row in rows]
+    if len(others) <= len(texts) / 2:
+        warnings.warn(
+            f"{owner}: the column {name!r} of `metadata` holds text, so a search cannot compare it with a number: "
+            f"{len(others)} of its {len(texts)} values are no plain numbers, the first of them {texts[others[0]]!r} at "
+            f"{table.unit} {table.lines[others[0]]} of {table.path}.",
+            stacklevel=2,
+        )
+    return [texts[row] for row in rows]
+
+
+def _is_number(text: str) -> bool:
+    return NUMBER.fullmatch(text) is not None and abs(float(text)) < LARGEST_INTEGER

@@ -1,0 +1,295 @@
+"""Finds the images of an index that are nearest to query images or texts."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_retrieval.checks import check_finite_number, check_integer, short_repr
+from lightning_retrieval.command_line import printable
+from lightning_retrieval.search.commands.embedding import (
+    ImageEmbedder,
+    ListedImages,
+    UnreadableImage,
+    print_guess,
+    recorded_checkpoint,
+)
+from lightning_retrieval.search.commands.stores import THRESHOLD
+from lightning_retrieval.search.image_files import is_named
+from lightning_retrieval.search.store.conditions import check_group, parse_where
+from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+
+OWNER = "search_images"
+DEFAULT_K = 10
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One image found for a query."""
+
+    rank: int
+    id: int
+    path: str
+    similarity: float
+
+    @property
+    def distance(self) -> float:
+        """The cosine distance: 0 for the same direction, 2 for opposite directions."""
+        return max(0.0, 1 - self.similarity)
+
+
+@dataclass(frozen=True)
+class QueryResult:
+    """A query with its hits, nearest first.
+
+    Args:
+        query: path of the image file, or the text.
+        hits: the images found whose similarity is at least the threshold.
+        threshold: the lowest similarity of a hit; None if there is no threshold.
+        nearest: similarity of the nearest image found, which may be below the threshold; None if none was found.
+        is_text: whether the query is a text.
+    """
+
+    query: str
+    hits: list[Hit]
+    threshold: float | None = None
+    nearest: float | None = None
+    is_text: bool = False
+
+    @property
+    def nothing_similar(self) -> str:
+        """A sentence that says that there are no hits; "" if there are hits."""
+        if self.hits:
+            return ""
+        if self.nearest is None or self.threshold is None:
+            return "Nothing was found."
+        return f"Nothing similar: the nearest image has similarity {self.nearest:.4f}, below {self.threshold:.4f}."
+
+
+def search_images(
+    index: EmbeddingStore,
+    queries: Sequence[str],
+    k: int | None = None,
+    *,
+    texts: Sequence[str] = (),
+    where: str | None = None,
+    group_by: str | None = None,
+    threshold: float | None = None,
+    checkpoint: Path | None = None,
+    transform: str | None = None,
+    batch_size: int = 32,
+    num_workers: int = 0,
+    device: str | None = None,
+) -> tuple[list[QueryResult], list[UnreadableImage]]:
+    """Find the images nearest to each query.
+
+    Args:
+        index: an index made by `index_images`.
+        queries: paths of image files.
+        k: number of hits of each query, at most the number of images in the index; if None, 10, or
+            all images if the index has fewer than 10.
+        texts: texts to search for, after the images, if the network of queries embeds texts.
+        where: condition on the columns of the index that all hits must meet, see `RetrievalIndex.search`.
+        group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
+        threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one. The threshold of the
+            index was chosen for its own network, so it does not apply to queries that another network embeds.
+        checkpoint: file of the model, whose network of candidates must be that of the index; if None, the file that
+            the index was made with.
+        transform: dotted name of the function, if a function prepared the images of the index. The function is
+            imported.
+        batch_size: number of images embedded at a time.
+        num_workers: number of processes that read images.
+        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+
+    Returns:
+        The results of the readable queries and of the texts, and the unreadable queries.
+
+    Raises:
+        FileNotFoundError: if the checkpoint does not exist.
+        ValueError: if the index was not made by `index_images`, or was made with another network, `k` is too large,
+            `where` or `group_by` does not fit the columns of the index, `threshold` is not finite, no query can be
+            read, or texts are given and the network of queries does not embed texts.
+    """
+    settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
+    _check_index(index)
+    _check_k(k, len(index))  # before the model is loaded, as are the next two
+    parse_where(OWNER, where, index.column_kinds)
+    check_group(OWNER, group_by, index.column_kinds)
+    searcher = ImageSearcher(index, threshold=threshold, batch_size=batch_size, num_workers=num_workers, **settings)
+    return searcher.search(queries, k, texts=texts, where=where, group_by=group_by)
+
+
+class ImageSearcher:
+    """An index and its model, loaded once for many searches.
+
+    Args:
+        index: an index made by `index_images`.
+        threshold: as for `search_images`.
+        checkpoint: as for `search_images`.
+        transform: as for `search_images`.
+        batch_size: as for `search_images`.
+        num_workers: as for `search_images`.
+        device: as for `search_images`.
+    """
+
+    def __init__(
+        self,
+        index: EmbeddingStore,
+        *,
+        threshold: float | None = None,
+        checkpoint: Path | None = None,
+        transform: str | None = None,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        device: str | None = None,
+    ) -> None:
+        _check_index(index)
+        self.index = index
+        self.threshold = _threshold_of(index, threshold)
+        self._embedder = ImageEmbedder.load(
+            OWNER,
+            recorded_checkpoint(OWNER, index.about, checkpoint, made="index was"),
+            transform=transform,
+            recorded=index.about["preparation"],
+            sha256=index.about["checkpoint_sha256"],
+            batch_size=batch_size,
+            num_workers=num_workers,
+            device=device,
+            side="queries",
+        )
+        if self._embedder.module.steps_of_training > 0:
+            print_guess(index.about, made="index")
+        self._query_threshold = self.threshold  # for embeddings of the network of queries
+        if threshold is None and self._embedder.module.query_embedder is not None:
+            self._query_threshold = None
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a query may be a text."""
+        return self._embedder.takes_texts
+
+    def search(
+        self,
+        queries: Sequence[str],
+        k: int | None = None,
+        *,
+        texts: Sequence[str] = (),
+        where: str | None = None,
+        group_by: str | None = None,
+    ) -> tuple[list[QueryResult], list[UnreadableImage]]:
+        """The results of the readable queries and of the texts, and the unreadable queries; see `search_images`."""
+        k = _check_k(k, len(self.index))
+        wanted: dict[str, Any] = {"where": where, "group_by": group_by}
+        of_images: list[QueryResult] = []
+        of_texts: list[QueryResult] = []
+        unreadable: list[UnreadableImage] = []
+        if not all(text.strip() for text in texts):
+            raise ValueError(f"{OWNER}: `text` must have a character that is not white space, got {list(texts)}.")
+        if texts:  # first, so that errors are raised before any image is embedded
+            of_texts = self._results(texts, self._embedder.embed_texts(texts), k, is_text=True, **wanted)
+        if queries:
+            embedded = self._embedder.embed_all(_listed(queries))
+            unreadable = embedded.unreadable
+            if len(embedded.positions) == 0 and not texts:
+                raise ValueError(
+                    f"{OWNER}: none of the {len(queries)} queries can be read, the first: {unreadable[0]}."
+                )
+            readable = [queries[position] for position in embedded.positions.tolist()]
+            of_images = self._results(readable, embedded.embeddings[:], k, **wanted)
+        return [*of_images, *of_texts], unreadable
+
+    def _results(
+        self, queries: Sequence[str], rows: Float[Tensor, "query dim"], k: int, *, is_text: bool = False, **wanted: Any
+    ) -> list[QueryResult]:
+        """The results of embedded queries."""
+        if not queries:
+            return []
+        similarities, ids, paths = self.index.search_with_paths(rows, k, **wanted)
+        results = []
+        for query, row, row_paths, row_similarities in zip(queries, ids, paths, similarities.tolist()):
+            found = row[row >= 0]  # there may be fewer than k rows
+            hits = []
+            columns = zip(found.tolist(), row_paths, row_similarities)
+            for rank, (image_id, path, similarity) in enumerate(columns, start=1):
+                hits.append(Hit(rank, image_id, path, similarity))
+            results.append(self._result(query, hits, is_text))
+        return results
+
+    def _result(self, query: str, found: list[Hit], is_text: bool) -> QueryResult:
+        """The result of a query, without the images found below the threshold."""
+        nearest = None
+        if found:
+            nearest = found[0].similarity
+        threshold = self.threshold
+        if is_text or self._embedder.side == "queries":
+            threshold = self._query_threshold
+        hits = found
+        if threshold is not None:
+            hits = [hit for hit in found if hit.similarity >= threshold]
+        return QueryResult(query, hits, threshold, nearest, is_text)
+
+
+def _listed(queries: Sequence[str]) -> ListedImages:
+    """The queries as a list of images, with paths relative to the root of the file system."""
+    files = [Path(os.path.abspath(query)) for query in queries]
+    root = Path(files[0].anchor)
+    paths = [file.relative_to(root).as_posix() for file in files]
+    return ListedImages.of_paths(root, paths, names=[str(file) for file in files])
+
+
+def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
+    """The folder of an index's images: the given folder, else the folder recorded in the index.
+
+    Raises:
+        ValueError: if no folder is given or recorded, for example for a data set without image files; if no command of
+            this user has embedded the images of the recorded folder, see `image_files`; if the index was not made by
+            `index_images` or `index_embeddings`.
+    """
+    _check_index(index)
+    if given is not None:
+        return given
+    if "images" not in index.about:
+        raise ValueError(f"{OWNER}: `images` must be given, because the index does not say where its images are.")
+    recorded = str(index.about["images"])
+    if not is_named(Path(recorded)):
+        raise ValueError(
+            f"{OWNER}: `images` must be given, because the index names the folder {printable(short_repr(recorded))}, "
+            "whose images this user has not embedded here; give the folder if its pictures may be shown."
+        )
+    return Path(recorded)
+
+
+def _check_index(index: EmbeddingStore) -> None:
+    if not {"checkpoint", "checkpoint_sha256", "preparation"} <= index.about.keys():
+        raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")
+
+
+def _threshold_of(index: EmbeddingStore, given: float | None) -> float | None:
+    """The lowest similarity of a hit: the given number, else the threshold of the index; None for no threshold."""
+    if given is not None:
+        return check_finite_number(OWNER, "threshold", given)
+    recorded = index.about.get(THRESHOLD)
+    if recorded is None:
+        return None
+    try:
+        return check_finite_number(OWNER, "threshold", recorded["value"])
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(
+            f"{OWNER}: `threshold` must be given, because the index must record a number as its threshold, got "
+            f"{short_repr(recorded)}."
+        ) from None
+
+
+def _check_k(k: int | None, images: int) -> int:
+    if k is None:
+        return max(1, min(DEFAULT_K, images))
+    check_integer(OWNER, "k", k, least=1)
+    if k > images:
+        raise ValueError(
+            f"{OWNER}: `k` must be at most the number of images in the index, {images}, got {k}; ask for fewer."
+        )
+    return k

@@ -1,0 +1,584 @@
+"""Writes and reads the indexes of the commands: a folder of faiss files or, with `--store`, a collection of Milvus.
+
+No row of an existing index is lost unless the user asks for it: `IndexWriter` compares the rows of the existing index
+with the new rows before it replaces the index.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_retrieval.checks import check_bool, first_line
+from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
+from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
+from lightning_retrieval.search.store.disk_lists import ROWS_IN_MEMORY, check_lists, check_rows_in_memory
+from lightning_retrieval.search.store.index import RetrievalIndex
+from lightning_retrieval.search.store.milvus_connection import OWNER, check_dim, check_store
+from lightning_retrieval.search.store.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
+from lightning_retrieval.search.store.rows import Rows, plain_values
+from lightning_retrieval.search.store.storage import MANIFEST, check_folder
+
+KIND = "milvus:"
+BLOCK = 1 << 16  # number of rows whose paths are read at a time
+THRESHOLD = "threshold"  # entry of `about`: the threshold of an index with its rates
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """How a new index is built.
+
+    Args:
+        factory: factory string of faiss, or type of Milvus' index.
+        parameters: search parameters.
+        shards: number of shards of the index, for faiss.
+        rows_in_memory: build a faiss index on disk, with this many rows in memory; if None, build it in memory.
+        launch: as for `RetrievalIndex.build_on_disk`; if given, a faiss index is built on disk in any case.
+    """
+
+    factory: str = "Flat"
+    parameters: str = ""
+    shards: int = 1
+    rows_in_memory: int | None = None
+    launch: Callable[[], object] | None = None
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether a faiss index is built on disk."""
+        return self.rows_in_memory is not None or self.launch is not None
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """The ids, paths and metadata of the images that an index gets."""
+
+    ids: Int[Tensor, " rows"]
+    paths: PackedStrings
+    columns: Mapping[str, Sequence[Any]]  # for the name of each column, one value for each row
+
+    def select(self, positions: Int[Tensor, " selected"]) -> "NewRows":
+        """The rows of the images at these positions."""
+        selected = positions.tolist()
+        columns = {name: list(map(values.__getitem__, selected)) for name, values in self.columns.items()}
+        return NewRows(self.ids[positions], self.paths[positions.numpy()], columns)
+
+    def column_kinds(self) -> dict[str, Kind]:
+        """The kind of each column."""
+        return kinds_of(new_columns(OWNER, self.columns, len(self.ids)))
+
+
+class EarlierRows:
+    """The rows of an existing index that a command is about to replace or update.
+
+    A row is identified by its path, or by its id if it has no path.
+
+    Args:
+        owner: prefix of error messages.
+        index: the existing index.
+        name: name of the index in messages.
+        about: `about` of the new index.
+    """
+
+    def __init__(self, owner: str, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
+        self.ids = index.ids
+        self.column_kinds = index.column_kinds
+        self.threshold = index.about.get(THRESHOLD)
+        self.difference = _difference(index.about, about)
+        """Why none of the rows can be kept in the new index; None if rows can be kept."""
+        self._owner = owner
+        self._name = name
+        paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
+        self._rows = row_keys(self.ids, paths)
+
+    def check_kept(self, rows: NewRows) -> None:
+        """Raise if a row of the existing index is missing in the new index, or the columns differ."""
+        lost, cure = len(self.ids), "`overwrite` to replace it"
+        why = self.difference
+        if why is None:
+            lost = _not_in(self._rows, row_keys(rows.ids, rows.paths))
+            why = "their images are not among the new ones"
+            cure += ", or `update` to add the images that are new and remove the rows of those that are gone"
+        if lost > 0:
+            raise ValueError(
+                f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of "
+                f"the {len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
+            )
+        self._check_columns(rows)
+
+    def _check_columns(self, rows: NewRows) -> None:
+        kinds = rows.column_kinds()
+        if kinds != self.column_kinds:
+            raise ValueError(
+                f"{self._owner}: `metadata` must have the columns of {self._name}, {shown_kinds(self.column_kinds)}, "
+                f"got {shown_kinds(kinds)}; give a table with them, or `overwrite` to replace the index."
+            )
+
+    def gone(self, rows: NewRows) -> Int[Tensor, " gone"]:
+        """The ids of the existing rows that are missing in the new index, which has these rows.
+
+        Raises:
+            ValueError: if the existing index is of another model or other images, or has other columns, or two rows
+                have the same path.
+        """
+        if self.difference is not None and len(self.ids) > 0:
+            raise ValueError(
+                f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}: "
+                f"it has {len(self.ids)} rows, and {self.difference}; give `overwrite` to replace it, or another path."
+            )
+        self._check_columns(rows)
+        new = row_keys(rows.ids, rows.paths)
+        for keys in (new, self._rows):
+            if len(np.unique(keys)) < len(keys):
+                raise ValueError(
+                    f"{self._owner}: `update` must be given for rows with different paths, got some with the same path "
+                    "in the index or in the new rows; give `overwrite` to replace the index."
+                )
+        return self.ids[torch.from_numpy(~np.isin(self._rows, new))]
+
+    def is_new(self, rows: NewRows) -> NDArray[np.bool_]:
+        """For each of these rows, whether it is missing in the existing index."""
+        return ~np.isin(row_keys(rows.ids, rows.paths), self._rows)
+
+
+def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int64]:
+    """A key for each row, to compare two indexes: the hash of the row's path, or of its id if it has no path.
+
+    Keys are valid only in this process.
+    """
+    keys = np.empty(len(ids), np.int64)
+    for row, path in enumerate(paths):
+        known_by: Any = path
+        if not path:
+            known_by = ("id", int(ids[row]))
+        keys[row] = hash(known_by)
+    return keys
+
+
+def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+    """The number of keys that are missing in `others`, counting repeated keys."""
+    distinct, counts = np.unique(keys, return_counts=True)
+    other_distinct, other_counts = np.unique(others, return_counts=True)
+    _, at, other_at = np.intersect1d(distinct, other_distinct, assume_unique=True, return_indices=True)
+    counts[at] = np.maximum(0, counts[at] - other_counts[other_at])
+    return int(counts.sum())
+
+
+def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
+    """How an existing index differs from a new one in model or images; None if neither differs."""
+    if "checkpoint_sha256" not in earlier:
+        return "something else than this command has made them"
+    of_model = model_difference(earlier, about)
+    if of_model is not None:
+        return of_model
+    folders = [os.path.realpath(str(described.get("images"))) for described in (earlier, about)]
+    if folders[0] != folders[1]:
+        return f"they are of images in {earlier.get('images')}"
+    return None
+
+
+def model_difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
+    """Why embeddings in a file cannot be compared with the embeddings of a model; None if they can be compared."""
+    made = json.loads(json.dumps(dict(about)))  # in the form that `about` has in an index read from a file
+    if not is_same_network(earlier, made):
+        return "they are of another model"
+    if earlier.get("preparation") != made.get("preparation"):
+        return "they are of images that were prepared otherwise"
+    return None
+
+
+class FaissFolder:
+    """A new faiss index in a folder.
+
+    Args:
+        owner: prefix of error messages.
+        folder: folder of the index.
+        settings: settings of the index.
+
+    Raises:
+        ValueError: if the folder holds other files, or a number is invalid.
+    """
+
+    def __init__(self, owner: str, folder: Path, *, settings: IndexSettings) -> None:
+        check_folder(owner, folder)
+        RetrievalIndex(1, shards=settings.shards)
+        if settings.rows_in_memory is not None:
+            check_rows_in_memory(settings.rows_in_memory)
+        self._owner = owner
+        self._folder = folder
+        self._settings = settings
+
+    def check_dim(self, dim: int) -> None:
+        """Raise if the settings are invalid for embeddings of this dimension."""
+        index = self._empty_index(dim, {})
+        if self._settings.on_disk:
+            check_lists(index.faiss_indexes[0], index.factory)
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """Accept all paths: a folder can store any path."""
+
+    def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:
+        """The rows of the existing index; None if there is none, or a killed process left it incomplete.
+
+        Raises:
+            ValueError: if the index cannot be read.
+        """
+        if not (self._folder / MANIFEST).is_file():
+            return None
+        with _reported_as_unreadable(self._owner, self._folder):
+            index = RetrievalIndex.load(self._folder, mapped=True, verify=False)
+            return EarlierRows(self._owner, index, str(self._folder), about=about)
+
+    @contextmanager
+    def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
+        """Context with the existing index, to change its rows; the index is saved at the end, except after an error.
+
+        Raises:
+            ValueError: if `rows_in_memory` is given, another setting differs from the setting of the index, or another
+                process has changed the index meanwhile.
+        """
+        if self._settings.rows_in_memory is not None:
+            raise ValueError(
+                f"{self._owner}: `rows_in_memory` must not be given with `update`, which reads the index into memory, "
+                f"got {self._settings.rows_in_memory}."
+            )
+        before = (self._folder / MANIFEST).read_bytes()
+        index = RetrievalIndex.load(self._folder)
+        _check_settings(self._owner, index, self._settings)
+        yield index
+        index.about = plain_values(self._owner, about)
+        if (self._folder / MANIFEST).read_bytes() != before:
+            raise ValueError(
+                f"{self._owner}: {self._folder} must not be changed by another process during an update, but was; run "
+                "the command again."
+            )
+        index.save(self._folder)
+
+    def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
+        """Build the index and save it, replacing an existing one."""
+        index = self._empty_index(dim, about)
+        settings = self._settings
+        if settings.on_disk:
+            index.build_on_disk(
+                self._folder,
+                embeddings,
+                rows.ids,
+                rows.paths,
+                columns=rows.columns,
+                rows_in_memory=settings.rows_in_memory or ROWS_IN_MEMORY,
+                launch=settings.launch,
+            )
+            return index
+        index.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
+        index.save(self._folder)
+        return index
+
+    def _empty_index(self, dim: int, about: Mapping[str, Any]) -> RetrievalIndex:
+        settings = self._settings
+        return RetrievalIndex(
+            dim, settings.factory, parameters=settings.parameters, shards=settings.shards, about=about
+        )
+
+
+class MilvusCollection:
+    """A new index in Milvus.
+
+    Args:
+        owner: prefix of error messages.
+        name: name of the index.
+        uri: URI of the store.
+        settings: settings of the index; `shards` and `rows_in_memory` are not supported.
+
+    Raises:
+        ValueError: if an argument is invalid, or the name belongs to a collection that is not an index.
+        OSError: if the store cannot be reached.
+    """
+
+    def __init__(self, owner: str, name: str, uri: str, *, settings: IndexSettings) -> None:
+        if settings.rows_in_memory is not None:
+            raise ValueError(
+                f"{owner}: `rows_in_memory` must not be given with a store in Milvus, which keeps rows by itself, got "
+                f"{settings.rows_in_memory}."
+            )
+        if settings.shards != 1:
+            raise ValueError(
+                f"{owner}: `shards` must be 1 with a store in Milvus, which distributes rows by itself, got "
+                f"{settings.shards}."
+            )
+        with _named_as("output"):
+            check_store(uri, name, settings.factory, settings.parameters)
+        self._owner = owner
+        self._address = (uri, name)
+        self._settings = settings
+
+    def check_dim(self, dim: int) -> None:
+        """Raise if Milvus cannot store embeddings of this dimension."""
+        check_dim(dim)
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """Raise if Milvus cannot store these paths."""
+        check_path_bytes(paths)
+
+    def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:
+        """The rows of the index of this name; None if there is none.
+
+        Raises:
+            ValueError: if the index cannot be read.
+            OSError: if Milvus reports an error.
+        """
+        name = self._address[1]
+        with _reported_as_unreadable(self._owner, name):
+            try:
+                store = MilvusStore(*self._address)
+            except FileNotFoundError:
+                return None
+            with closing(store):
+                return EarlierRows(self._owner, store, name, about=about)
+
+    @contextmanager
+    def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
+        """Context with the existing index, to change its rows; `about` is stored at the end, except after an error."""
+        store = MilvusStore(*self._address)
+        try:
+            _check_settings(self._owner, store, self._settings)
+            yield store
+            store.record_about(about)
+        except BaseException:
+            store.close()
+            raise
+
+    def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
+        """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
+        settings = {"factory": self._settings.factory, "parameters": self._settings.parameters}
+        with _named_as("output"):
+            store = MilvusStore.create(*self._address, dim, about=about, columns=rows.column_kinds(), **settings)
+        try:
+            store.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
+            store.publish()
+        except BaseException:
+            with suppress(OSError):
+                store.drop()
+            store.close()
+            raise
+        return store
+
+
+def new_index(owner: str, output: Path, store: str | None, settings: IndexSettings) -> FaissFolder | MilvusCollection:
+    """The index that a command will write, checked before any image is embedded.
+
+    Args:
+        owner: prefix of error messages.
+        output: folder of the index, or its name in the store.
+        store: `"milvus:URI"`; if None, the index is a folder of faiss files.
+        settings: settings of the index.
+
+    Raises:
+        ValueError: if an argument is invalid, or `output` exists and is not an index.
+        OSError: if the store cannot be reached.
+    """
+    if store is None:
+        return FaissFolder(owner, output, settings=settings)
+    return MilvusCollection(owner, str(output), _uri(store), settings=settings)
+
+
+class IndexWriter:
+    """Writes an index. An existing index in the same place is replaced or updated.
+
+    Args:
+        owner: prefix of error messages.
+        new: the index to write.
+        about: plain values to save with the index.
+        overwrite: replace an existing index, whatever it holds.
+        update: update an existing index, if there is one.
+
+    Raises:
+        ValueError: if both `overwrite` and `update` are True, or the existing index cannot be read.
+        TypeError: if `overwrite` or `update` is not a bool.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        new: FaissFolder | MilvusCollection,
+        about: Mapping[str, Any],
+        *,
+        overwrite: bool,
+        update: bool,
+    ) -> None:
+        self._owner = owner
+        self._overwrite = check_bool(owner, "overwrite", overwrite)
+        if check_bool(owner, "update", update) and overwrite:
+            raise ValueError(f"{owner}: `overwrite` must not be given with `update`; give one of them.")
+        self._new = new
+        self._about = dict(about)
+        self._earlier: EarlierRows | None = None
+        if update:
+            self._earlier = new.earlier_rows(about)
+        if self._earlier is not None and self._earlier.threshold is not None:
+            self._about.setdefault(THRESHOLD, self._earlier.threshold)
+
+    def check_kept(self, rows: NewRows) -> None:
+        """Raise if rows or columns would be lost without `overwrite` or `update`.
+
+        The existing index is read again for this check.
+
+        Raises:
+            ValueError: if something would be lost, or the index cannot be read.
+        """
+        if self._overwrite or self._earlier is not None:
+            return
+        earlier = self._new.earlier_rows(self._about)
+        if earlier is not None:
+            earlier.check_kept(rows)
+
+    def write(
+        self,
+        dim: int,
+        rows: NewRows,
+        embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
+    ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+        """Write the index, or update the existing one.
+
+        Args:
+            dim: dimension of an embedding.
+            rows: ids, paths and metadata of all images.
+            embed: returns the embeddings of the images at the given positions.
+
+        Returns:
+            The index, and the images that could not be read.
+
+        Raises:
+            ValueError: if an existing index is of another model or other images, or has other columns, no image can be
+                read, or rows cannot be removed from this kind of index.
+        """
+        if self._earlier is not None:
+            return self._updated(self._earlier, rows, embed)
+        rows, embeddings, unreadable = self._readable(rows, embed)
+        self.check_kept(rows)
+        return self._new.write(dim, self._about, embeddings, rows), unreadable
+
+    def _readable(
+        self, rows: NewRows, embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages]
+    ) -> tuple[NewRows, Rows, list[UnreadableImage]]:
+        """The rows of the images that can be read, their embeddings, and the other images."""
+        embedded = embed(torch.arange(len(rows.ids)))
+        self._check_some(len(embedded.positions), embedded.unreadable)
+        if len(embedded.positions) < len(rows.ids):
+            rows = rows.select(embedded.positions)
+        return rows, embedded.embeddings, embedded.unreadable
+
+    def _updated(
+        self,
+        earlier: EarlierRows,
+        rows: NewRows,
+        embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
+    ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+        gone = earlier.gone(rows)
+        with self._new.updated(self._about) as index:
+            if len(gone) > 0:
+                index.remove(gone)
+            embedded = embed(torch.from_numpy(earlier.is_new(rows)).nonzero()[:, 0])
+            if len(embedded.positions) > 0:
+                added = rows.select(embedded.positions)
+                index.add(embedded.embeddings, paths=added.paths, columns=added.columns)
+            self._check_some(len(index), embedded.unreadable)
+        return index, embedded.unreadable
+
+    def _check_some(self, rows: int, unreadable: Sequence[UnreadableImage]) -> None:
+        """Raise if the index would have no rows."""
+        if rows > 0:
+            return
+        first = ""
+        if unreadable:
+            first = f", the first: {unreadable[0]}"
+        raise ValueError(f"{self._owner}: none of the {len(unreadable)} images can be read{first}.")
+
+
+@contextmanager
+def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
+    """If an existing index cannot be read, raise an error that suggests `overwrite`.
+
+    Raises:
+        ValueError: if the existing index cannot be read.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{owner}: `output` must be new, or an index that can be read, got {name} ({first_line(error)}); give "
+            "`overwrite` to replace it, or give another path."
+        ) from None
+
+
+def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
+    """Raise if a setting is neither the default nor the setting of the index to update."""
+    for name, default in asdict(IndexSettings()).items():
+        given, found = getattr(settings, name), getattr(index, name, default)
+        if given not in (found, default):
+            raise ValueError(
+                f"{owner}: `{name}` must be that of the index with `update`, {found!r}, or not be given, got "
+                f"{given!r}; give `overwrite` to build the index anew."
+            )
+
+
+@contextmanager
+def opened_index(index: Path, store: str | None, *, verify: bool = True) -> Iterator[EmbeddingStore]:
+    """Context with an index that a command wrote, closed on exit. A faiss index is mapped into memory.
+
+    Args:
+        index: folder of the index, or its name in the store.
+        store: as for `new_index`.
+        verify: as for `RetrievalIndex.load`.
+
+    Raises:
+        FileNotFoundError: if there is no such index.
+        ValueError: if the index is damaged, or the folder or collection is not an index.
+        OSError: if the store cannot be reached.
+    """
+    if store is None:
+        yield RetrievalIndex.load(index, mapped=True, verify=verify)
+        return
+    uri = _uri(store)
+    with _named_as("index"):
+        opened = MilvusStore(uri, str(index))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def close_index(index: EmbeddingStore) -> None:
+    """Close the connection of an index in Milvus; a faiss index needs no closing."""
+    if isinstance(index, MilvusStore):
+        index.close()
+
+
+@contextmanager
+def _named_as(index: str) -> Iterator[None]:
+    """Translate argument names in errors of `MilvusStore` to names of options: `store`, `index` or `output`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        message = str(error).replace("`uri`", "`store`").replace("`name`", f"`{index}`")
+        if not message.startswith(OWNER):
+            raise
+        raise type(error)(message) from None
+
+
+def _uri(store: str) -> str:
+    if not store.startswith(KIND) or store == KIND:
+        raise ValueError(
+            "MilvusStore: `store` must be milvus: and a file or an address, such as milvus:photos.db or "
+            f"milvus:http://localhost:19530, got {store!r}."
+        )
+    return store.removeprefix(KIND)

@@ -1,0 +1,531 @@
+"""Writes the embeddings of `Trainer.predict` to a folder, in the format of `lightning-retrieval embed`.
+
+Each process embeds the images of some of the missing files, and loads only these images.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, tee
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from lightning_retrieval.backend import CombinedLoader, pl
+from lightning_retrieval.callbacks.csv_logger import run_folder
+from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
+from lightning_retrieval.checks import check_choice, check_integer, check_path, first_line
+from lightning_retrieval.distributed import gather_objects, unshared
+from lightning_retrieval.search.embedding_folder import (
+    DTYPES,
+    FILE_FORMATS,
+    SHARD_SIZE,
+    EmbeddingManifest,
+    ShardRows,
+    check_unicode,
+    digest_of_files,
+    digest_of_list,
+    load_pyarrow,
+)
+from lightning_retrieval.search.image_files import name_folder
+from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, SharedFolder, share_folder
+
+DISTRACTOR = -1  # the label of images without a class
+
+
+class LoadedSet:
+    """A prediction set, whose batches `predict_step` embeds.
+
+    Args:
+        owner: prefix of error messages.
+        dataset: any data set. An `ImageSet` has paths, and may skip unreadable images.
+        about: plain values that an index of the embeddings stores, among them `checkpoint_sha256` and `preparation`.
+    """
+
+    def __init__(self, owner: str, dataset: Any, about: dict[str, Any]) -> None:
+        self.owner = owner
+        self.dataset = dataset
+        self.about = about
+        self.index = _index_of(dataset)
+        self.begin([])
+
+    def fields(self, images: int) -> Iterator[Sequence[Any]]:
+        """Yield the path and the box of each image, or its position if the data set has no paths, and its label."""
+        labels = getattr(self.dataset, "labels", None)
+        for position in range(images):
+            fields: list[Any] = [position]
+            if self.index is not None:
+                fields = list(map(str, self.index.key(position)))
+            if isinstance(labels, Tensor):
+                fields.append(labels[position].tolist())
+            yield fields
+
+    def image_files(self, positions: range) -> str:
+        """Return the digest of the image files at some positions; "" for a data set without image files."""
+        root = getattr(self.dataset, "root", None)
+        if self.index is None or root is None:
+            return ""
+        return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
+
+    def begin(self, ranges: Sequence[range], *, needs_ids: bool = False) -> None:
+        """Set the positions of the images whose embeddings will follow, in this order.
+
+        Args:
+            ranges: the positions.
+            needs_ids: whether a sampler chooses the images, so that only ids tell which images they are.
+        """
+        self._expected: Iterator[int] = chain.from_iterable(ranges)
+        self._needs_ids = needs_ids
+
+    def dim_of(self, outputs: Any) -> int:
+        """The dimension of the embeddings; raises if the outputs of `predict_step` are invalid."""
+        if not isinstance(outputs, dict) or not isinstance(outputs.get("embeddings"), Tensor):
+            raise TypeError(
+                f"{self.owner}: `predict_step` must return a dict with the tensor `embeddings`, as that of "
+                f"RetrievalModule does, got {type(outputs).__name__}."
+            )
+        embeddings = outputs["embeddings"]
+        if embeddings.ndim != 2:
+            raise ValueError(
+                f"{self.owner}: `embeddings` must have shape (images, dim), got {tuple(embeddings.shape)}."
+            )
+        for name in ("ids", "labels"):
+            values = outputs.get(name)
+            if values is not None and len(values) != len(embeddings):
+                raise ValueError(
+                    f"{self.owner}: `{name}` must have one entry for each row of `embeddings` "
+                    f"{tuple(embeddings.shape)}, got {tuple(values.shape)}."
+                )
+        if self._needs_ids and outputs.get("ids") is None:
+            raise ValueError(
+                f"{self.owner}: `predict_step` must return `ids`, the index of each image in the data set, if a "
+                "sampler chooses the images or their order, got none; let the batches hold ids, or leave out "
+                "`sampler` and `shuffle`."
+            )
+        dim: int = embeddings.shape[1]
+        return dim
+
+    def collect(self, outputs: Any, collector: ShardCollector) -> None:
+        """Pass the rows of a batch to the collector, with the paths and labels from the data set."""
+        embeddings = unshared(outputs["embeddings"].float()).cpu()
+        count = len(embeddings)
+        ids = outputs.get("ids")
+        if ids is None:
+            self._expected, ahead = tee(self._expected)
+            ids = torch.tensor(list(islice(ahead, count)))
+        ids = ids.cpu()
+        labels = _label_texts(outputs.get("labels"), self.index, count)
+        if self.index is None:
+            positions = list(islice(self._expected, count))
+            collector.add(positions, ShardRows(ids.numpy(), embeddings.numpy(), [""] * count, labels))
+            return
+        skipped = set(self.dataset.skipped)
+        for row, position in enumerate(ids.tolist()):
+            path = self.index.paths[position]
+            if path in skipped:  # a black image, which replaces a batch without a readable image
+                continue
+            self._skip_to(position, skipped, collector)
+            part = slice(row, row + 1)
+            rows = ShardRows(ids[part].numpy(), embeddings[part].numpy(), [path], labels[part])
+            collector.add([position], rows)
+
+    def finish(self, collector: ShardCollector) -> None:
+        """Record the skipped images after the last row."""
+        if self.index is not None:
+            self._skip_to(None, set(self.dataset.skipped), collector)
+
+    def _skip_to(self, position: int | None, skipped: set[str], collector: ShardCollector) -> None:
+        """Record the expected images before a position as unreadable; raise if one of these images was not skipped."""
+        for between in self._expected:
+            if between == position:
+                return
+            path = self.index.paths[between]
+            if path not in skipped:
+                raise ValueError(
+                    f"{self.owner}: images must come in the order of their ids, got {position} instead of {between}; "
+                    "use a loader that does not shuffle, and gives all images."
+                )
+            collector.add_unreadable(between, path, "skipped by the data module")
+
+
+def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) -> dict[str, Any]:
+    """Return plain values that an index of the embeddings stores: model, preparation and folder of the images."""
+    checkpoint = trainer.ckpt_path
+    about: dict[str, Any] = {"preparation": _preparation(trainer), "preparation_from": "checkpoint"}
+    if checkpoint is not None and is_checkpoint(Path(checkpoint)):
+        about["checkpoint"] = str(Path(checkpoint).absolute())
+        about["checkpoint_sha256"] = checkpoint_digest(Path(checkpoint))
+    else:
+        about["checkpoint_sha256"] = _digest_of_weights(module)
+    root = getattr(dataset, "root", None)
+    if root is not None:
+        about["images"] = name_folder(Path(root))
+    return about
+
+
+def _index_of(dataset: Any) -> Any:
+    """The `ImageIndex` of an `ImageSet`; None for other data sets."""
+    index = getattr(dataset, "index", None)
+    if not hasattr(index, "paths") or not hasattr(dataset, "skipped"):
+        return None
+    return index
+
+
+def _label_texts(labels: Tensor | None, index: Any, rows: int) -> list[str | None]:
+    """Return the class of each row as text: the name of the class if there are names, else its number."""
+    if labels is None:
+        return [None] * rows
+    names = getattr(index, "names", None)
+    texts: list[str | None] = []
+    for label in labels.reshape(rows, -1)[:, 0].tolist():
+        if label == DISTRACTOR:
+            texts.append(None)
+        elif names is None:
+            texts.append(str(label))
+        else:
+            texts.append(names[label])
+    return texts
+
+
+def _preparation(trainer: pl.Trainer) -> dict[str, Any]:
+    """The preparation of the data module, as plain data; empty if there is none."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    if datamodule is None:
+        return {}
+    described = getattr(datamodule, "serialised_preparation", None)
+    return dict(described or datamodule.state_dict())
+
+
+def _digest_of_weights(module: nn.Module) -> str:
+    """SHA-256 of all parameters and buffers, for a model that was not loaded from a file."""
+    digest = hashlib.sha256(repr(module).encode())
+    for name, value in module.state_dict().items():
+        digest.update(name.encode())
+        if isinstance(value, Tensor):
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+)  # settings of the original `DataLoader` that `ShardLoader` uses too
+
+
+def is_in_order(loader: Any) -> bool:
+    """Whether a loader yields all images of a data set once and in order. Only such images are cut into shards.
+
+    In a prediction, Lightning ignores `drop_last` of a plain `DataLoader`.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    if type(loader).__iter__ is not DataLoader.__iter__:  # a subclass that does more than loading
+        return False
+    batches = loader.batch_sampler
+    return type(batches) is BatchSampler and type(loader.sampler) is SequentialSampler
+
+
+def draws_images(loader: Any) -> bool:
+    """Whether a loader's sampler chooses images or their order, so that positions are not those of the data set."""
+    if hasattr(getattr(loader, "batch_sampler", None), "draws_classes"):
+        return True
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return not isinstance(loader.sampler, SequentialSampler)
+
+
+class ShardLoader:
+    """Loads only the images in some ranges of positions, with the settings of another loader.
+
+    This class is not a `DataLoader`, because Lightning would replace the batch sampler of a `DataLoader`.
+
+    Args:
+        loader: a loader of all images, for which `is_in_order` is True.
+        ranges: positions of the images; no batch spans two ranges.
+        has_length: whether `len` works; must be False if any process has no batch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], ranges: Sequence[range], *, has_length: bool) -> None:
+        self.dataset = loader.dataset
+        self._has_length = has_length
+        settings = {name: getattr(loader, name) for name in KEPT}
+        batches = RangeBatches(ranges, loader.batch_size or 1)
+        self._loader = DataLoader(self.dataset, batch_sampler=batches, **settings)
+
+    def __len__(self) -> int:
+        if not self._has_length:
+            raise TypeError("the number of batches is not known to all processes")
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches. This is a generator, so `iter`, which Lightning calls as a check, starts no workers."""
+        yield from self._loader
+
+
+def wait_for_other_processes(owner: str) -> None:
+    """Wait until all processes have written their files.
+
+    Raises:
+        ConnectionError: if a process ended before it had written all its files, or is late.
+    """
+    try:
+        gather_objects(None)
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"{owner}: all files of this process are written, but another process has ended early or is late "
+            f"({first_line(error)}); run the same command again, which continues."
+        ) from None
+
+
+class EmbeddingWriter(pl.Callback):
+    """Writes the outputs of `predict_step` to a folder of Parquet or .npy files, instead of keeping them in memory.
+
+    Each file has the embeddings of `shard_size` images with their ids, paths and labels, and appears when it is
+    complete. If there are several prediction sets, each set gets a subfolder with the name or the number of the set.
+
+    The missing files are distributed over the processes, and each process embeds all images of its files. So no image
+    is embedded twice, and the files do not depend on the number of processes. If a run was killed, the same command
+    continues it, even with another number of processes.
+
+    Args:
+        output: folder of the embeddings; if None, the folder `embeddings` in the folder of the run. The folder must be
+            new, or begun with the same model and images. Existing files are written again only if the size or the
+            modification time of one of their images has changed.
+        file_format: `"parquet"`, or `"npy"` with a JSON file for each .npy file.
+        shard_size: number of images per file, >= 1.
+        dtype: type of the numbers in the files, `"float32"` or `"float16"`; `"float16"` takes half the space.
+
+    Raises:
+        ValueError: if an argument is out of its range. The error is also raised on all processes when the prediction
+            begins: if the folder holds embeddings of another model or of other images, a damaged file or unrelated
+            files; if processes have different images; or if there are several processes and the loader does not yield
+            all images in order. It is raised for a batch if the number of ids or of labels is not the number of
+            embeddings, or if images do not come in the order of their ids.
+        ModuleNotFoundError: when the prediction begins, if pyarrow is not installed and the format is Parquet.
+        TypeError: if `predict_step` does not return a dict with `embeddings`.
+        ConnectionError: at the end, if another process has ended early or is late.
+
+    Example:
+        >>> import pytorch_lightning as pl, torch
+        >>> from lightning_retrieval import RetrievalModule, SmoothAPLoss
+        >>> from lightning_retrieval.callbacks import EmbeddingWriter
+        >>> module = RetrievalModule(torch.nn.Linear(8, 4), SmoothAPLoss())
+        >>> loader = torch.utils.data.DataLoader(torch.randn(10, 8), batch_size=4)
+        >>> quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        >>> trainer = pl.Trainer(callbacks=EmbeddingWriter("embeddings", file_format="npy"), **quiet)
+        >>> trainer.predict(module, loader, return_predictions=False)
+        >>> import numpy as np
+        >>> np.load("embeddings/part-00000.npy").shape
+        (10, 4)
+
+    Cost:
+        Each process keeps the embeddings of one file in memory. At the end, processes wait for each other, but not
+        longer than the timeout of the process group (by default 30 minutes).
+
+    Relations:
+        `lightning-retrieval predict` uses this callback. `lightning-retrieval embed` writes the same files without a
+        data module. `lightning-retrieval index --embeddings` builds an index of the folder. A loader that does not
+        yield all images in order, or `limit_predict_batches`, needs a single process; the images of existing files are
+        then embedded again, but the files are not written again.
+    """
+
+    owner = "EmbeddingWriter"  # prefix of error messages
+
+    def __init__(
+        self,
+        output: str | Path | None = None,
+        *,
+        file_format: Literal["parquet", "npy"] = "parquet",
+        shard_size: int = SHARD_SIZE,
+        dtype: Literal["float32", "float16"] = "float32",
+    ) -> None:
+        self.output: Path | None = None
+        if output is not None:
+            self.output = check_path(self.owner, "output", output)
+        self.file_format = check_choice(self.owner, "file_format", file_format, FILE_FORMATS)
+        self.shard_size = check_integer(self.owner, "shard_size", shard_size, least=1)
+        self.dtype = check_choice(self.owner, "dtype", dtype, DTYPES)
+        self.written = 0
+        """Number of files that the last prediction wrote, in all processes."""
+        self.renewed = 0
+        """Number of these files that already existed, and were written again because images had changed."""
+        self._begun: list[_BegunSet] = []
+        self._current: _BegunSet | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Make Lightning load only the images that this process embeds.
+
+        The loaders are replaced when the prediction loop requests them, after the weights have been restored.
+        """
+        if stage != "predict":
+            return
+        if self.output is None:  # not looked up earlier, when it may differ between processes
+            self.output = run_folder(trainer) / "embeddings"
+        source = trainer.predict_loop._data_source
+        ask = partial(type(source).dataloader, source)
+        vars(source)["dataloader"] = lambda: self._distribute(trainer, pl_module, ask())
+
+    def on_predict_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Collect the embeddings of a batch, and write each file as soon as it is complete."""
+        current = self._begun[dataloader_idx]
+        if current is not self._current:
+            self._finish()
+            self._current = current
+        current.add(outputs)
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the last file."""
+        self._finish()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Wait until all processes have written their files."""
+        if self._begun:
+            self.written = sum(len(begun.shared.missing) for begun in self._begun)
+            self.renewed = sum(len(begun.shared.changed) for begun in self._begun)
+            wait_for_other_processes(self.owner)
+        self._forget(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Drop the rows of the incomplete file."""
+        self._forget(trainer)
+
+    def _distribute(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> Any:
+        """Replace the loaders of all images by loaders of the images that this process embeds."""
+        if isinstance(loaders, CombinedLoader):
+            loaders = loaders.iterables
+        if isinstance(loaders, Mapping):
+            return {name: self._distribute_set(trainer, pl_module, one, str(name)) for name, one in loaders.items()}
+        if not isinstance(loaders, (list, tuple)):
+            return self._distribute_set(trainer, pl_module, loaders, "")
+        names = list(map(str, range(len(loaders))))
+        if len(loaders) == 1:
+            names = [""]
+        return [self._distribute_set(trainer, pl_module, one, name) for name, one in zip(names, loaders)]
+
+    def _distribute_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, name: str) -> Any:
+        """Begin or continue the folder of a set, and return the loader of the set."""
+        if getattr(loader.dataset, "two_sided", False):
+            raise ValueError(
+                f"{self.owner}: a prediction set must have one side, got queries and candidates; predict with the data "
+                "module of the candidates, and embed queries with `lightning-retrieval embed --side queries`."
+            )
+        is_distributed = is_in_order(loader) and trainer.limit_predict_batches == 1.0
+        about = describe_prediction(trainer, pl_module, loader.dataset)
+        images = LoadedSet(self.owner, loader.dataset, about)
+        shared = share_folder(
+            self.owner, self.output / name, lambda: self._manifest(trainer, loader, images), images.image_files
+        )
+        self._begun.append(_BegunSet(shared, images))
+        if not is_distributed:
+            images.begin([range(shared.folder.manifest.images)], needs_ids=draws_images(loader))
+            return loader
+        ranges = list(shared.ranges)
+        images.begin(ranges)
+        return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
+
+    def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
+        """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
+        if self.file_format == "parquet":
+            load_pyarrow(self.owner)
+            if images.index is not None:
+                check_unicode(self.owner, images.index.paths)
+                check_unicode(self.owner, images.index.names or ())
+        if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
+            raise ValueError(
+                f"{self.owner}: with several processes, the loader must be a DataLoader of a map-style data set that "
+                "gives all images in order, without `sampler`, `shuffle` or `limit_predict_batches`; "
+                "or set devices=1 and num_nodes=1."
+            )
+        count = _number_of_images(self.owner, loader, trainer.limit_predict_batches)
+        return EmbeddingManifest(
+            images=count,
+            images_sha256=digest_of_list(images.fields(count)),
+            model_sha256=images.about["checkpoint_sha256"],
+            preparation=images.about["preparation"],
+            dim=0,  # not known before the first batch
+            shard_size=self.shard_size,
+            file_format=self.file_format,
+            dtype=self.dtype,
+            precision=str(trainer.precision),
+            about=images.about,
+        )
+
+    def _finish(self) -> None:
+        """Write the last file of the current set."""
+        if self._current is not None:
+            self._current.finish()
+        self._current = None
+
+    def _forget(self, trainer: pl.Trainer) -> None:
+        """Restore the original loaders, release the locks of the folders, and drop rows that have not been written."""
+        vars(trainer.predict_loop._data_source).pop("dataloader", None)
+        for begun in self._begun:
+            begun.shared.close()
+        self._begun = []
+        self._current = None
+
+
+@dataclass
+class _BegunSet:
+    """A prediction set with the folder of its embeddings.
+
+    Args:
+        shared: the folder, whose lock is held.
+        images: the data set.
+    """
+
+    shared: SharedFolder
+    images: LoadedSet
+    collector: ShardCollector | None = None
+
+    def add(self, outputs: Any) -> None:
+        """Collect the rows of a batch."""
+        dim = self.images.dim_of(outputs)
+        if self.collector is None:
+            shared = self.shared
+            self.collector = ShardCollector(shared.begin(dim), shared.missing, shared.image_files)
+        self.images.collect(outputs, self.collector)
+
+    def finish(self) -> None:
+        """Write the last file."""
+        if self.collector is not None:
+            self.images.finish(self.collector)
+            self.collector.finish()
+
+
+def _number_of_images(owner: str, loader: Any, limit: float) -> int:
+    """Number of images that the loader yields, limited by `limit_predict_batches`."""
+    try:
+        images = len(loader.dataset)
+    except TypeError:
+        raise TypeError(
+            f"{owner}: the prediction set must have a length, which {type(loader.dataset).__name__} has not; use a "
+            "map-style data set."
+        ) from None
+    batch_size = loader.batch_size
+    if batch_size is None:
+        return images
+    batches: float = limit
+    if isinstance(limit, float):
+        images = min(images, len(loader.sampler))
+        batches = int(math.ceil(images / batch_size) * limit)  # not len(loader): Lightning ignores drop_last here
+    return int(min(images, batches * batch_size))

@@ -1,0 +1,428 @@
+"""Creates, trains, fills, searches and stores faiss indexes. Each error of faiss becomes an error of one sentence.
+
+The rows of a `RetrievalIndex` are distributed over several faiss indexes, its shards, which are searched in parallel.
+
+Johnson, Douze, Jegou, "Billion-scale similarity search with GPUs" (IEEE Transactions on Big Data, 2021) is the paper of
+faiss. Its factory strings are explained at https://github.com/facebookresearch/faiss/wiki/The-index-factory.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_retrieval.checks import short_repr
+from lightning_retrieval.files import DigestStream
+from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.progress import Progress
+from lightning_retrieval.search.store.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
+
+ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
+FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
+BITS_PER_ID = 512  # a bitmap that selects ids must not be larger than a hash table of them
+COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; a prefix may precede the name
+HAMMING = r"(?:^|,)\s*ht\s*="  # the search parameter that compares PQ codes by their Hamming distance first
+
+
+def load_faiss() -> Any:
+    """Import `faiss` and make it use as many threads as torch."""
+    with optional_import(f"{OWNER}: needs faiss, which cannot be imported; pip install faiss-cpu."):
+        import faiss
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    return faiss
+
+
+def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
+    """An empty faiss index for inner products that stores the ids of its rows.
+
+    Raises:
+        ValueError: if faiss does not know the factory string or a parameter, or does not support inner products for
+            this kind of index.
+        TypeError: if `factory` or `parameters` is not a string.
+    """
+    faiss = load_faiss()
+    if not isinstance(factory, str):
+        raise TypeError(
+            f"{OWNER}: `factory` must be a string, such as 'Flat', got {short_repr(factory)} "
+            f"({type(factory).__name__})."
+        )
+    try:
+        if "IDMap" in factory:
+            raise RuntimeError("ids are always kept, so omit IDMap")
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: `factory` must be one of faiss' factory strings, such as 'Flat' or 'IVF1024,PQ16', that fits "
+            f"inner products of {dim} numbers, got {factory!r} ({faiss_reason(error)})."
+        ) from None
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:  # faiss silently ignores the requested metric
+        raise ValueError(
+            f"{OWNER}: `factory` must be one that faiss has inner products for, got {factory!r}, which gives "
+            "Euclidean distances; use another, such as 'HNSW32' or 'IVF1024,PQ16'."
+        )
+    if not isinstance(without_transform(index), faiss.IndexIVF):  # only IVF indexes store ids themselves
+        index = faiss.IndexIDMap(index)
+    set_search_parameters(index, factory, parameters)
+    if not re.search(HAMMING, parameters):
+        _skip_polysemous_training(index)
+    return index
+
+
+def _skip_polysemous_training(index: Any) -> None:
+    """Do not order the centroids of PQ by their Hamming distance, which only searches with the parameter `ht` use.
+
+    The order takes most of the training, whatever the number of rows is. It renames codes, so that similarities do not
+    depend on it.
+    """
+    inner = index
+    while not hasattr(inner, "do_polysemous_training"):
+        wrapped = getattr(inner, "base_index", None) or getattr(inner, "index", None)
+        if wrapped is None:
+            return
+        inner = load_faiss().downcast_index(wrapped)
+    inner.do_polysemous_training = False
+
+
+def check_trained_for(trained: str, parameters: str) -> None:
+    """Raise if search parameters need another training than the index has got with its own parameters.
+
+    Args:
+        trained: the parameters that the index has.
+        parameters: the parameters to set.
+
+    Raises:
+        ValueError: if only the new parameters set `ht`.
+    """
+    if re.search(HAMMING, parameters) and not re.search(HAMMING, trained):
+        raise ValueError(
+            f"{OWNER}: `parameters` must not set ht in an index that was built without it, because its codes are not "
+            f"ordered for it, got {parameters!r}; build the index again with ht in its parameters."
+        )
+
+
+def without_transform(index: Any) -> Any:
+    """The faiss index behind a transform of its rows, such as PCA."""
+    faiss = load_faiss()
+    if isinstance(index, faiss.IndexPreTransform):
+        return faiss.downcast_index(index.index)
+    return index
+
+
+def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
+    """Set search parameters of a faiss index, such as `"nprobe=16"`; other parameters keep their values.
+
+    Raises:
+        ValueError: if faiss does not know a parameter for this factory string, or a number of lists or candidates is
+            not an integer >= 1.
+        TypeError: if `parameters` is not a string.
+    """
+    if not isinstance(parameters, str):
+        raise TypeError(
+            f"{OWNER}: `parameters` must be a string, such as 'nprobe=16', got {short_repr(parameters)} "
+            f"({type(parameters).__name__})."
+        )
+    if not parameters:
+        return
+    _check_counts(parameters)
+    try:
+        load_faiss().ParameterSpace().set_index_parameters(index, parameters)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: `parameters` must be those that faiss has for {factory!r}, such as 'nprobe=16' for IVF "
+            f"or 'efSearch=64' for HNSW, got {parameters!r} ({faiss_reason(error)})."
+        ) from None
+
+
+def _check_counts(parameters: str) -> None:
+    """Raise for 0 lists or candidates: with them, a search by faiss fails or finds only one row."""
+    for assignment in parameters.split(","):
+        name, _, value = assignment.partition("=")
+        if name.strip().endswith(COUNTS) and not re.fullmatch("0*[1-9][0-9]{0,8}", value.strip()):
+            raise ValueError(
+                f"{OWNER}: `parameters` must set {name.strip()} to an integer from 1 to 999999999, got {parameters!r}."
+            )
+
+
+def faiss_reason(error: RuntimeError) -> str:
+    """The message of a faiss error without the position in faiss' source code."""
+    return str(error).split(": ", 1)[-1].rsplit("failed: ", 1)[-1].strip()
+
+
+def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
+    """Train the first shard and replace all other shards by copies of it, unless they are already trained.
+
+    The training uses the largest sample of the rows that faiss can use.
+
+    Raises:
+        ValueError: if there are too few rows.
+    """
+    if shards[0].is_trained:
+        return
+    faiss = load_faiss()
+    try:
+        centroids = max(faiss.extract_index_ivf(shards[0]).nlist, FEWEST_CENTROIDS)
+    except RuntimeError:  # the index is not an IVF index
+        centroids = FEWEST_CENTROIDS
+    try:
+        shards[0].train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
+    except RuntimeError as error:
+        problem, cure = "faiss fails", "use another, such as Flat"
+        if "training points" in str(error):
+            problem = f"{len(embeddings)} rows are not enough"
+            cure = "add more rows in the first call, or use Flat or fewer lists"
+        raise ValueError(
+            f"{OWNER}: `factory` {factory!r} must be trained, for which {problem} ({faiss_reason(error)}); {cure}."
+        ) from None
+    for number in range(1, len(shards)):
+        shards[number] = faiss.clone_index(shards[0])
+
+
+def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArray[np.int64]) -> None:
+    """Distribute the rows of each block evenly over the shards, and show the progress.
+
+    Raises:
+        ValueError: if faiss cannot add rows; some of them may already have been added.
+    """
+    rows = sum(shard.ntotal for shard in shards)
+    _reserve(shards, len(ids))
+    try:
+        with Progress("Indexing", total=len(ids), units="rows") as progress:
+            for begin, block in normalized_blocks(embeddings):
+                add_block(shards, block, ids[begin : begin + len(block)])
+                progress.update(len(block))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: {len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "
+            f"({faiss_reason(error)}); use another factory, such as Flat or HNSW32."
+        ) from None
+
+
+def _reserve(shards: list[Any], rows: int) -> None:
+    """Reserve memory for `rows` more rows in flat indexes: enlarging the memory later would briefly double it."""
+    faiss = load_faiss()
+    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # rows per shard; each block may give a shard one extra row
+    for shard in shards:
+        inner = shard
+        if isinstance(shard, faiss.IndexIDMap):
+            inner = faiss.downcast_index(shard.index)
+        if isinstance(inner, faiss.IndexFlatCodes):
+            size = inner.codes.size()
+            inner.codes.resize(size + most * inner.code_size)
+            inner.codes.resize(size)
+
+
+def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: NDArray[np.int64]) -> None:
+    """Distribute normalised rows evenly over the shards, starting with the shard that has the fewest rows."""
+    parts = np.array_split(block, len(shards))
+    parts_of_ids = np.array_split(ids, len(shards))
+    for index, part, part_of_ids in zip(sorted(shards, key=attrgetter("ntotal")), parts, parts_of_ids):
+        index.add_with_ids(part, part_of_ids)
+
+
+def search_shards(
+    shards: list[Any],
+    dim: int,
+    queries: Float[Tensor, "query dim"],
+    k: int,
+    *,
+    among: NDArray[np.int64] | None = None,
+) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+    """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer rows are found.
+
+    Args:
+        shards: the faiss indexes.
+        dim: dimension of an embedding.
+        queries: the embeddings to search for.
+        k: number of rows.
+        among: ids of the rows that may be found; if None, all rows.
+
+    Raises:
+        ValueError: if faiss cannot search with the index's parameters, or cannot filter this kind of index.
+    """
+    if among is None:
+        search = _joined_shards(shards, dim).search
+    else:
+        search = partial(_search_among, shards, among=among)
+    similarities = [np.zeros((0, k), np.float32)]
+    ids = [np.zeros((0, k), np.int64)]
+    for _, block in normalized_blocks(queries):
+        try:
+            block_similarities, block_ids = search(block, k)
+        except RuntimeError as error:
+            if among is not None and "params" in str(error):
+                raise ValueError(
+                    f"{OWNER}: `where` and `group_by` must be given for an index that faiss can filter, got one that "
+                    "it cannot; use Flat, HNSW, SQ, or IVF with Flat, SQ or PQ, without RFlat."
+                ) from None
+            raise ValueError(
+                f"{OWNER}: faiss cannot search for the {k} nearest rows ({faiss_reason(error)}); ask for fewer, or "
+                "change the search parameters with set_parameters."
+            ) from None
+        similarities.append(block_similarities)
+        ids.append(block_ids)
+    all_similarities = np.concatenate(similarities)
+    all_ids = np.concatenate(ids)
+    all_similarities[all_ids < 0] = -np.inf
+    return torch.from_numpy(all_similarities), torch.from_numpy(all_ids)
+
+
+def _joined_shards(shards: list[Any], dim: int) -> Any:
+    """A faiss index that searches all shards in parallel."""
+    if len(shards) == 1:
+        return shards[0]
+    in_threads, successive_ids = True, False
+    index = load_faiss().IndexShards(dim, in_threads, successive_ids)
+    for shard in shards:
+        index.add_shard(shard)
+    return index
+
+
+def _search_among(
+    shards: list[Any], block: Float32[np.ndarray, "query dim"], k: int, *, among: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Search the shards for rows with some of the ids, one shard after the other: `IndexShards` cannot filter."""
+    found = []
+    for shard in shards:
+        # `faiss.contrib.torch_utils` replaces `search` by a method without `params`, and keeps it as `search_numpy`.
+        search = getattr(shard, "search_numpy", shard.search)
+        found.append(search(block, k, params=_search_parameters(shard, among)))
+    similarities, ids = (np.concatenate(parts, axis=1) for parts in zip(*found))
+    similarities[ids < 0] = -np.inf
+    order = np.argsort(-similarities, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(similarities, order, 1), np.take_along_axis(ids, order, 1)
+
+
+def _search_parameters(index: Any, ids: NDArray[np.int64]) -> Any:
+    """Parameters of faiss for a search among the rows with these ids; other parameters are those of the index.
+
+    The parameters are valid for one search, because faiss changes the selector of an `IndexIDMap` in place.
+    """
+    faiss = load_faiss()
+    if len(ids) > 0 and ids.max() < BITS_PER_ID * len(ids):  # a bitmap takes a tenth of the time of a hash table
+        selected = np.zeros(int(ids.max()) + 1, np.bool_)
+        selected[ids] = True
+        selector = faiss.IDSelectorBitmap(np.packbits(selected, bitorder="little"))
+    else:
+        selector = faiss.IDSelectorBatch(ids)
+    while isinstance(index, (faiss.IndexIDMap, faiss.IndexPreTransform)):
+        index = faiss.downcast_index(index.index)
+    if isinstance(index, faiss.IndexIVF):
+        return faiss.SearchParametersIVF(sel=selector, nprobe=index.nprobe, max_codes=index.max_codes)
+    if isinstance(index, faiss.IndexHNSW):
+        return faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch)
+    return faiss.SearchParameters(sel=selector)
+
+
+def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) -> None:
+    """Remove rows from the shards that hold them.
+
+    Raises:
+        ValueError: if faiss cannot remove rows from this kind of index.
+    """
+    try:
+        for shard in shards:
+            shard.remove_ids(load_faiss().IDSelectorBatch(ids))
+    except RuntimeError as error:
+        why = f"because faiss reports: {faiss_reason(error)}"
+        if "not implemented" in str(error):
+            why = "because faiss does not support it"
+        raise ValueError(
+            f"{OWNER}: rows cannot be removed from an index of {factory!r}, {why}; build the index again without them, "
+            "or use Flat or IVF."
+        ) from None
+
+
+def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[Tensor, "rows dim"]:
+    """The stored vectors of the rows with these ids. Each id must be in one of the shards.
+
+    Raises:
+        ValueError: if faiss cannot reconstruct vectors from this kind of index.
+    """
+    rows = np.empty((len(ids), dim), np.float32)
+    for shard in shards:
+        is_mapped = isinstance(shard, load_faiss().IndexIDMap)
+        stored = _stored_ids(shard, is_mapped)
+        here = np.isin(ids, stored)
+        try:
+            if is_mapped:
+                order = np.argsort(stored)
+                positions = np.searchsorted(stored, ids[here], sorter=order)
+                rows[here] = shard.index.reconstruct_batch(order[positions])
+            else:
+                rows[here] = _rebuild_from_lists(shard, ids[here])
+        except RuntimeError as error:
+            raise ValueError(
+                f"{OWNER}: faiss cannot give rows of this index back ({faiss_reason(error)}); keep the embeddings in "
+                "files, as `lightning-retrieval embed` writes them."
+            ) from None
+    return torch.from_numpy(rows)
+
+
+def _stored_ids(shard: Any, is_mapped: bool) -> NDArray[np.int64]:
+    """The ids of a shard in the order of its rows."""
+    faiss = load_faiss()
+    if is_mapped:
+        stored: NDArray[np.int64] = faiss.vector_to_array(shard.id_map)
+        return stored
+    lists = faiss.extract_index_ivf(shard).invlists
+    parts = [np.zeros(0, np.int64)]
+    for number in range(lists.nlist):
+        size = lists.list_size(number)
+        if size > 0:
+            parts.append(faiss.rev_swig_ptr(lists.get_ids(number), size).copy())
+    return np.concatenate(parts)
+
+
+def _rebuild_from_lists(shard: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Vectors of an IVF index. Finding rows by id needs a temporary table of all ids."""
+    faiss = load_faiss()
+    ivf = faiss.extract_index_ivf(shard)
+    ivf.set_direct_map_type(faiss.DirectMap.Hashtable)
+    try:
+        rows: NDArray[np.float32] = shard.reconstruct_batch(ids)
+    finally:
+        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # faiss would save the table, and update it at every change
+    return rows
+
+
+def shard_writers(shards: list[Any]) -> dict[str, Callable[[DigestStream], None]]:
+    """For each shard, by file name, a function that writes it to a stream."""
+    return {shard_name(number): partial(write_shard, shard) for number, shard in enumerate(shards)}
+
+
+def shard_name(number: int) -> str:
+    """The file name of a shard."""
+    return f"vectors-{number}.faiss"
+
+
+def write_shard(shard: Any, stream: DigestStream) -> None:
+    """Write a shard to a stream. faiss' own files are not used: they ignore errors of the last flush."""
+    faiss = load_faiss()
+    faiss.write_index(shard, faiss.PyCallbackIOWriter(stream.write))
+
+
+def read_shard(path: Path, mapped: bool) -> Any:
+    """Read a shard from a file, or map the file into memory.
+
+    Raises:
+        ValueError: if faiss cannot read the file.
+    """
+    faiss = load_faiss()
+    flags = 0
+    if mapped:
+        flags = faiss.IO_FLAG_MMAP_IFC
+    with path.open("rb"):  # raises an error of the system as such, which faiss would report as one of the file
+        pass
+    try:
+        return faiss.read_index(os.fspath(path), flags)
+    except RuntimeError as error:
+        raise ValueError(f"{OWNER}: faiss cannot read {path} ({faiss_reason(error)}); build the index again.") from None

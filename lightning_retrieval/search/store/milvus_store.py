@@ -1,0 +1,561 @@
+"""An index in Milvus: in a file (Milvus Lite), on a server, or on a cluster."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_retrieval.checks import check_integer
+from lightning_retrieval.progress import Progress
+from lightning_retrieval.search.store import conditions
+from lightning_retrieval.search.store import milvus_connection as milvus
+from lightning_retrieval.search.store.id_table import (
+    LARGEST_ID,
+    check_all_known,
+    check_new_ids,
+    check_none_known,
+    ids_after,
+    integer_ids,
+)
+from lightning_retrieval.search.store.index import RetrievalIndex, measure_recall
+from lightning_retrieval.search.store.milvus_connection import (
+    COLUMN,
+    EMBEDDING,
+    ID,
+    OWNER,
+    PATH,
+    REBUILD,
+    Metadata,
+    MilvusConnection,
+)
+from lightning_retrieval.search.store.rows import (
+    Queries,
+    Rows,
+    check_finite_rows,
+    check_paths,
+    check_results,
+    check_rows,
+    join_parameters,
+    normalized_blocks,
+    normalized_rows,
+    plain_values,
+    query_rows,
+)
+
+BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # maximum numbers of rows and of bytes in one insertion
+BATCH_IDS, BATCH_QUERIES = 4_096, 256  # maximum numbers of ids and of queries in one request
+MOST_RESULTS = 16_384  # maximum number of results of one query, a limit of Milvus
+
+
+def insertions(
+    embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str], columns: Mapping[str, conditions.Column]
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows, with normalised embeddings, in batches; each batch fits into one request."""
+    size = max(1, min(BATCH_ROWS, BATCH_BYTES // (4 * embeddings.shape[1])))
+    for begin, block in normalized_blocks(embeddings):
+        for first in range(0, len(block), size):
+            batch = block[first : first + size]
+            part = slice(begin + first, begin + first + len(batch))
+            rows = []
+            for embedding, row_id, path in zip(batch, ids[part].tolist(), paths[part]):
+                rows.append({ID: row_id, EMBEDDING: embedding, PATH: path})
+            for name, column in columns.items():
+                for row, value in zip(rows, column.listed(np.arange(part.start, part.stop))):
+                    row[COLUMN + name] = value
+            yield rows
+
+
+def id_batches(ids: NDArray[np.int64]) -> Iterator[list[int]]:
+    """The ids in batches; each batch fits into one request."""
+    for first in range(0, len(ids), BATCH_IDS):
+        yield ids[first : first + BATCH_IDS].tolist()
+
+
+def all_ids(connection: MilvusConnection, collection: str) -> NDArray[np.int64]:
+    """The ids of all rows of a collection, in any order.
+
+    Raises:
+        OSError: if Milvus reports an error.
+    """
+    found = [np.zeros(0, np.int64)]
+    with closing(connection.call("query_iterator", collection, batch_size=BATCH_ROWS, output_fields=[ID])) as rows:
+        while batch := connection.checked("query_iterator", rows.next):
+            found.append(np.array([row[ID] for row in batch], np.int64))
+    return np.concatenate(found)
+
+
+def check_path_bytes(paths: Sequence[str], name: str = "paths") -> None:
+    """Raise unless Milvus can store the paths, or the text of the argument `name`."""
+    for path in paths:
+        try:
+            size = len(path.encode())
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{OWNER}: `{name}` must be valid Unicode, got {path!r}; rename the file, or keep the index in a "
+                "folder."
+            ) from None
+        if size > milvus.LONGEST_PATH:
+            raise ValueError(
+                f"{OWNER}: `{name}` must have at most {milvus.LONGEST_PATH} bytes each, got one of {size}."
+            )
+
+
+def check_directions(name: str, embeddings: Rows) -> None:
+    """Raise if a row is zero: its cosine similarity is undefined, and Milvus servers differ in how they treat it."""
+    for begin, block in normalized_blocks(embeddings):
+        zero = ~block.any(axis=1)
+        if zero.any():
+            raise ValueError(f"{OWNER}: `{name}` must not be zero, got zeros in row {begin + int(zero.argmax())}.")
+
+
+class MilvusStore:
+    """An index in a file of Milvus Lite, on a Milvus server or on a cluster: add, search and remove rows.
+
+    The constructor opens a published index; `create` makes a new one. `RetrievalIndex` has the same methods, so a
+    program can use either class.
+
+    Args:
+        uri: a path that ends in `.db`, or an address such as `"http://localhost:19530"`. A path belongs to Milvus
+            Lite, which runs in this process; only one process at a time can open the path. If a server needs a token,
+            the environment variable `MILVUS_TOKEN` holds the token.
+        name: name of the index.
+
+    Raises:
+        ModuleNotFoundError: if pymilvus or milvus-lite is not installed.
+        FileNotFoundError: if there is no such file, or no such index in the store.
+        ConnectionError: if no server answers at the address, or another process has opened the file.
+        ValueError: if `uri` is neither a path that ends in `.db` nor an address, or the collection `name` is not an
+            index, or its dimension or metric was changed; for a file, also if the number of rows is not the number
+            recorded when the index was published or last changed.
+        TypeError: if `uri` or `name` is not a string.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval import MilvusStore
+        >>> store = MilvusStore.create("photos.db", "birds", dim=4)
+        >>> store.add(torch.eye(4), paths=["a.jpg", "b.jpg", "c.jpg", "d.jpg"])
+        >>> store.publish()
+        >>> similarities, ids = store.search(torch.tensor([[0.0, 3.0, 0.0, 4.0]]), k=2)
+        >>> ids, store.paths(ids[0])
+        (tensor([[3, 1]]), ['d.jpg', 'b.jpg'])
+        >>> store.close()
+
+    Cost:
+        `docs/scaling.md` compares the speed with faiss.
+
+    Relations:
+        `RetrievalIndex` keeps an index in memory and in a folder, without a database. With `--store milvus:URI`, the
+        commands `lightning-retrieval index`, `search` and `demo` use Milvus.
+    """
+
+    def __init__(self, uri: str, name: str) -> None:
+        self.uri = uri
+        self._connection = MilvusConnection(uri, may_create=False)
+        try:
+            self.collection, metadata, self.recall, rows = milvus.read_collection(self._connection, name)
+            self._connection.load(self.collection)
+            self._counts_rows = rows is not None  # whether Milvus records the number of rows
+            self._check_count(name, rows)
+        except BaseException:
+            self._connection.close()
+            raise
+        self.name = metadata.name
+        self.dim = metadata.dim
+        self.factory = metadata.factory
+        self.parameters = metadata.parameters
+        self.about = metadata.about
+        self._metadata = metadata
+
+    @classmethod
+    def create(
+        cls,
+        uri: str,
+        name: str,
+        dim: int,
+        factory: str = "Flat",
+        *,
+        parameters: str = "",
+        about: Mapping[str, Any] | None = None,
+        columns: Mapping[str, conditions.Kind] | None = None,
+    ) -> "MilvusStore":
+        """Create an empty index. An existing index of the same name stays until `publish` replaces it.
+
+        Args:
+            uri: as for the constructor; a file that does not exist is created.
+            name: letters, digits and `_`.
+            dim: D, the dimension of an embedding, from 2 to 32,768.
+            factory: type of Milvus' index with its build parameters: `"Flat"` is exact;
+                `"HNSW,M=32,efConstruction=200"`, `"IVF_FLAT,nlist=1024"` and others are approximate.
+            parameters: search parameters: `"ef=64"` for HNSW, `"nprobe=16"` for IVF_FLAT.
+            about: plain values by name that are stored with the index, such as the checkpoint that made the embeddings.
+            columns: names of the columns of metadata, each with `"text"` or `"number"`.
+
+        Raises:
+            OSError: if Milvus does not support this type of index, or cannot create it.
+            ValueError: if an argument is out of its range, or `name` belongs to a collection that is not an index.
+            TypeError: if an argument has the wrong type.
+        """
+        dim = milvus.check_dim(dim)
+        kind, build_parameters = milvus.index_kind(factory, of_lite=milvus.is_file(uri))
+        milvus.search_parameters(parameters)
+        metadata = Metadata(name, dim, factory, parameters, plain_values(OWNER, about), milvus.check_columns(columns))
+        with closing(MilvusConnection(uri, may_create=True)) as connection:
+            milvus.check_replaceable(connection, name)
+            collection = milvus.create_collection(connection, metadata, kind, build_parameters)
+            return cls(uri, collection)
+
+    def __len__(self) -> int:
+        """Number of rows in the index."""
+        (row,) = self._call("query", output_fields=["count(*)"])
+        return int(row["count(*)"])
+
+    @property
+    def ids(self) -> Int[Tensor, " rows"]:
+        """The ids of all rows, sorted.
+
+        Raises:
+            OSError: if Milvus reports an error.
+        """
+        return torch.from_numpy(np.sort(all_ids(self._connection, self.collection)))
+
+    def add(
+        self,
+        embeddings: Rows,
+        ids: Int[Tensor, " rows"] | None = None,
+        paths: Sequence[str] | None = None,
+        *,
+        columns: Mapping[str, conditions.Values] | None = None,
+    ) -> None:
+        """Add rows, up to 10,000 in one request.
+
+        If the index is approximate, the first call measures `recall`, as `RetrievalIndex.add` does.
+
+        Args:
+            embeddings: one floating-point row for each embedding, on any device, of any norm > 0.
+            ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
+            paths: one string for each row, at most 65,535 bytes long, or None.
+            columns: metadata as for `RetrievalIndex.add`, in the columns that the index was created with.
+
+        Raises:
+            ValueError: if shapes do not match, an embedding is zero or not finite, an id is negative or already in the
+                index, a path or a text is too long or not valid Unicode, or the columns are not those of the index.
+            TypeError: if embeddings are not floating point, ids are not integers, `paths` is not a sequence of strings,
+                or a column has values of other types.
+            OSError: if Milvus reports an error; the message says how many rows were added before.
+        """
+        check_rows(OWNER, "embeddings", embeddings, self.dim)
+        rows = len(embeddings)
+        stored = len(self)
+        new_ids = self._new_ids(ids, rows, stored)
+        if paths is None:
+            paths = [""] * rows
+        check_paths(OWNER, paths, rows)
+        check_path_bytes(paths)
+        new = conditions.new_columns(OWNER, columns, rows)
+        conditions.check_same_columns(OWNER, self.column_kinds, conditions.kinds_of(new))
+        for column in new.values():
+            check_path_bytes(column.texts or [], "columns")
+        check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
+        check_directions("embeddings", embeddings)
+
+        added = 0
+        try:
+            with self._changed_rows(), Progress("Indexing", total=rows, units="rows") as progress:
+                for rows_of_a_request in insertions(embeddings, new_ids, paths, new):
+                    self._call("insert", data=rows_of_a_request)
+                    added += len(rows_of_a_request)
+                    progress.update(len(rows_of_a_request))
+        except OSError as error:
+            raise OSError(f"{error} {added} of {rows} rows were added before.") from None
+        is_exact = milvus.index_kind(self.factory)[0] == milvus.EXACT
+        if stored == 0 and rows > 0 and not is_exact:
+            self._measure_recall(embeddings, new_ids)
+
+    def search(
+        self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+        """The k nearest rows of each query, nearest first.
+
+        Args:
+            queries: floating-point embeddings of any norm > 0, as a tensor on any device or as a NumPy array: rows, or
+                one vector of shape (D,).
+            k: from 1 to the number of rows, at most 16,384.
+            where: condition on the columns, as for `RetrievalIndex.search`.
+            group_by: name of a column, as for `RetrievalIndex.search`.
+
+        Returns:
+            The cosine similarities and the ids. Both are tensors with a row of k numbers for each query. One vector is
+                one query, so its results have shape (1, k). If fewer than k rows meet the condition, there are fewer
+                groups, or an approximate index finds fewer, -inf and -1 fill the rest.
+
+        Raises:
+            ValueError: if shapes do not match, a query is zero or not finite, `k` is out of range, `where` is not a
+                condition on the columns, or `group_by` is not a column.
+            TypeError: if queries are not floating point, `k` is not an integer, or `where` or `group_by` is not a
+                string.
+            OSError: if Milvus reports an error.
+        """
+        similarities, ids, _ = self._search(queries, k, where, group_by, [ID])
+        return similarities, ids
+
+    def search_with_paths(
+        self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
+        """Like `search`, with the path of each row found, even if a process removes the row meanwhile.
+
+        Args:
+            queries: as for `search`.
+            k: as for `search`.
+            where: as for `search`.
+            group_by: as for `search`.
+
+        Returns:
+            The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
+                and where fewer than k rows are found.
+
+        Raises:
+            ValueError: as in `search`.
+            TypeError: as in `search`.
+            OSError: if Milvus reports an error.
+        """
+        return self._search(queries, k, where, group_by, [ID, PATH])
+
+    def _search(
+        self, queries: Queries, k: int, where: str | None, group_by: str | None, fields: list[str]
+    ) -> tuple[Tensor, Tensor, list[list[str]]]:
+        """The similarities, ids and paths of the nearest rows; paths are "" unless `fields` contains them."""
+        rows = query_rows(OWNER, queries, self.dim)
+        check_directions("queries", rows)
+        k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
+        condition = conditions.parse_where(OWNER, where, self.column_kinds)
+        conditions.check_group(OWNER, group_by, self.column_kinds)
+        search = partial(self._nearest, fields, group_by)
+        if group_by is None:
+            results = search(rows, k, condition)
+        else:
+            results = conditions.search_groups(
+                search, rows, k, group_by=group_by, condition=condition, most=MOST_RESULTS
+            )
+        similarities, ids = conditions.as_tensors(results, k)
+        if bool((ids < 0).any()):
+            check_results(OWNER, k, len(self))
+        paths = []
+        for found in results:
+            of_query = [row.path for row in found]
+            paths.append(of_query + [""] * (k - len(found)))
+        return similarities, ids, paths
+
+    def set_parameters(self, parameters: str) -> None:
+        """Change the search parameters of this object, but not those recorded in Milvus.
+
+        Args:
+            parameters: as for `create`; other parameters keep their values.
+
+        Raises:
+            ValueError: if `parameters` does not consist of assignments of positive numbers.
+            TypeError: if `parameters` is not a string.
+        """
+        milvus.search_parameters(parameters)
+        self.parameters = join_parameters(self.parameters, parameters)
+
+    def record_about(self, about: Mapping[str, Any]) -> None:
+        """Replace the plain values that are stored with the index, in this object and in Milvus.
+
+        Args:
+            about: plain values by name.
+
+        Raises:
+            TypeError: if `about` holds anything but plain values.
+            OSError: if Milvus reports an error.
+        """
+        metadata = replace(self._metadata, about=plain_values(OWNER, about))
+        self._call("alter_collection_properties", properties=metadata.as_property())
+        self._metadata, self.about = metadata, metadata.about
+
+    def remove(self, ids: Int[Tensor, " rows"]) -> None:
+        """Remove rows, with their ids and paths.
+
+        Args:
+            ids: ids of the rows; an id may occur more than once.
+
+        Raises:
+            ValueError: if an id is not in the index; in this case, no row is removed.
+            TypeError: if ids are not integers.
+            OSError: if Milvus reports an error.
+        """
+        removed = np.unique(integer_ids(OWNER, ids))
+        check_all_known(OWNER, np.setdiff1d(removed, list(self._fields(removed, ID))))
+        with self._changed_rows():
+            for part in id_batches(removed):
+                self._call("delete", ids=part)
+
+    def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
+        """The paths of rows; "" for rows without a path.
+
+        Args:
+            ids: ids of the rows, in any order.
+
+        Raises:
+            ValueError: if an id is not in the index.
+            OSError: if Milvus reports an error.
+        """
+        return self._values(PATH, integer_ids(OWNER, ids))
+
+    @property
+    def column_kinds(self) -> dict[str, conditions.Kind]:
+        """The names of the columns, each with `"text"` or `"number"`."""
+        return dict(self._metadata.columns)
+
+    def columns(self, ids: Int[Tensor, " rows"]) -> dict[str, list[Any]]:
+        """The metadata of rows: for the name of each column, the values of these rows.
+
+        Args:
+            ids: ids of the rows, in any order.
+
+        Raises:
+            ValueError: if an id is not in the index.
+            OSError: if Milvus reports an error.
+        """
+        wanted = integer_ids(OWNER, ids)
+        return {name: self._values(COLUMN + name, wanted) for name in self.column_kinds}
+
+    def publish(self) -> None:
+        """Give this index its name, in one atomic step, and delete the earlier index of this name.
+
+        Unpublished collections of the same name, such as those of killed processes, are deleted too. Only one
+        process at a time may therefore build an index of this name.
+
+        Raises:
+            ValueError: if the name now belongs to a collection that is not an index.
+            OSError: if Milvus reports an error.
+        """
+        self._call("flush")
+        if self._connection.file is not None:
+            self._record_rows(str(len(self)))
+            self._counts_rows = True
+        milvus.publish_collection(self._connection, self.collection, self.name)
+
+    def drop(self) -> None:
+        """Delete the index with all its rows, published or not, and close the connection."""
+        milvus.drop_collection(self._connection, self.collection)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, so that another process can open the file."""
+        self._connection.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"MilvusStore(uri={milvus.shown_uri(self.uri)!r}, name={self.name!r}, dim={self.dim}, "
+            f"factory={self.factory!r}, parameters={self.parameters!r})"
+        )
+
+    def _call(self, method: str, **settings: Any) -> Any:
+        """Call a method of the client with this collection."""
+        return self._connection.call(method, self.collection, **settings)
+
+    def _check_count(self, name: str, rows: int | None) -> None:
+        """Raise if the index does not have the recorded number of rows.
+
+        If a collection's list of files is damaged, Milvus Lite silently opens the collection without those files' rows.
+        """
+        if rows is not None and len(self) != rows:
+            raise ValueError(
+                f"{OWNER}: {name!r} in {self._connection.shown} is damaged, or another program has changed it: it must "
+                f"hold {rows} rows, but holds {len(self)}; {REBUILD}."
+            )
+
+    @contextmanager
+    def _changed_rows(self) -> Iterator[None]:
+        """Record the number of rows after a change. During the change, record no number: the process may be killed."""
+        if not self._counts_rows:
+            yield
+            return
+        self._record_rows("")
+        yield
+        self._record_rows(str(len(self)))
+
+    def _record_rows(self, rows: str) -> None:
+        self._call("alter_collection_properties", properties={milvus.ROWS: rows})
+
+    def _nearest(
+        self, fields: list[str], group_by: str | None, queries: Tensor, k: int, condition: conditions.Condition | None
+    ) -> list[list[conditions.Found]]:
+        """The nearest rows of each query with these fields and their groups; fewer than k if fewer are found.
+
+        The request states the metric, because Milvus Lite computes whichever metric a client asks for.
+        """
+        settings: dict[str, Any] = {
+            "limit": k,
+            "anns_field": EMBEDDING,
+            "search_params": {"metric_type": milvus.METRIC, "params": milvus.search_parameters(self.parameters)},
+            "output_fields": fields,
+        }
+        group = None
+        if group_by is not None:
+            group = COLUMN + group_by
+            settings["output_fields"] = [*fields, group]
+        if condition is not None:
+            settings["filter"] = conditions.milvus_filter(condition, COLUMN)
+        results = []
+        for begin in range(0, len(queries), BATCH_QUERIES):
+            batch = normalized_rows(queries[begin : begin + BATCH_QUERIES])
+            for hits in self._call("search", data=list(batch), **settings):
+                found = [conditions.Found(hit["distance"], hit[ID], hit.get(group), hit.get(PATH, "")) for hit in hits]
+                results.append(found)
+        return results
+
+    def _values(self, field: str, ids: NDArray[np.int64]) -> list[Any]:
+        """The values of a field for the rows with these ids; raises for an unknown id."""
+        values = self._fields(np.unique(ids), field)
+        check_all_known(OWNER, np.setdiff1d(ids, list(values)))
+        return [values[row_id] for row_id in ids.tolist()]
+
+    def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
+        """The ids of new rows; raises if an id is in use, since Milvus would silently replace the row with this id."""
+        if ids is None:
+            return ids_after(OWNER, self._largest_id(stored), rows)
+        new = check_new_ids(OWNER, ids, rows)
+        if stored > 0:
+            check_none_known(OWNER, np.fromiter(self._fields(new, ID), np.int64))
+        return new
+
+    def _largest_id(self, stored: int) -> int:
+        """The largest id, found by bisection, with queries for ids >= a number; -1 for an empty index."""
+        least, most = -1, LARGEST_ID
+        if stored == 0:
+            return least
+        while least < most:
+            middle = least + (most - least + 1) // 2
+            found = self._call("query", filter=f"{ID} >= {middle}", limit=1, output_fields=[ID])
+            if found:
+                least = found[0][ID]
+            else:
+                most = middle - 1
+        return least
+
+    def _fields(self, ids: NDArray[np.int64], field: str) -> dict[int, Any]:
+        """The value of a field by id, for each of these ids that is in the index."""
+        values = {}
+        for part in id_batches(ids):
+            for row in self._call("get", ids=part, output_fields=[ID, field]):
+                values[row[ID]] = row[field]
+        return values
+
+    def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> None:
+        """Measure recall after Milvus has indexed the rows; until then, the search of Milvus is exact."""
+        self._call("flush")
+        self._call("release_collection")
+        self._connection.load(self.collection)
+        self.recall = measure_recall(self.search, embeddings, ids)
+        self._call("alter_collection_properties", properties={milvus.RECALL: str(self.recall)})
+
+
+EmbeddingStore = RetrievalIndex | MilvusStore  # both have the same methods
