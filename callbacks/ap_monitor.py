@@ -186,7 +186,7 @@ def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " qu
     loss = copy.copy(loss)
     loss.reduction, loss.class_balanced, loss.include_self = "none", False, False
     loss._warned_of_no_positive = True  # only the original loss issues this warning
-    # Call the method of the class, because the copy also has the attribute `of_batch` that the monitor has set.
+    # The monitor has replaced `of_batch` of the loss and so of its copy; the class still has the original method.
     return 1 - to_float64(type(loss).of_batch(loss, batch))
 
 

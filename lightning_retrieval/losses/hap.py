@@ -48,7 +48,7 @@ def hap(
     query, i = positives.query, positives.index  # (pos,), (pos,)
     s_i, level_i = at(lists.scores, query, i), lists.relevant[query, i]  # (pos,), (pos,)
     lower, levels_below = lower_items(lists), number_of_levels_below(lists, level_i)
-    # Of the lists of each query, that with the items of lower levels than i.
+    # `lower` has a list for each query and level. This index is the list of i's query and of the levels below i's.
     lower_above = count_above(lower, query * len(lists.levels) + levels_below, s_i, h_minus)  # (pos,)
 
     # All other counts involve relevant items only. Each pair is a relevant i and a relevant j of the same query, as

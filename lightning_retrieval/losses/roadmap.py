@@ -187,9 +187,9 @@ class PairLoss(RetrievalLoss):
     """Base of losses that are means over pairs of a query and a reference.
 
     Args:
-        pair_mean: the pairs that a mean runs over. `"query"`: the pairs of each query, followed by a mean over queries.
-            Any other name, defined by a subclass: the pairs of all queries together, including queries without a
-            positive.
+        pair_mean: `"query"` takes the mean over the pairs of each query, then the mean over the queries. Any other
+            name, which a subclass defines, takes one mean over the pairs of all queries, including the queries without
+            a positive.
         reduction: as in `RetrievalLoss`; only `"mean"` unless `pair_mean` is `"query"`.
         class_balanced: as in `RetrievalLoss`; only False unless `pair_mean` is `"query"`.
         include_self: as in `RetrievalLoss`.

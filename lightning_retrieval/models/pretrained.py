@@ -110,7 +110,7 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     found = without_prefixes(read_weights(path), names, (*PREFIXES, prefix))
     kept = {name: value for name, value in found.items() if not name.startswith(optional)}
     check_loaded(path, "this backbone", backbone, [name for name in names if name not in kept])
-    # Files of older releases also hold buffers of indices, which are ignored, because they are computed today.
+    # Files of older releases of a model also hold buffers with indices. Today's models compute these indices.
     unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
     if unknown:
         raise ValueError(

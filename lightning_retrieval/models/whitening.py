@@ -448,14 +448,20 @@ class PCAWhitening(WhiteningOfSums):
 
 
 def count_varying(variances: Float[Tensor, " dim"], dtype: torch.dtype, from_dim: int | None = None) -> int:
-    """The number of variances (in descending order) that exceed the rounding error of rows in `dtype`."""
+    """The number of variances that are larger than what rounding alone causes.
+
+    Args:
+        variances: variances in descending order.
+        dtype: type of the rows, whose rounding errors count.
+        from_dim: dimension of the rows; by default the number of variances.
+    """
     relative = max(torch.finfo(dtype).eps ** 2, torch.finfo(torch.float64).eps)
     rounding = relative * (from_dim or len(variances)) * float(variances[0])
     return int((variances > rounding).sum())
 
 
 def _check_variances(variances: Float[Tensor, " dim"], from_dim: int, dtype: torch.dtype) -> None:
-    """Raise if a variance is only rounding error, of the rows in `dtype` or of the covariance in float64."""
+    """Raise if rounding the rows to `dtype`, or their covariance to float64, explains a variance by itself."""
     varying = count_varying(variances, dtype, from_dim)
     if varying == len(variances):
         return

@@ -341,7 +341,11 @@ def named_transform(owner: str, name: str) -> Transform:
 
 
 def shown_transform(serialised: dict[str, Any]) -> str:
-    """How messages show a transform that is given as plain data."""
+    """The text by which messages name a transform.
+
+    Args:
+        serialised: the transform as plain data.
+    """
     if "function" in serialised:
         return serialised["function"] or _UNKNOWN
     if "preparation" not in serialised:

@@ -216,7 +216,7 @@ def _factor_of_group(owner: str, group: dict[str, Any], places: dict[nn.Paramete
 
 
 class _Place(NamedTuple):
-    """What decides the learning rate of a parameter. The groups of an optimizer are sorted by it."""
+    """Where a parameter is in the networks, which decides its learning rate. Optimizer groups are sorted by place."""
 
     network: int = 0
     part: int = REST

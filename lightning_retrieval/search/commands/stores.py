@@ -307,7 +307,7 @@ class MilvusCollection:
     def __init__(self, owner: str, name: str, uri: str, *, settings: IndexSettings) -> None:
         if settings.rows_in_memory is not None:
             raise ValueError(
-                f"{owner}: `rows_in_memory` must not be given with a store in Milvus, which keeps rows by itself, got "
+                f"{owner}: `rows_in_memory` must not be given with a store in Milvus, which keeps rows in files, got "
                 f"{settings.rows_in_memory}."
             )
         if settings.shards != 1:
