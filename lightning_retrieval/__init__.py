@@ -7,8 +7,7 @@ models and chunked backward work without Lightning.
 from typing import TYPE_CHECKING
 
 from lightning_retrieval.lazy_names import lazy_names
-
-__version__ = "0.1.0"
+from lightning_retrieval.version import __version__ as __version__
 
 PACKAGES = ("callbacks", "datamodules", "losses", "metrics", "models", "ranking", "search", "training")
 # Each public name and the module of this package that it is imported from.

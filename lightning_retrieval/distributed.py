@@ -254,8 +254,7 @@ def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:
     This is issue 112275 of CPython. The threads of the gloo backend register after each collective operation. So a data
     loader that starts its workers soon after a collective operation may never get its first batch.
     """
-    repaired = {(3, 10): 15, (3, 11): 10}
-    return micro < repaired.get((major, minor), 0)
+    return (major, minor) == (3, 11) and micro < 10
 
 
 def pause_before_fork() -> None:

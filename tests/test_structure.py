@@ -12,17 +12,8 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    {
-        "checks",
-        "compiled",
-        "csv_rows",
-        "files",
-        "optional_packages",
-        "lazy_names",
-        "packed_strings",
-        "progress",
-        "random_state",
-    },
+    {"checks", "compiled", "csv_rows", "files", "lazy_names", "optional_packages"},
+    {"packed_strings", "progress", "random_state", "version"},
     {"backend", "command_line"},
     {"checkpoints", "distributed", "plain_data"},
     {"ranking", "preparation"},
@@ -76,6 +67,7 @@ MAY_PRINT = {
     "callbacks/evaluation.py",  # the table at the end
     "lightning_retrieval/search/commands/adapt.py",
     "lightning_retrieval/cli/check.py",  # the report on the files of a data set
+    "lightning_retrieval/cli/env.py",
     "lightning_retrieval/search/commands/demo.py",  # the address of the page
     "lightning_retrieval/search/commands/embed.py",
     "lightning_retrieval/search/commands/embedding.py",

@@ -193,7 +193,7 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> int:
     for run, outcome in tqdm(outcomes(missing, folder, jobs), total=len(missing), unit="run", smoothing=0):
         try:
             write_file(folder / f"{run.name}.json", json.dumps(outcome(), indent=1) + "\n")
-        except Exception as error:  # noqa: PERF203 - a run takes a minute
+        except Exception as error:
             failed += 1
             tqdm.write(f"detection_study: {run.name} failed: {error!r}", file=sys.stderr)
     return failed

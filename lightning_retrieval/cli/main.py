@@ -9,6 +9,7 @@
     lightning-retrieval search --index INDEX IMAGE...
     lightning-retrieval demo --index INDEX
     lightning-retrieval completion SHELL
+    lightning-retrieval env
 
 The commands that use a trained model are in `lightning_retrieval.search.commands`, each in the module of its name. The
 module is imported after the options have been parsed, so that help does not wait for torch.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.command_line import CommandParser, command_line_message, did_you_mean
+from lightning_retrieval.version import __version__
 
 EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # the messages of these errors say what the user can change
 
@@ -40,6 +42,7 @@ OTHER_COMMANDS = {
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
     "demo": "Search an index in the browser: --index INDEX",
     "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
+    "env": "Print the versions that a bug report needs",
 }
 SEARCH_COMMANDS = "lightning_retrieval.search.commands"  # has a module for each of the other commands
 SHELLS = ("bash", "zsh", "tcsh")
@@ -89,6 +92,7 @@ def _parse_command(args: Sequence[str]) -> str:
         epilog="lightning-retrieval COMMAND --help shows the options of a command.",
     )
     descriptions = {**LIGHTNING_COMMANDS, **OTHER_COMMANDS}
+    parser.add_argument("--version", action="version", version=f"lightning-retrieval {__version__}")
     if not args:
         parser.error(f"a command is required: {', '.join(descriptions)}")
     if args[0] not in descriptions and not args[0].startswith("-"):
@@ -109,6 +113,10 @@ def _run(command: str, args: Sequence[str]) -> int:
         return check(args)
     if command == "completion":
         return _print_completion(args)
+    if command == "env":
+        from lightning_retrieval.cli.env import env
+
+        return env(args)
     options = import_module(f"{SEARCH_COMMANDS}.options").parse(command, args)
     work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
 
@@ -169,6 +177,8 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
             command.add_argument("--root")
         elif name == "completion":
             command.add_argument("shell", choices=SHELLS)
+        elif name == "env":
+            continue
         else:
             options.COMMANDS[name].add_options(command)
         for action in command._actions:

@@ -7,12 +7,15 @@ import itertools
 import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import pytorch_lightning as pl
+import torch
 import yaml
 from PIL import Image
 
+import lightning_retrieval
 from lightning_retrieval import datamodules
 from lightning_retrieval.cli.check import DATA_MODULES, data_modules
 from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
@@ -191,7 +194,7 @@ def test_bash_completes_commands_options_classes_and_files(tmp_path, capsys):
 @pytest.mark.parametrize("command", [*OTHER_COMMANDS, *LIGHTNING_COMMANDS])
 def test_help_has_an_example(command, help_of):
     example = help_of(NARROW, command, "--help").partition("example")[2]
-    assert re.search(rf"lightning-retrieval {command} (--|bash)", example)
+    assert re.search(rf"lightning-retrieval {command} (--|bash|>)", example)
 
 
 @pytest.fixture
@@ -416,3 +419,34 @@ def test_an_option_given_as_null_or_none_is_not_given(null, command):
     ]
     options = parser.parse_args([*required, *(f"{name}={null}" for name in omitted.values())])
     assert {name: getattr(options, name) for name in omitted} == dict.fromkeys(omitted)
+
+
+def test_the_version_is_that_of_the_installed_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"lightning-retrieval {lightning_retrieval.__version__}\n"
+
+
+def test_env_shows_what_a_bug_report_needs(capsys):
+    main(["env"])
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    values = {name: value.strip() for name, value in lines.items()}
+    assert values["lightning-retrieval"] == lightning_retrieval.__version__
+    assert values["torch"] == metadata.version("torch")
+    assert values["pytorch-lightning"] == pl.__version__
+    assert values["timm"] == metadata.version("timm")  # of an extra
+    assert values["GPUs"] == str(torch.cuda.device_count())
+    assert values["Python"].startswith("3.")
+    assert "ruff" not in values  # of those who work on the library
+
+
+def test_env_names_packages_that_are_not_installed(capsys, monkeypatch):
+    def version(package):
+        if package == "timm":
+            raise metadata.PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr("lightning_retrieval.cli.env.version", version)
+    main(["env"])
+    assert re.search(r"^timm: +not installed$", capsys.readouterr().out, flags=re.MULTILINE)

@@ -1,0 +1,96 @@
+"""The command `env`: prints what a bug report needs to say about a machine and its packages."""
+
+import argparse
+import os
+import platform
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+from lightning_retrieval.command_line import HELP_WIDTH, CommandParser, printable
+from lightning_retrieval.version import __version__
+
+DESCRIPTION = (
+    "Print versions of Python, the system, GPUs and all packages that the library can use. Paste the lines into a bug "
+    "report."
+)
+DISTRIBUTION = "lightning-retrieval"
+NOT_INSTALLED = "not installed"
+TOOLS = ("dev", "docs", "test")  # extras for those who work on the library itself
+ALSO_SHOWN = ("numpy", "pillow", "pytorch-metric-learning")  # used through other packages, or given by users
+
+
+def env(args: Sequence[str]) -> int:
+    """Print one line for each fact, and return the exit code 0."""
+    parser = CommandParser(
+        "lightning-retrieval env",
+        description=textwrap.fill(DESCRIPTION, HELP_WIDTH),
+        epilog="example:\nlightning-retrieval env > env.txt",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(args)
+    for name, value in environment():
+        print(f"{name + ':':28} {printable(value)}")
+    return 0
+
+
+def environment() -> Iterator[tuple[str, str]]:
+    """Names and values of what a bug report needs: this library, the system, the devices and the packages."""
+    yield DISTRIBUTION, __version__
+    yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", platform.platform()
+    yield "CPU cores", str(usable_cores())
+    yield "file system encoding", sys.getfilesystemencoding()
+    yield from _devices()
+    backend = os.environ.get("LIGHTNING_RETRIEVAL_BACKEND", "")
+    if backend:
+        yield "LIGHTNING_RETRIEVAL_BACKEND", backend
+    for package in packages():
+        yield package, installed_version(package)
+
+
+def usable_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    """Lines about the build of torch and each GPU; one line with the error if torch cannot be imported."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
+        yield "torch cannot be imported", str(error)
+        return
+    yield "CUDA of torch", torch.version.cuda or "none: a build for CPUs"
+    yield "cuDNN of torch", str(torch.backends.cudnn.version() or "none")
+    count = torch.cuda.device_count()
+    yield "GPUs", str(count)
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+
+
+def packages() -> list[str]:
+    """All packages that the library can use, its own requirements first; without those of developers."""
+    needed: list[str] = []
+    optional = list(ALSO_SHOWN)
+    for line in requires(DISTRIBUTION) or ():
+        requirement = Requirement(line)
+        if requirement.marker is None:
+            needed.append(requirement.name)
+        elif not any(requirement.marker.evaluate({"extra": extra}) for extra in TOOLS):
+            optional.append(requirement.name)
+    return list(dict.fromkeys([*needed, *sorted(optional)]))
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed package, which is not imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return NOT_INSTALLED
