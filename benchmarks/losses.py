@@ -3,6 +3,7 @@
     python benchmarks/losses.py             # about five minutes on two cores
     python benchmarks/losses.py --products  # compared with their matrix products alone, about three minutes
     python benchmarks/losses.py --processes  # the work of one of many processes, about two minutes
+    python benchmarks/losses.py --classes  # with few and large classes, half a minute
     python benchmarks/losses.py --rounding  # with embeddings in half precision, a few seconds
 
 The peer is the loss of the same name in pytorch-metric-learning if there is one, else a direct implementation of the
@@ -19,6 +20,9 @@ that other work on the machine hardly counts; it is measured with one thread and
 With W processes, each computes the loss of 1 / W of the queries; what is not divided is the work of every process. The
 share of counting is the CPU time in which the first process counts the positives of the queries, divided by that of its
 loss, with one thread; the processes need not exist for this.
+
+With `--classes`, the time of losses over soft ranks is divided by the time of log rank, which counts negatives only.
+CPU time, one thread, in turn. "One large" is a batch with one class of 300 images and classes of 4.
 
 With `--rounding`, unit rows are rounded to half precision, as if processes sent them so, and the loss is computed in
 float32, as always. The errors are those of the loss and of the norm of its gradient for the embeddings, relative to
@@ -62,6 +66,8 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
     "RecallAtKLoss": losses.RecallAtKLoss,
     "LogRankLoss": losses.LogRankLoss,
 }
+
+OF_SOFT_RANKS = ("SmoothAPLoss", "SupAPLoss", "ROADMAPLoss", "LogRankLoss")
 
 
 def their_smooth_ap() -> nn.Module:
@@ -145,11 +151,14 @@ PEERS: dict[str, tuple[str, Callable[[], nn.Module], int]] = {
 }
 
 
-def step(loss: nn.Module, batch: int, device: str, levels: bool = False) -> Callable[[], Any]:
-    """A function that computes the loss of a batch and its gradient."""
+def step(
+    loss: nn.Module, batch: int, device: str, levels: bool = False, labels: Tensor | None = None
+) -> Callable[[], Any]:
+    """A function that computes the loss of a batch and its gradient; by default, classes have 4 images."""
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(batch, DIM, generator=generator).to(device).requires_grad_()
-    labels = torch.arange(batch, device=device) // PER_CLASS
+    if labels is None:
+        labels = torch.arange(batch, device=device) // PER_CLASS
     if levels:  # four classes form one coarse class
         labels = torch.stack([labels, labels // 4], 1)
 
@@ -264,6 +273,31 @@ def share_of_counting(device: str, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def classes_of(batch: int, size: int | None) -> Tensor:
+    """Labels of classes of one size, or of one class of 300 (or half of the batch) and classes of 4."""
+    if size is not None:
+        return torch.arange(batch) // size
+    large = min(300, batch // 2)
+    small = 1 + torch.arange(batch - large) // PER_CLASS
+    return torch.cat([torch.zeros(large, dtype=torch.long), small])
+
+
+def with_large_classes(device: str, quick: bool) -> list[dict[str, Any]]:
+    """The losses over soft ranks and log rank, by the number of images of a class."""
+    batch, runs = (32, 1) if quick else (768, 5)
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for size in (PER_CLASS, batch // 16, batch // 4, batch // 2, batch, None):
+        labels = classes_of(batch, size).to(device)
+        functions = {name: step(LOSSES[name](), batch, device, labels=labels) for name in OF_SOFT_RANKS}
+        turns = timed_in_turn(functions, runs, device, clock=cpu_clock(device))
+        for name in OF_SOFT_RANKS[:-1]:
+            row: dict[str, Any] = {"loss": name, "batch": batch, "images of a class": size or "one large"}
+            row |= range_of("over log rank", [turn[name] / turn["LogRankLoss"] for turn in turns])
+            rows.append(row | {"runs": runs})
+    return rows
+
+
 # The lengths of the vectors that all images, the images of a class and a single image have in common.
 ROUNDED_BATCHES = {"one direction": (3.0, 0.3, 0.3), "unrelated": (0.0, 0.0, 1.0), "in classes": (0.0, 1.0, 2.2)}
 ROUNDED_LOSSES = ("SmoothAPLoss", "SupAPLoss", "FastAPLoss", "QuantizedAPLoss", "ROADMAPLoss", "BlackboxAPLoss")
@@ -312,6 +346,7 @@ def main() -> None:
     options = arguments(
         "Forward and backward pass of every loss, compared with a peer.",
         products="compare them with their matrix products instead",
+        classes="compare losses over soft ranks with log rank, with few and large classes, instead",
         processes="measure the work of one of many processes instead",
         rounding="measure the errors of embeddings in half precision instead",
     )
@@ -319,6 +354,10 @@ def main() -> None:
     if options.rounding:
         title = f"Errors of losses whose embeddings are rounded, K = {PER_CLASS}, D = {DIM}; largest of the batches"
         report(title, environment("cpu"), compare_rounded(quick), options.json)
+        return
+    if options.classes:
+        title = f"Losses over soft ranks, over log rank, D = {DIM}; CPU time on a CPU"
+        report(title, environment(device), with_large_classes(device, quick), options.json)
         return
     if options.processes:
         title = f"Smooth-AP of one of W processes, K = {PER_CLASS}, D = {DIM}; CPU time on a CPU"

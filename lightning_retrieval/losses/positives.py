@@ -64,6 +64,12 @@ class Positives:
         position = torch.arange(len(self.query), device=self.query.device)
         return position - torch.searchsorted(self.query, self.query)
 
+    def in_columns(self, values: Float[Tensor, " pos"]) -> Float[Tensor, "query most"]:
+        """Values of the positives, such as scores, with a row for each query; -inf where a query has fewer."""
+        most = self.most
+        columns = values.new_full((len(self.counts) * most,), -torch.inf)
+        return columns.index_copy(0, self.query * most + self.column(), values).view(-1, most)
+
     def pairs(self) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
         """All pairs of positives of the same query, including each with itself, as indices of positives."""
         first = torch.searchsorted(self.query, self.query)  # (pos,): the first positive of the same query

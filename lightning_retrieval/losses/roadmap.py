@@ -70,10 +70,9 @@ def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
     s_negative = lists.scores.masked_fill(~lists.candidate | lists.relevant, -torch.inf)  # (query, gallery)
     negatives_above = count_above(s_negative, query, s_i, h_minus)  # (pos,)
 
-    # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
-    pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
-    at_least = s_i[pair_j] >= s_i[pair_i]  # (pair,); j can be i itself
-    rank_among_positives = torch.zeros_like(s_i).index_add(0, pair_i, at_least.to(s_i.dtype))  # (pos,)
+    s_positive = positives.in_columns(s_i.detach())  # (query, most)
+    below = torch.searchsorted(s_positive.sort(1).values, s_positive)  # (query, most)
+    rank_among_positives = positives.most - below[query, positives.column()]  # (pos,): items at least as high as i
 
     precision = rank_among_positives / (rank_among_positives + negatives_above)  # (pos,)
     sum_of_precisions = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, precision)  # (query,)

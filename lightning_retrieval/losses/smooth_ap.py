@@ -84,12 +84,7 @@ def smooth_ap(lists: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
     s = (lists.scores / tau).masked_fill(~lists.candidate, -torch.inf)  # (query, gallery)
     s_i = at(s, query, i)  # (pos,)
     rank = soft_ranks(s, query, s_i)  # (pos,)
-
-    # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
-    pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
-    above = torch.sigmoid(s_i.index_select(0, pair_j) - s_i.index_select(0, pair_i))  # (pair,)
-    rank_among_positives = torch.full_like(rank, 0.5).index_add(0, pair_i, above)  # (pos,); 0.5 as in soft_ranks
-
+    rank_among_positives = soft_ranks(positives.in_columns(s_i), query, s_i)  # (pos,)
     precision = rank_among_positives / rank  # (pos,)
     sum_of_precisions = torch.zeros_like(s[:, 0]).index_add(0, query, precision)  # (query,)
     return 1 - sum_of_precisions / lists.positives.of_each_query()
