@@ -369,7 +369,7 @@ def _check_paths(index: ImageIndex) -> None:
     import pyarrow.compute
 
     may_be_invalid = pyarrow.compute.match_substring_regex(index.paths.arrow(), _MAY_BE_INVALID)
-    for position in np.flatnonzero(may_be_invalid).tolist():
+    for position in pyarrow.compute.indices_nonzero(may_be_invalid).to_pylist():
         path = index.paths[position]
         if leaves_root(path):
             raise ValueError(f"{index.owner}: `paths` must lie inside the root, got {path!r}{index.where(position)}.")

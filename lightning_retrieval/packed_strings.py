@@ -67,7 +67,7 @@ class PackedStrings(Sequence[str]):
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, (int, np.integer)):
-            return PackedStrings.from_arrow(self.arrow().take(np.arange(len(self))[index]))
+            return PackedStrings.from_arrow(self.arrow().take(as_arrow(np.arange(len(self))[index])))
         position = range(len(self))[index]
         begin = 0
         if position > 0:
@@ -78,6 +78,18 @@ class PackedStrings(Sequence[str]):
         strings = self.arrow()
         for begin in range(0, len(self), BLOCK):  # Python objects for all strings at once would take much memory
             yield from map(_decode, strings.slice(begin, BLOCK).to_pylist())
+
+
+def as_arrow(values: NDArray[Any]) -> Any:
+    """Numbers as an Arrow array, without a copy of contiguous ones.
+
+    Unlike `pyarrow.array`, `Array.take` of NumPy's arrays and `Array.to_numpy`, this does not import pandas.
+    """
+    import pyarrow
+
+    values = np.ascontiguousarray(values)
+    buffers = [None, pyarrow.py_buffer(values)]
+    return pyarrow.Array.from_buffers(pyarrow.from_numpy_dtype(values.dtype), len(values), buffers)
 
 
 def _decode(encoded: bytes) -> str:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_mapping, check_string, short_repr
 from lightning_retrieval.files import DigestStream
-from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 
 Kind = Literal["text", "number"]
 COLUMN_KINDS: tuple[Kind, ...] = ("text", "number")
@@ -141,18 +141,18 @@ def _column(owner: str, name: str, values: Values, rows: int) -> Column:
     types = set(map(type, listed))
     if types <= {str}:
         try:
-            encoded = [text.encode(errors="surrogateescape") for text in listed]
+            texts = PackedStrings(listed).arrow().dictionary_encode()
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"{owner}: `columns` must hold valid Unicode for {name}, got {short_repr(error.object)}."
             ) from None
-        return pyarrow.array(encoded, pyarrow.dictionary(pyarrow.int64(), pyarrow.large_binary()))
+        return pyarrow.DictionaryArray.from_arrays(texts.indices.cast(pyarrow.int64()), texts.dictionary)
     if not types <= {int, float}:
         shown = ", ".join(sorted(kind.__name__ for kind in types))
         raise TypeError(f"{owner}: `columns` must hold only strings or only numbers for {name}, got {shown}.")
     if not all(map(is_exact, listed)):
         raise ValueError(f"{owner}: `columns` must hold finite numbers, integers up to 2**53, for {name}, got others.")
-    return pyarrow.array(listed, pyarrow.float64())
+    return as_arrow(np.array(listed, np.float64))
 
 
 def is_exact(value: float) -> bool:
@@ -186,7 +186,7 @@ def column_writers(columns: Mapping[str, Column]) -> dict[str, Callable[[DigestS
             values, texts = column.indices, PackedStrings.from_arrow(column.dictionary)
             writers[f"column-{number}-texts.npy"] = partial(np.save, arr=texts.data)
             writers[f"column-{number}-ends.npy"] = partial(np.save, arr=texts.ends)
-        writers[f"column-{number}.npy"] = partial(np.save, arr=values.to_numpy())
+        writers[f"column-{number}.npy"] = partial(np.save, arr=np.from_dlpack(values))
     return writers
 
 
@@ -217,11 +217,11 @@ def read_columns(owner: str, files: Mapping[str, Path], rows: int, mode: Literal
         dtype = {"text": np.int64, "number": np.float64}[kind]
         if values.shape != (rows,) or values.dtype != dtype:
             raise ValueError(f"the column {name} does not hold {kind} for each of {rows} rows")
-        columns[name] = pyarrow.array(values)
+        columns[name] = as_arrow(values)
         if kind == "text":
             data, ends = np.load(files[f"column-{number}-texts.npy"]), np.load(files[f"column-{number}-ends.npy"])
             texts = PackedStrings.from_arrays(data, ends).arrow()
-            columns[name] = pyarrow.DictionaryArray.from_arrays(values, texts)  # raises if it refers to no text
+            columns[name] = pyarrow.DictionaryArray.from_arrays(columns[name], texts)  # raises if it refers to no text
     return columns
 
 
@@ -356,11 +356,11 @@ def matching_rows(condition: Condition, columns: Mapping[str, Column]) -> Bool[n
         return joined
     column, value = columns[condition.column], condition.value
     if kind_of(column) == "text":
-        matches: NDArray[np.bool_] = _matching_texts(condition, column.dictionary)[column.indices.to_numpy()]
+        matches: NDArray[np.bool_] = _matching_texts(condition, column.dictionary)[np.from_dlpack(column.indices)]
     elif isinstance(value, frozenset):
-        matches = np.isin(column.to_numpy(), list(value))  # Arrow does not find 0.0 among -0.0
+        matches = np.isin(np.from_dlpack(column), list(value))  # Arrow does not find 0.0 among -0.0
     else:
-        matches = getattr(np, OPERATORS[condition.operator])(column.to_numpy(), value)
+        matches = getattr(np, OPERATORS[condition.operator])(np.from_dlpack(column), value)
     return matches
 
 
@@ -373,8 +373,7 @@ def _matching_texts(condition: Compared, texts: Any) -> Bool[np.ndarray, " text"
     else:
         value = PackedStrings([condition.value]).arrow()[0]
         matches = pyarrow.compute.call_function(OPERATORS[condition.operator], [texts, value])
-    array: NDArray[np.bool_] = matches.to_numpy(zero_copy_only=False)
-    return array
+    return np.from_dlpack(matches.cast(pyarrow.uint8())).view(np.bool_)
 
 
 def milvus_filter(condition: Condition, prefix: str) -> str:
