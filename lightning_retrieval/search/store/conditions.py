@@ -354,10 +354,11 @@ def matching_rows(condition: Condition, columns: Mapping[str, Column]) -> Bool[n
         join = {"and": np.logical_and, "or": np.logical_or}[condition.word]
         joined: NDArray[np.bool_] = join.reduce(parts)
         return joined
-    column, value = columns[condition.column], condition.value
+    column = columns[condition.column]
+    value: Any = condition.value
     if kind_of(column) == "text":
         matches: NDArray[np.bool_] = _matching_texts(condition, column.dictionary)[np.from_dlpack(column.indices)]
-    elif isinstance(value, frozenset):
+    elif condition.operator == "in":
         matches = np.isin(np.from_dlpack(column), list(value))  # Arrow does not find 0.0 among -0.0
     else:
         matches = getattr(np, OPERATORS[condition.operator])(np.from_dlpack(column), value)
@@ -368,11 +369,12 @@ def _matching_texts(condition: Compared, texts: Any) -> Bool[np.ndarray, " text"
     """Whether each text of an Arrow array meets a comparison. The order of texts is that of their bytes in UTF-8."""
     import pyarrow.compute
 
-    if isinstance(condition.value, frozenset):
-        matches = pyarrow.compute.is_in(texts, value_set=PackedStrings(condition.value).arrow())
+    value: Any = condition.value
+    if condition.operator == "in":
+        matches = pyarrow.compute.is_in(texts, value_set=PackedStrings(value).arrow())
     else:
-        value = PackedStrings([condition.value]).arrow()[0]
-        matches = pyarrow.compute.call_function(OPERATORS[condition.operator], [texts, value])
+        operands = [texts, PackedStrings([value]).arrow()[0]]
+        matches = pyarrow.compute.call_function(OPERATORS[condition.operator], operands)
     return np.from_dlpack(matches.cast(pyarrow.uint8())).view(np.bool_)
 
 
