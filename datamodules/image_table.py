@@ -341,7 +341,6 @@ class ImageTable(ImageDataModule):
 
     Raises:
         FileNotFoundError: if the table does not exist.
-        ModuleNotFoundError: if the table is Parquet and pyarrow is not installed.
         ValueError: if a column is missing or a value is invalid; the message has the line number.
 
     Example:

@@ -19,7 +19,6 @@ from lightning_retrieval.checks import first_of
 from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.files import check_regular_file, is_system_error
-from lightning_retrieval.optional_packages import optional_import
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
 
@@ -481,7 +480,6 @@ def read_table(
         owner: prefix of error messages.
 
     Raises:
-        ModuleNotFoundError: if the file is Parquet and pyarrow is not installed.
         ValueError: if the file cannot be read, a required column is missing or a column is named twice, there is no
             row, or the rows have different numbers of fields.
     """
@@ -623,11 +621,8 @@ def _form(field: str) -> str:
 
 
 def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:
-    with optional_import(
-        f"{owner}: pyarrow must be installed to read {path}: pip install 'lightning-retrieval[parquet]'; "
-        "or provide the table as CSV."
-    ):
-        import pyarrow.parquet
+    import pyarrow.parquet
+
     check_regular_file(owner, path)
     table: dict[str, list[str]] = {}
     try:

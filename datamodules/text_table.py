@@ -116,7 +116,6 @@ class TextTable(RetrievalDataModule):
 
     Raises:
         FileNotFoundError: if the table does not exist.
-        ModuleNotFoundError: if the table is Parquet and pyarrow is not installed.
         ValueError: if a column is missing, a value is invalid, or a class is in both training and evaluation, with the
             line number; if no tokenizer is given and the network of the run has none.
 

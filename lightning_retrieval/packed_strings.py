@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 1 << 16  # number of strings copied at a time
+BLOCK = 1 << 16  # number of strings that are Python objects at a time
 
 
 class PackedStrings(Sequence[str]):
     """A sequence of strings, stored as an array of bytes and an array with the end position of each string.
 
-    Arrays can be pickled, forked and saved quickly, without a Python object for each string. An integer index returns a
-    string; a slice, a mask or an array of integers returns `PackedStrings`.
+    Arrays can be pickled, forked, mapped into memory and saved quickly, without a Python object for each string. Arrow
+    works on the same bytes. An integer index returns a string; a slice, a mask or an array of integers returns
+    `PackedStrings`.
 
     Args:
         strings: the strings. File names that are not valid UTF-8 are preserved.
@@ -21,8 +22,8 @@ class PackedStrings(Sequence[str]):
 
     def __init__(self, strings: Iterable[str]) -> None:
         encoded = [string.encode(errors="surrogateescape") for string in strings]
-        lengths = [len(string) for string in encoded]
-        self.ends: NDArray[np.int64] = np.cumsum(lengths, dtype=np.int64)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        self.ends: NDArray[np.int64] = np.cumsum(lengths)
         self.data: NDArray[np.uint8] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
 
     @classmethod
@@ -34,19 +35,39 @@ class PackedStrings(Sequence[str]):
         return strings
 
     @classmethod
+    def from_arrow(cls, strings: Any) -> "PackedStrings":
+        """Strings from an Arrow array of the type large_binary that is not a slice of another one, without a copy."""
+        _, offsets, data = strings.buffers()
+        ends = np.frombuffer(offsets, np.int64)[1 : len(strings) + 1]
+        return cls.from_arrays(np.frombuffer(data, np.uint8), ends)
+
+    def arrow(self) -> Any:
+        """The strings as an Arrow array of the type large_binary, without a copy of their bytes.
+
+        Raises:
+            ValueError: if the end positions are not in ascending order, or not inside the data.
+        """
+        import pyarrow
+
+        offsets = np.concatenate([np.zeros(1, np.int64), self.ends], dtype=np.int64)
+        buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(self.data)]
+        strings = pyarrow.LargeBinaryArray.from_buffers(pyarrow.large_binary(), len(self), buffers)
+        strings.validate(full=True)  # Arrow reads other memory if the end positions of a damaged file are wrong
+        return strings
+
+    @classmethod
     def join(cls, parts: Sequence["PackedStrings"]) -> "PackedStrings":
         """Concatenate packed strings; there must be at least one part."""
-        sizes = [len(part.data) for part in parts]
-        begins = np.cumsum([0, *sizes[:-1]])
-        ends = [part.ends + begin for part, begin in zip(parts, begins)]
-        return cls.from_arrays(np.concatenate([part.data for part in parts]), np.concatenate(ends))
+        import pyarrow
+
+        return cls.from_arrow(pyarrow.concat_arrays([part.arrow() for part in parts]))
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, (int, np.integer)):
-            return self._select(np.arange(len(self))[index])
+            return PackedStrings.from_arrow(self.arrow().take(as_arrow(np.arange(len(self))[index])))
         position = range(len(self))[index]
         begin = 0
         if position > 0:
@@ -54,34 +75,21 @@ class PackedStrings(Sequence[str]):
         return _decode(self.data[begin : int(self.ends[position])].tobytes())
 
     def __iter__(self) -> Iterator[str]:
-        begin = 0
-        for block in range(0, len(self), BLOCK):  # Python objects for all strings at once would take much memory
-            ends = self.ends[block : block + BLOCK].tolist()
-            first = begin
-            data = self.data[first : ends[-1]].tobytes()
-            for end in ends:
-                yield _decode(data[begin - first : end - first])
-                begin = end
+        strings = self.arrow()
+        for begin in range(0, len(self), BLOCK):  # Python objects for all strings at once would take much memory
+            yield from map(_decode, strings.slice(begin, BLOCK).to_pylist())
 
-    def _select(self, rows: NDArray[np.int64]) -> "PackedStrings":
-        """The strings at these positions, copied block by block.
 
-        An index for all bytes at once would take 16 times the memory of the bytes themselves.
-        """
-        all_lengths = np.diff(self.ends, prepend=0)
-        lengths = all_lengths[rows]
-        begins = (self.ends - all_lengths)[rows]
-        ends = np.cumsum(lengths, dtype=np.int64)
-        data = np.empty(int(lengths.sum()), dtype=np.uint8)
-        for block in range(0, len(rows), BLOCK):
-            part = slice(block, block + BLOCK)
-            first = int(ends[block] - lengths[block])
-            last = int(ends[part][-1])
-            shifts = begins[part] - (
-                ends[part] - lengths[part]
-            )  # added to a byte's new position, gives its old position
-            data[first:last] = self.data[np.arange(first, last) + np.repeat(shifts, lengths[part])]
-        return PackedStrings.from_arrays(data, ends)
+def as_arrow(values: NDArray[Any]) -> Any:
+    """Numbers as an Arrow array, without a copy of contiguous ones.
+
+    Unlike `pyarrow.array`, `Array.take` of NumPy's arrays and `Array.to_numpy`, this does not import pandas.
+    """
+    import pyarrow
+
+    values = np.ascontiguousarray(values)
+    buffers = [None, pyarrow.py_buffer(values)]
+    return pyarrow.Array.from_buffers(pyarrow.from_numpy_dtype(values.dtype), len(values), buffers)
 
 
 def _decode(encoded: bytes) -> str:

@@ -11,6 +11,7 @@ import resource
 import zipfile
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -333,8 +334,6 @@ def error_of_a_table(rank, world_size, path):
 
 
 def test_a_table_with_more_rows_than_bytes(tmp_path, run_alone):
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "table.parquet"
     with pyarrow.parquet.ParquetWriter(path, pyarrow.schema([("image", pyarrow.string())])) as writer:
         for _ in range(20):

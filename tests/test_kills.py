@@ -307,8 +307,6 @@ def write_shards(path, file_format, value):
 @pytest.mark.parametrize("file_format", ["npy", "parquet"])
 def test_embeddings_that_are_written_again(file_format, tmp_path):
     """Each shard is the old one, the new one, or missing, which the next run writes."""
-    if file_format == "parquet":
-        pytest.importorskip("pyarrow")
     before, folder = tmp_path / "before", tmp_path / "folder"
     write_shards(before / "e", file_format, 1.0)
     for kill in killed_everywhere(

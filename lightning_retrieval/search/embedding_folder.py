@@ -37,7 +37,6 @@ from lightning_retrieval.files import (
     write_verified,
     writing,
 )
-from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.packed_strings import PackedStrings
 
 FILE_FORMATS = ("parquet", "npy")
@@ -75,20 +74,6 @@ class ShardRows:
     image_files: str = ""
 
 
-def load_pyarrow(owner: str) -> Any:
-    """Import `pyarrow` and `pyarrow.parquet`; return `pyarrow`.
-
-    Raises:
-        ModuleNotFoundError: if pyarrow is not installed.
-    """
-    with optional_import(
-        f"{owner}: pyarrow must be installed for Parquet files: pip install 'lightning-retrieval[parquet]'; or "
-        "choose the format npy."
-    ):
-        import pyarrow.parquet
-    return pyarrow
-
-
 def check_unicode(owner: str, texts: Iterable[str]) -> None:
     """Raise, before anything is embedded, if Parquet files cannot hold a path or a label.
 
@@ -107,8 +92,10 @@ def check_unicode(owner: str, texts: Iterable[str]) -> None:
             )
 
 
-def write_parquet(pyarrow: Any, rows: ShardRows, stream: DigestStream) -> None:
+def write_parquet(rows: ShardRows, stream: DigestStream) -> None:
     """Write the Parquet file of a shard."""
+    import pyarrow.parquet
+
     dim = rows.embeddings.shape[1]
     values = pyarrow.array(rows.embeddings.reshape(-1))
     columns = {
@@ -124,8 +111,10 @@ def write_parquet(pyarrow: Any, rows: ShardRows, stream: DigestStream) -> None:
     stream.write(buffer.getvalue())
 
 
-def read_parquet(pyarrow: Any, path: Path) -> ShardRows:
+def read_parquet(path: Path) -> ShardRows:
     """Read the Parquet file of a shard and verify its checksums."""
+    import pyarrow.parquet
+
     table = pyarrow.parquet.read_table(path, page_checksum_verification=True, memory_map=False)
     return ShardRows(
         table.column("id").to_numpy(),
@@ -138,8 +127,10 @@ def read_parquet(pyarrow: Any, path: Path) -> ShardRows:
     )
 
 
-def read_parquet_embeddings(pyarrow: Any, path: Path) -> Float[np.ndarray, "rows dim"]:
+def read_parquet_embeddings(path: Path) -> Float[np.ndarray, "rows dim"]:
     """Read only the embeddings of the Parquet file of a shard, without verifying checksums."""
+    import pyarrow.parquet
+
     return _embeddings(pyarrow.parquet.read_table(path, columns=["embedding"], memory_map=False))
 
 
@@ -353,7 +344,7 @@ class EmbeddingFolder:
             write_verified(self.owner, self._file(shard, ".json"), partial(write_json, rows))
             write_verified(self.owner, self._file(shard), partial(np.save, arr=embeddings))
         else:
-            write_verified(self.owner, self._file(shard), partial(write_parquet, load_pyarrow(self.owner), rows))
+            write_verified(self.owner, self._file(shard), partial(write_parquet, rows))
 
     def read(self, shard: int) -> ShardRows:
         """The rows of a shard.
@@ -369,7 +360,7 @@ class EmbeddingFolder:
             if self.manifest.file_format == "npy":
                 rows = read_npy(file)
             else:
-                rows = read_parquet(load_pyarrow(self.owner), file)
+                rows = read_parquet(file)
             _check_rows(rows)
         if rows.origin != self._origin(shard) or rows.embeddings.shape[1] != self.manifest.dim:
             raise ValueError(
@@ -396,7 +387,7 @@ class EmbeddingFolder:
             if self.manifest.file_format == "npy":
                 embeddings: Float[np.ndarray, "rows dim"] = np.load(file)
                 return embeddings
-            return read_parquet_embeddings(load_pyarrow(self.owner), file)
+            return read_parquet_embeddings(file)
 
     @contextmanager
     def _named(self, file: Path) -> Iterator[None]:
@@ -410,8 +401,6 @@ class EmbeddingFolder:
                 raise ValueError("it is empty")
             check_regular_file(self.owner, file.with_suffix(".json"))
             yield
-        except ModuleNotFoundError:
-            raise
         except Exception as error:  # pyarrow and NumPy raise errors of many types for damaged files
             if is_system_error(error):
                 raise
@@ -502,7 +491,9 @@ class EmbeddingFolder:
             if self.manifest.file_format == "npy":
                 content = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
                 return _pairs(content["unreadable"]), content.get("image_files", "")
-            metadata = load_pyarrow(self.owner).parquet.read_schema(file).metadata
+            import pyarrow.parquet
+
+            metadata = pyarrow.parquet.read_schema(file).metadata
             return _pairs(json.loads(metadata[UNREADABLE])), metadata.get(IMAGE_FILES, b"").decode()
 
     def _origin(self, shard: int) -> str:

@@ -30,7 +30,6 @@ from lightning_retrieval.search.embedding_folder import (
     check_unicode,
     digest_of_files,
     digest_of_list,
-    load_pyarrow,
 )
 from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, SharedFolder, share_folder
@@ -312,7 +311,6 @@ class EmbeddingWriter(pl.Callback):
             files; if processes have different images; or if there are several processes and the loader does not yield
             all images in order. It is raised for a batch if the number of ids or of labels is not the number of
             embeddings, or if images do not come in the order of their ids.
-        ModuleNotFoundError: when the prediction begins, if pyarrow is not installed and the format is Parquet.
         TypeError: if `predict_step` does not return a dict with `embeddings`.
         ConnectionError: at the end, if another process has ended early or is late.
 
@@ -444,11 +442,9 @@ class EmbeddingWriter(pl.Callback):
 
     def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
         """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
-        if self.file_format == "parquet":
-            load_pyarrow(self.owner)
-            if images.index is not None:
-                check_unicode(self.owner, images.index.paths)
-                check_unicode(self.owner, images.index.names or ())
+        if self.file_format == "parquet" and images.index is not None:
+            check_unicode(self.owner, images.index.paths)
+            check_unicode(self.owner, images.index.names or ())
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
             raise ValueError(
                 f"{self.owner}: with several processes, the loader must be a DataLoader of a map-style data set that "

@@ -1,7 +1,6 @@
 """ImageTable: CSV and Parquet, splits, roles and boxes, errors with line numbers, and training on a table."""
 
 import csv
-import sys
 import warnings
 
 import numpy as np
@@ -418,14 +417,6 @@ def test_the_tags_of_a_parquet_file_may_be_lists(tmp_path):
     columns["tags"] = [[3, 20], [20], [3], []]
     parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
     assert sorted(read(tmp_path, "images.parquet")["train"].tag_names) == ["20", "3"]
-
-
-@refusal
-def test_missing_pyarrow_raises_with_the_command_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
-    write_text(tmp_path / "images.parquet", "")
-    with pytest.raises(ModuleNotFoundError, match=r"pyarrow must be .*: pip install 'lightning-retrieval\[parquet\]'"):
-        read(tmp_path, "images.parquet")
 
 
 TRAIN, TEST = ("a.jpg", "1", "train"), ("b.jpg", "2", "test")

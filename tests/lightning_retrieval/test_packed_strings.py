@@ -39,3 +39,12 @@ def test_selection_matches_a_loop_over_the_strings(monkeypatch, block):
     for invalid in (n, [n]):
         with pytest.raises(IndexError):
             packed[invalid]
+
+
+@pytest.mark.parametrize("ends", [[2, 1, 4], [1, 2, 5], [-1, 2, 4]])
+def test_end_positions_outside_of_the_bytes_raise(ends):
+    """They may come from a file; nothing outside of the bytes may be read."""
+    damaged = PackedStrings.from_arrays(np.frombuffer(b"abcd", np.uint8), np.array(ends))
+    for read in (list, lambda strings: strings[[0, 2]], lambda strings: PackedStrings.join([strings])):
+        with pytest.raises(ValueError, match="offset"):
+            read(damaged)

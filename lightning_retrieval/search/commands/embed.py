@@ -42,7 +42,6 @@ from lightning_retrieval.search.embedding_folder import (
     check_unicode,
     digest_of_files,
     digest_of_list,
-    load_pyarrow,
 )
 from lightning_retrieval.search.embedding_writer import wait_for_other_processes
 from lightning_retrieval.search.export.onnx_file import errors_only
@@ -222,7 +221,6 @@ def embed_images(
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
-        ModuleNotFoundError: if pyarrow is missing.
         ValueError: if the folder holds a damaged file, or embeddings of another model or of another list of images; if
             processes have different images; if an argument is invalid.
         ConnectionError: if another process has ended early.
@@ -237,8 +235,6 @@ def embed_images(
     for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
         check_integer(OWNER, name, number, least=1)
     check_output(OWNER, output)
-    if file_format == "parquet":
-        load_pyarrow(OWNER)  # raises before any image is embedded, if pyarrow is missing
     listed: ListedImages | ListedTexts | None = None
     if side == "candidates":
         listed = list_images(OWNER, images, root)

@@ -15,7 +15,6 @@ import ast
 import json
 import keyword
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,21 +29,22 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_mapping, check_string, short_repr
 from lightning_retrieval.files import DigestStream
-from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 
 Kind = Literal["text", "number"]
 COLUMN_KINDS: tuple[Kind, ...] = ("text", "number")
 Values = Sequence[Any] | Tensor | NDArray[Any]  # the values of a new column: strings, or numbers
 LARGEST_INTEGER = 2**53  # all integers up to this one are exact in float64
 LIST = "columns.json"
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "in": lambda text, texts: text in texts,
+# For each operator, the name of a function of Arrow, and except for "in" also of NumPy.
+OPERATORS = {
+    "==": "equal",
+    "!=": "not_equal",
+    "<": "less",
+    "<=": "less_equal",
+    ">": "greater",
+    ">=": "greater_equal",
+    "in": "is_in",
 }
 SYMBOLS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.In: "in"}
 SYMBOLS[ast.NotIn] = "in"
@@ -54,43 +54,34 @@ MOST_NESTED = 100  # conditions inside each other; every function below can recu
 ROWS_PER_GROUP, FEWEST_ROWS = 4, 32  # the first search for k groups finds at least this many rows
 
 
-class Column(NamedTuple):
-    """A value for each row: a number, or for text the position of the text in `texts`."""
+# A value for each row, as an Arrow array: float64 for numbers, and for text a dictionary of large_binary (which also
+# holds what is not valid UTF-8) with indices of 64 bits.
+Column = Any
 
-    values: NDArray[Any]
-    texts: PackedStrings | None = None
 
-    @property
-    def kind(self) -> Kind:
-        """Whether the values are numbers or text."""
-        if self.texts is None:
-            return "number"
-        return "text"
-
-    def select(self, rows: NDArray[np.intp]) -> "Column":
-        """The column of some rows."""
-        return Column(self.values[rows], self.texts)
-
-    def listed(self, rows: NDArray[np.intp]) -> list[Any]:
-        """The values of some rows, as Python's objects."""
-        values: list[Any] = self.values[rows].tolist()
-        if self.texts is None:
-            return values
-        return [self.texts[position] for position in values]
-
-    def joined(self, other: "Column") -> "Column":
-        """This column, followed by another one of the same kind."""
-        if self.texts is None or other.texts is None:
-            return Column(np.concatenate([self.values, other.values]))
-        positions = {text: position for position, text in enumerate(self.texts)}
-        moved = [positions.setdefault(text, len(positions)) for text in other.texts]
-        values = np.concatenate([self.values, np.array(moved, np.int64)[other.values]])
-        return Column(values, PackedStrings(positions))
+def kind_of(column: Column) -> Kind:
+    """Whether the values of a column are numbers or text."""
+    return "number" if column.type == "float64" else "text"
 
 
 def kinds_of(columns: Mapping[str, Column]) -> dict[str, Kind]:
     """The kind of each column."""
-    return {name: column.kind for name, column in columns.items()}
+    return {name: kind_of(column) for name, column in columns.items()}
+
+
+def python_values(column: Column) -> list[Any]:
+    """The values of a column as Python's objects."""
+    values: list[Any] = column.to_pylist()
+    if kind_of(column) == "text":
+        return [text.decode(errors="surrogateescape") for text in values]
+    return values
+
+
+def joined(first: Column, second: Column) -> Column:
+    """A column, followed by another one of the same kind."""
+    import pyarrow
+
+    return pyarrow.chunked_array([first, second]).unify_dictionaries().combine_chunks()
 
 
 def shown_kinds(kinds: Mapping[str, Kind]) -> str:
@@ -136,6 +127,8 @@ def new_columns(owner: str, columns: Mapping[str, Values] | None, rows: int) -> 
 
 
 def _column(owner: str, name: str, values: Values, rows: int) -> Column:
+    import pyarrow
+
     listed: Any = values
     if isinstance(values, (Tensor, np.ndarray)):
         listed = values.tolist()
@@ -147,20 +140,19 @@ def _column(owner: str, name: str, values: Values, rows: int) -> Column:
         )
     types = set(map(type, listed))
     if types <= {str}:
-        positions: dict[str, int] = {}
-        of_rows = [positions.setdefault(text, len(positions)) for text in listed]
         try:
-            return Column(np.array(of_rows, np.int64), PackedStrings(positions))
+            texts = PackedStrings(listed).arrow().dictionary_encode()
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"{owner}: `columns` must hold valid Unicode for {name}, got {short_repr(error.object)}."
             ) from None
+        return pyarrow.DictionaryArray.from_arrays(texts.indices.cast(pyarrow.int64()), texts.dictionary)
     if not types <= {int, float}:
         shown = ", ".join(sorted(kind.__name__ for kind in types))
         raise TypeError(f"{owner}: `columns` must hold only strings or only numbers for {name}, got {shown}.")
     if not all(map(is_exact, listed)):
         raise ValueError(f"{owner}: `columns` must hold finite numbers, integers up to 2**53, for {name}, got others.")
-    return Column(np.array(listed, np.float64))
+    return as_arrow(np.array(listed, np.float64))
 
 
 def is_exact(value: float) -> bool:
@@ -189,10 +181,12 @@ def column_writers(columns: Mapping[str, Column]) -> dict[str, Callable[[DigestS
     listed = json.dumps(kinds_of(columns)).encode()
     writers: dict[str, Callable[[DigestStream], None]] = {LIST: partial(_write, data=listed)}
     for number, column in enumerate(columns.values()):
-        writers[f"column-{number}.npy"] = partial(np.save, arr=column.values)
-        if column.texts is not None:
-            writers[f"column-{number}-texts.npy"] = partial(np.save, arr=column.texts.data)
-            writers[f"column-{number}-ends.npy"] = partial(np.save, arr=column.texts.ends)
+        values = column
+        if kind_of(column) == "text":
+            values, texts = column.indices, PackedStrings.from_arrow(column.dictionary)
+            writers[f"column-{number}-texts.npy"] = partial(np.save, arr=texts.data)
+            writers[f"column-{number}-ends.npy"] = partial(np.save, arr=texts.ends)
+        writers[f"column-{number}.npy"] = partial(np.save, arr=np.from_dlpack(values))
     return writers
 
 
@@ -212,21 +206,22 @@ def read_columns(owner: str, files: Mapping[str, Path], rows: int, mode: Literal
     Raises:
         ValueError: if the files do not match; also an error of another type for damaged files.
     """
-    columns: dict[str, Column] = {}
     if LIST not in files:
-        return columns
+        return {}
+    import pyarrow
+
+    columns: dict[str, Column] = {}
     for number, (name, kind) in enumerate(json.loads(files[LIST].read_bytes()).items()):
         check_column_name(owner, name)
         values: NDArray[Any] = np.load(files[f"column-{number}.npy"], mode)
-        texts = None
+        dtype = {"text": np.int64, "number": np.float64}[kind]
+        if values.shape != (rows,) or values.dtype != dtype:
+            raise ValueError(f"the column {name} does not hold {kind} for each of {rows} rows")
+        columns[name] = as_arrow(values)
         if kind == "text":
             data, ends = np.load(files[f"column-{number}-texts.npy"]), np.load(files[f"column-{number}-ends.npy"])
-            texts = PackedStrings.from_arrays(data, ends)
-        is_known = texts is None or not rows or bool(0 <= values.min() <= values.max() < len(texts))
-        dtype = {"text": np.int64, "number": np.float64}[kind]
-        if values.shape != (rows,) or values.dtype != dtype or not is_known:
-            raise ValueError(f"the column {name} does not hold {kind} for each of {rows} rows")
-        columns[name] = Column(values, texts)
+            texts = PackedStrings.from_arrays(data, ends).arrow()
+            columns[name] = pyarrow.DictionaryArray.from_arrays(columns[name], texts)  # raises if it refers to no text
     return columns
 
 
@@ -359,15 +354,28 @@ def matching_rows(condition: Condition, columns: Mapping[str, Column]) -> Bool[n
         join = {"and": np.logical_and, "or": np.logical_or}[condition.word]
         joined: NDArray[np.bool_] = join.reduce(parts)
         return joined
-    column, compare = columns[condition.column], OPERATORS[condition.operator]
-    if column.texts is not None:
-        of_texts = np.array([compare(text, condition.value) for text in column.texts], np.bool_)
-        matches: NDArray[np.bool_] = of_texts[column.values]
-    elif isinstance(condition.value, frozenset):
-        matches = np.isin(column.values, list(map(float, condition.value)))
+    column = columns[condition.column]
+    value: Any = condition.value
+    if kind_of(column) == "text":
+        matches: NDArray[np.bool_] = _matching_texts(condition, column.dictionary)[np.from_dlpack(column.indices)]
+    elif condition.operator == "in":
+        matches = np.isin(np.from_dlpack(column), list(value))  # Arrow does not find 0.0 among -0.0
     else:
-        matches = compare(np.asarray(column.values), condition.value)
+        matches = getattr(np, OPERATORS[condition.operator])(np.from_dlpack(column), value)
     return matches
+
+
+def _matching_texts(condition: Compared, texts: Any) -> Bool[np.ndarray, " text"]:
+    """Whether each text of an Arrow array meets a comparison. The order of texts is that of their bytes in UTF-8."""
+    import pyarrow.compute
+
+    value: Any = condition.value
+    if condition.operator == "in":
+        matches = pyarrow.compute.is_in(texts, value_set=PackedStrings(value).arrow())
+    else:
+        operands = [texts, PackedStrings([value]).arrow()[0]]
+        matches = pyarrow.compute.call_function(OPERATORS[condition.operator], operands)
+    return np.from_dlpack(matches.cast(pyarrow.uint8())).view(np.bool_)
 
 
 def milvus_filter(condition: Condition, prefix: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import as_int64, check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
-from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.store import conditions
 from lightning_retrieval.search.store.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows
 
@@ -156,11 +156,11 @@ class IdTable:
         ids = np.concatenate([self.ids, ids])  # a copy, because `ids` may be the memory of a tensor of the caller
         if len(self) > 0:
             packed = PackedStrings.join([self.paths, packed])
-            joined = {name: column.joined(columns[name]) for name, column in self.columns.items()}
+            joined = {name: conditions.joined(column, columns[name]) for name, column in self.columns.items()}
         if not _ascend(ids):
             order = np.argsort(ids, kind="stable")
             ids, packed = ids[order], packed[order]
-            joined = {name: column.select(order) for name, column in joined.items()}
+            joined = {name: column.take(as_arrow(order)) for name, column in joined.items()}
         self.ids, self.paths, self.columns = ids, packed, joined
 
     def remove(self, positions: NDArray[np.intp]) -> None:
@@ -168,7 +168,7 @@ class IdTable:
         kept = np.delete(np.arange(len(self)), positions)
         self.ids = self.ids[kept]
         self.paths = self.paths[kept]
-        self.columns = {name: column.select(kept) for name, column in self.columns.items()}
+        self.columns = {name: column.take(as_arrow(kept)) for name, column in self.columns.items()}
 
     def paths_of(self, ids: NDArray[np.int64]) -> list[str]:
         """The paths of the rows with these ids.
@@ -189,7 +189,7 @@ class IdTable:
         Raises:
             ValueError: if an id is not in the table.
         """
-        return self.columns[name].listed(self.positions(ids))
+        return conditions.python_values(self.columns[name].take(as_arrow(self.positions(ids))))
 
     def positions(self, ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """The positions of these ids in the table.

@@ -67,7 +67,7 @@ def insertions(
             for embedding, row_id, path in zip(batch, ids[part].tolist(), paths[part]):
                 rows.append({ID: row_id, EMBEDDING: embedding, PATH: path})
             for name, column in columns.items():
-                for row, value in zip(rows, column.listed(np.arange(part.start, part.stop))):
+                for row, value in zip(rows, conditions.python_values(column[part])):
                     row[COLUMN + name] = value
             yield rows
 
@@ -260,8 +260,9 @@ class MilvusStore:
         check_path_bytes(paths)
         new = conditions.new_columns(OWNER, columns, rows)
         conditions.check_same_columns(OWNER, self.column_kinds, conditions.kinds_of(new))
-        for column in new.values():
-            check_path_bytes(column.texts or [], "columns")
+        for name, kind in self.column_kinds.items():
+            if kind == "text":
+                check_path_bytes(conditions.python_values(new[name].dictionary), "columns")
         check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
         check_directions("embeddings", embeddings)
 

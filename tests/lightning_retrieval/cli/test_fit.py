@@ -90,7 +90,6 @@ def test_checkpoint_rebuilds_the_module(fitted):
 def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys, monkeypatch, command):
     folder, checkpoint, printed = fitted
     given = {"validate": folder / "glyphs", "test": folder / "glyphs/version_0", "predict": checkpoint}[command]
-    pytest.importorskip("pyarrow")
     predicted, real = [], RetrievalModule.predict_step
 
     def predict_step(self, batch, batch_idx):

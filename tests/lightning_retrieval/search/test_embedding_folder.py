@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -51,8 +52,6 @@ def assert_same(found, expected):
 
 def begun(path, file_format):
     """A folder without its second shard; the rows of the first."""
-    if file_format == "parquet":
-        pytest.importorskip("pyarrow")
     folder = EmbeddingFolder.create("me", path / "e", dataclasses.replace(MANIFEST, file_format=file_format))
     written = rows_of(folder, 0, unreadable=(1,))
     folder.write(0, written)
@@ -106,11 +105,10 @@ def test_numbers_that_are_too_large_for_the_type_raise(tmp_path):
 
 
 def test_other_readers_see_one_table(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
     folder, _ = begun(tmp_path, "parquet")
     folder.write(1, rows_of(folder, 1))
     with folder.lock():
-        table = parquet.read_table(folder.path)
+        table = pyarrow.parquet.read_table(folder.path)
     assert table.column("id").to_pylist() == [0, 2, 3, 4]
     assert str(table.schema.field("embedding").type) == "fixed_size_list<element: float>[3]"
     assert table.column("label").to_pylist() == ["class 0", "class 2", "class 3", None]

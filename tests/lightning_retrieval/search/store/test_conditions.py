@@ -4,6 +4,8 @@ import importlib
 import itertools
 import json
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -310,6 +312,27 @@ def test_conditions_hold_after_faiss_has_been_changed_to_take_tensors():
     index = RetrievalIndex(DIM)
     index.add(torch.eye(DIM)[:4], columns={"stock": [1, 2, 3, 4]})
     assert index.search(torch.ones(1, DIM), 1, where="stock == 3")[1].tolist() == [[2]]
+
+
+SEARCH = """
+import sys, torch
+from lightning_retrieval import RetrievalIndex
+
+index = RetrievalIndex(2)
+for rows in ([0, 1], [2, 3]):
+    columns = {"brand": ["a", "b"], "price": [1, 2]}
+    index.add(torch.eye(2), torch.tensor(rows), ["x", "y"], columns=columns)
+index.remove(torch.tensor([3]))
+index.search(torch.eye(2), 1, where="brand == 'a' or brand in ['b'] and price < 3", group_by="brand")
+print("pandas" in sys.modules)
+"""
+
+
+def test_an_index_does_not_import_pandas():
+    """Arrow imports it for some conversions, which would take longer than a search."""
+    pytest.importorskip("pandas")
+    done = subprocess.run([sys.executable, "-c", SEARCH], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
 
 
 VALUES = {

@@ -259,8 +259,6 @@ def test_an_index_that_an_earlier_commit_has_written(mapped, tmp_path):
 
 @pytest.mark.parametrize("file_format", ["parquet", "npy"])
 def test_embeddings_that_an_earlier_commit_has_written(file_format, tmp_path):
-    if file_format == "parquet":
-        pytest.importorskip("pyarrow")
     shutil.copytree(EARLIER / f"embeddings-{file_format}", tmp_path / "e")
     folder = EmbeddingFolder.load("me", tmp_path / "e")
     assert EmbeddingFolder.create("me", tmp_path / "e", folder.manifest).missing() == []
