@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from timing import arguments, environment, interleaved, report
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, Updates
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.search.commands.export import INT8, ONNX, TIMED_IMAGES, Int8Cost, export_model
 from lightning_retrieval.search.export.onnx_file import OnnxModel
@@ -48,7 +48,7 @@ def train(embedder: Embedder, steps: int, data: Glyphs, checkpoint: Path) -> Non
         optimizer=partial(torch.optim.AdamW, lr=0.002),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
         lr_scheduler_interval="step",
-        gradient_clip_val=1.0,
+        updates=Updates(gradient_clip_val=1.0),
     )
     trainer = pl.Trainer(
         max_steps=steps,

@@ -16,7 +16,7 @@ import torch
 from timing import Timing, arguments, environment, interleaved, report
 from torch import Tensor, nn
 
-from lightning_retrieval import Embedder, NestedLoss, RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, NestedLoss, RetrievalMetrics, RetrievalModule, SmoothAPLoss, Updates
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.models import PCAWhitening
 
@@ -50,7 +50,7 @@ def trained(loss: nn.Module, steps: int, data: Glyphs, device: str) -> Retrieval
         optimizer=partial(torch.optim.AdamW, lr=0.002),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
         lr_scheduler_interval="step",
-        gradient_clip_val=1.0,
+        updates=Updates(gradient_clip_val=1.0),
     )
     trainer(steps, device).fit(module, datamodule=data)
     return module.to(device).eval()

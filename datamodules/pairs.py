@@ -300,7 +300,7 @@ class Pairs(RetrievalDataModule):
         (torch.Size([8]), torch.Size([24]))
 
     Relations:
-        `RetrievalModule` embeds queries by `query_embedder` and candidates by `embedder`.
+        With `TwoNetworks`, `RetrievalModule` embeds queries and candidates by a network for each.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 
-from lightning_retrieval import Embedder, LogRankLoss, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, LogRankLoss, RetrievalModule, SmoothAPLoss, Updates
 from lightning_retrieval.callbacks import (
     APMonitor,
     CheckpointOnInterrupt,
@@ -130,9 +130,8 @@ def make_module(*, loss: str, lr: float, backbone: str, weights: str, preparatio
     optimizer = partial(torch.optim.AdamW, lr=lr)
     embedder = make_embedder(backbone, weights, preparation)
     # The gradient is that of the whole batch; the memory needed is that of 32 images.
-    return RetrievalModule(
-        embedder, LOSSES[loss](), chunk_size=32, optimizer=optimizer, head_lr_factor=10, gradient_clip_val=1.0
-    )
+    updates = Updates(head_lr_factor=10, gradient_clip_val=1.0)
+    return RetrievalModule(embedder, LOSSES[loss](), chunk_size=32, optimizer=optimizer, updates=updates)
 
 
 def with_options(message: str) -> str:

@@ -35,7 +35,7 @@ from intervals import interval
 from PIL import Image
 from results_file import read_results, write_file, write_results
 
-from lightning_retrieval import Embedder, LogRankLoss, OtherCamera, Relevance, RetrievalModule, SharedTags
+from lightning_retrieval import Embedder, LogRankLoss, OtherCamera, Relevance, RetrievalModule, SharedTags, Updates
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.command_line import CommandParser
 from lightning_retrieval.datamodules import ImageTable
@@ -142,7 +142,7 @@ def make_module(experiment: str, relevance: Relevance | None, steps: int) -> Ret
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
         lr_scheduler_interval="step",
-        gradient_clip_val=1.0,
+        updates=Updates(gradient_clip_val=1.0),
         relevance=relevance,
     )
 

@@ -88,7 +88,7 @@ page.
   rate falls to 0 along a cosine. All else is as on [the first page](index.md).
 - **A memory** holds 512 images, unless a row says something else. *One list* ranks the batch and the memory together,
   *one list, detached* without a gradient for the references of the batch, and *two terms* adds the loss of the batch's
-  queries against the memory, as XBM and ROADMAP do: the three values of `RetrievalModule(memory_mode=...)`. *Fresh*
+  queries against the memory, as XBM and ROADMAP do: the three values of `CrossBatchMemory(mode=...)`. *Fresh*
   means that the images of the memory are embedded again before each step, so that nothing in it is out of date.
 - **A result** is the median over the seeds (five; three in the sections on the begin of a memory and on a memory from
   the first step; one for the learning rate), with the lowest and the highest value in brackets.

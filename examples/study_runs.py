@@ -19,7 +19,7 @@ from study_experiments import THIRD_PARTY, Setting
 from study_features import Table, stored_inputs, trained_part
 from torch import nn
 
-from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, losses
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, Updates, losses
 from lightning_retrieval.datamodules import (
     CategorySampler,
     GlobalBatchSampler,
@@ -196,7 +196,7 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
         start: Any = setting.memory_start
         if isinstance(start, float):
             start = "auto"
-        memory = CrossBatchMemory(setting.memory, start)
+        memory = CrossBatchMemory(setting.memory, start, mode=setting.memory_mode)
     return RetrievalModule(
         make_embedder(setting).to(memory_format=torch.channels_last),  # faster
         loss_of_steps(setting, steps),
@@ -204,9 +204,8 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
         optimizer=partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=max(1, steps)),
         lr_scheduler_interval="step",
-        gradient_clip_val=1.0,
+        updates=Updates(gradient_clip_val=1.0),
         memory=memory,
-        memory_mode=setting.memory_mode,
     )
 
 

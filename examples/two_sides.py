@@ -42,7 +42,16 @@ from pytorch_metric_learning.losses import SupConLoss
 from results_file import read_results, write_file, write_results
 from torch import nn
 
-from lightning_retrieval import Embedder, LogRankLoss, RetrievalModule, SmoothAPLoss, WeightedSum
+from lightning_retrieval import (
+    Embedder,
+    LogRankLoss,
+    RetrievalModule,
+    SmoothAPLoss,
+    TwoNetworks,
+    TwoSides,
+    Updates,
+    WeightedSum,
+)
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.command_line import CommandParser
 from lightning_retrieval.datamodules import Glyphs, ImageIndex, ImageSet, ImageTable, Pairs, TextTable
@@ -266,21 +275,21 @@ def make_module(run: Run) -> RetrievalModule:
     task = TASKS[run.task]
     channels = 1 if task.sides == "fonts" else 3
     embedder = Embedder(GlyphNet(WIDTH, channels), DIM).to(memory_format=torch.channels_last)  # faster
-    query_embedder: nn.Module | None = None
+    sides = TwoSides(directions="both")
     if task.two_networks:
-        query_embedder = TextEmbedder("ngram_net", DIM, backbone_args={"buckets": BUCKETS})
+        query_embedder: nn.Module = TextEmbedder("ngram_net", DIM, backbone_args={"buckets": BUCKETS})
         if task.sides == "fonts":
             query_embedder = Embedder(GlyphNet(WIDTH, channels), DIM).to(memory_format=torch.channels_last)
+        sides = TwoNetworks(query_embedder, directions="both")
     create, _ = LOSSES[run.loss]
     return RetrievalModule(
         embedder,
         create(run.value),
-        query_embedder=query_embedder,
-        directions="both",
+        sides=sides,
         optimizer=partial(torch.optim.AdamW, lr=run.rate),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=run.steps),
         lr_scheduler_interval="step",
-        gradient_clip_val=1.0,
+        updates=Updates(gradient_clip_val=1.0),
     )
 
 

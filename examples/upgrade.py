@@ -26,7 +26,7 @@ from intervals import interval
 from results_file import read_results, write_file, write_results
 from torch import nn
 
-from lightning_retrieval import CrossBatchMemory, Embedder, LogRankLoss, RetrievalModule
+from lightning_retrieval import CrossBatchMemory, Embedder, LogRankLoss, RetrievalModule, TwoNetworks, Updates
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.command_line import CommandParser
 from lightning_retrieval.datamodules import Glyphs, Pairs
@@ -61,7 +61,7 @@ def train(data: pl.LightningDataModule, steps: int, embedder: nn.Module, **setti
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
         lr_scheduler_interval="step",
-        gradient_clip_val=1.0,
+        updates=Updates(gradient_clip_val=1.0),
         **settings,
     )
     make_trainer(steps, limit_val_batches=0).fit(module, data)
@@ -75,9 +75,9 @@ def evaluate(queries: nn.Module, index: nn.Module) -> dict[str, float]:
         index: the network that embedded the index.
     """
     data = Pairs(Glyphs(fonts=QUERY_FONTS), Glyphs(fonts=INDEX_FONTS))
-    query_embedder = queries if queries is not index else None
+    sides = TwoNetworks(queries) if queries is not index else None
     evaluation = RetrievalEvaluation(ks=(1,))
-    module = RetrievalModule(index, LogRankLoss(), query_embedder=query_embedder)
+    module = RetrievalModule(index, LogRankLoss(), sides=sides)
     make_trainer(0, callbacks=[evaluation]).test(module, data, verbose=False)
     return {name: round(evaluation.results["test"][f"test/{name}"], 6) for name in METRICS}
 
@@ -89,7 +89,7 @@ def run(seed: int, steps: int) -> dict[str, dict[str, float]]:
     train(Glyphs(**BATCH), steps, old)
     old.requires_grad_(False)
     pairs = Pairs(Glyphs(), Glyphs(), queries_per_class=BATCH["samples_per_class"], **BATCH)
-    train(pairs, 2 * steps, old, query_embedder=new, memory=CrossBatchMemory(MEMORY))
+    train(pairs, 2 * steps, old, sides=TwoNetworks(new), memory=CrossBatchMemory(MEMORY))
     train(Glyphs(**BATCH), 2 * steps, alone)
     return {
         OLD: evaluate(old, old),

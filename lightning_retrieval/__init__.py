@@ -42,6 +42,9 @@ MODULES = {
     "SmoothAPLoss": "losses",
     "SupAPLoss": "losses",
     "SupervisedWhitening": "models",
+    "TwoNetworks": "models.sides",
+    "TwoSides": "models.sides",
+    "Updates": "training.optimizers",
     "WeightedSum": "losses",
     "blackbox_rank": "losses",
     "chunked_backward": "training.chunked",
@@ -73,6 +76,8 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.models import PCAWhitening as PCAWhitening
     from lightning_retrieval.models import SupervisedWhitening as SupervisedWhitening
     from lightning_retrieval.models.multi_scale import multi_scale as multi_scale
+    from lightning_retrieval.models.sides import TwoNetworks as TwoNetworks
+    from lightning_retrieval.models.sides import TwoSides as TwoSides
     from lightning_retrieval.ranking.expansion import DatabaseAugmentation as DatabaseAugmentation
     from lightning_retrieval.ranking.expansion import QueryExpansion as QueryExpansion
     from lightning_retrieval.ranking.relevance import GalleryOnly as GalleryOnly
@@ -85,6 +90,7 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.training.chunked import chunked_backward as chunked_backward
     from lightning_retrieval.training.memory import CrossBatchMemory as CrossBatchMemory
     from lightning_retrieval.training.module import RetrievalModule as RetrievalModule
+    from lightning_retrieval.training.optimizers import Updates as Updates
 else:
     __all__ = sorted(MODULES)
 

@@ -28,8 +28,9 @@ from lightning_retrieval.csv_rows import csv_rows
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data.describe import class_path, describe
+from lightning_retrieval.plain_data.formats import FORMAT_KEY, format_of
 from lightning_retrieval.plain_data.rebuild import DescriptionReader, check_arguments
-from lightning_retrieval.plain_data.rules import add_named_packages
+from lightning_retrieval.plain_data.rules import add_named_packages, find_class
 
 HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
 
@@ -120,6 +121,7 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
         raise ValueError(f"{owner}: `checkpoint_path` must be a checkpoint of Lightning, got {short_repr(checkpoint)}.")
     if replacing is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = replacing
+        checkpoint[FORMAT_KEY] = 1  # the file of a logger has no number
     return checkpoint
 
 
@@ -176,22 +178,27 @@ def module_of_checkpoint(
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     if not isinstance(saved, Mapping):
         raise ValueError(f"{owner}: a checkpoint must have a dict of hyperparameters, got {short_repr(saved)}.")
-    used = {name: value for name, value in saved.items() if name not in given}
-    instantiator = used.pop("_instantiator", None)
-    if instantiator is not None:
-        check_choice(owner, "_instantiator", instantiator, INSTANTIATORS)
+    used = dict(saved)
+    path, instantiator = used.pop("_class_path", None), used.pop("_instantiator", None)
     argument = checkpoint.get(
         cls.CHECKPOINT_HYPER_PARAMS_NAME
     )  # name of the argument, if the constructor takes a single dict
     if isinstance(argument, str) and argument not in ("", "kwargs"):
         used = {argument: used}
     add_named_packages({"class_path": class_path(cls)})
-    settings = DescriptionReader(owner).settings(cls, used)
-    check_arguments(owner, cls.CHECKPOINT_HYPER_PARAMS_KEY, settings.cls, {*settings.plain, *given})
+    if path is not None:
+        cls = find_class(owner, "_class_path", path, (cls,))
+    if instantiator is not None:
+        check_choice(owner, "_instantiator", instantiator, INSTANTIATORS)
+    settings = DescriptionReader(owner).settings(cls, used, of_format=format_of(owner, checkpoint), given=given)
+    check_arguments(owner, cls.CHECKPOINT_HYPER_PARAMS_KEY, cls, {*settings.plain, *given})
     # Pretrained weights would be downloaded, only to be replaced.
     with without_pretrained_weights(), limited_to(owner, weights_of(checkpoint)):
         if instantiator is None:
-            return settings.cls(**settings.plain, **given)
+            return cls(**settings.plain, **given)
         arguments = {**settings.arguments(), **given}
-        with _given_hyperparameters_context({**used, **describe(dict(given))}, instantiator):
-            return settings.cls(**arguments)
+        recorded = {**settings.plain, **describe(dict(given))}
+        if path is not None:
+            recorded["_class_path"] = path
+        with _given_hyperparameters_context(recorded, instantiator):
+            return cls(**arguments)

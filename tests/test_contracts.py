@@ -119,11 +119,30 @@ TABLE = {
     "blackbox_rank": Entry(without=ONLY_CALLED),
     "chunked_backward": Entry(without=ONLY_CALLED),
     "largest_chunk_size": Entry(without=ONLY_CALLED),
-    "CrossBatchMemory": Entry({"size": 12, "start_step": 3}, not_moved={"_rows": FOLLOWS_INPUT}),
+    "CrossBatchMemory": Entry(
+        {"size": 12, "start_step": 3, "mode": "two_terms", "weight": 0.5}, not_moved={"_rows": FOLLOWS_INPUT}
+    ),
     "RetrievalModule": Entry(
         {"embedder": nn.Linear(8, 4), "loss": SmoothAPLoss(tau=0.1), "chunk_size": 16, "seed": 3},
         shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
-        not_attributes={"memory_weight": "None is kept as 1"},
+    ),
+    "TwoSides": Entry({"directions": "both"}),
+    "TwoNetworks": Entry(
+        {
+            "query_embedder": nn.Linear(8, 4),
+            "directions": "both",
+            "query_lr_factor": 2.0,
+            "frozen_side": "candidates",
+        }
+    ),
+    "Updates": Entry(
+        {
+            "gradient_clip_val": 0.5,
+            "gradient_clip_algorithm": "value",
+            "head_lr_factor": 10.0,
+            "layer_decay": 0.5,
+            "freeze_backbone_epochs": 1,
+        }
     ),
     "FSDP2Strategy": Entry({"shard_size": 4}, not_attributes={"timeout": "Lightning keeps it as _timeout"}),
     # lightning_retrieval.ranking

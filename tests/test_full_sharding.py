@@ -15,7 +15,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_retrieval import CrossBatchMemory, FSDP2Strategy, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, FSDP2Strategy, RetrievalModule, SmoothAPLoss, Updates
 from lightning_retrieval.callbacks import MemoryMonitor, RetrievalEvaluation
 from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint, torch_writes_shards
 from lightning_retrieval.training import full_sharding
@@ -42,13 +42,13 @@ def ranked():
         "chunk_size": 11,
         "keep_graphs": 2,
         "memory": CrossBatchMemory(150, start_step=2),
-        "gradient_clip_val": 0.5,
+        "updates": Updates(gradient_clip_val=0.5),
     }
 
 
 def proxies():
     """A loss with parameters, which every process keeps whole."""
-    return {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 11, "gradient_clip_val": 1.0}
+    return {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 11, "updates": Updates(gradient_clip_val=1.0)}
 
 
 def begins():
@@ -197,7 +197,7 @@ def test_weights_losses_and_metrics_are_those_of_one_process(seen, name, world):
     assert (one["weights"] - flat(untrained.parameters())).abs().max() > 0.01  # it has learned
     assert len(one["losses"]) == len({step["train/loss"] for step in one["losses"]}) == STEPS
     assert 0.01 < one["metrics"]["val/mAP"] < 0.99
-    assert max(one["norms"]) > SCENARIOS[name]()["gradient_clip_val"]
+    assert max(one["norms"]) > SCENARIOS[name]()["updates"].gradient_clip_val
     of_loss = {f"loss.{parameter}" for parameter, _ in untrained.loss.named_parameters()}
     for process in seen[world]:
         found = process[name]

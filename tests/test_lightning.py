@@ -156,10 +156,10 @@ TRAINER = {
     "enable_progress_bar": Tool(of_flags.unchanged({"enable_progress_bar": True})),
     "fast_dev_run": Tool(of_flags.fast_dev_run),
     "gradient_clip_algorithm": Tool(
-        wrong={r"RetrievalModule\(\.\.\., gradient_clip_algorithm='value'": {"gradient_clip_algorithm": "value"}}
+        wrong={r"updates=Updates\(gradient_clip_algorithm='value'": {"gradient_clip_algorithm": "value"}}
     ),
     "gradient_clip_val": Tool(
-        wrong={r"RetrievalModule\(\.\.\., gradient_clip_val=0\.5": {"gradient_clip_val": 0.5}},
+        wrong={r"updates=Updates\(gradient_clip_val=0\.5": {"gradient_clip_val": 0.5}},
     ),
     "inference_mode": Tool(of_flags.unchanged({"inference_mode": False})),
     "limit_predict_batches": Tool(of_flags.limit_batches("predict")),

@@ -18,7 +18,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_metric_learning.losses import MultiSimilarityLoss, ProxyAnchorLoss
 from torch import nn
 
-from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, ROADMAPLoss, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, ROADMAPLoss, SmoothAPLoss, Updates
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.losses import WeightedSum
@@ -88,20 +88,17 @@ SCENARIOS = {
     },
     "roadmap": lambda: {
         "loss": ROADMAPLoss.official(),
-        "memory": CrossBatchMemory(150),
-        "memory_mode": "two_terms",
-        "memory_weight": 0.5,
-        "gradient_clip_val": 0.1,
+        "memory": CrossBatchMemory(150, mode="two_terms", weight=0.5),
+        "updates": Updates(gradient_clip_val=0.1),
     },
     "memory without a gradient": lambda: {
         "loss": SmoothAPLoss(),
-        "memory": CrossBatchMemory(150, start_step=1),
-        "memory_mode": "one_list_detached",
+        "memory": CrossBatchMemory(150, start_step=1, mode="one_list_detached"),
     },
     "proxies": lambda: {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 7},
     "third-party memory": lambda: {"loss": MultiSimilarityLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150)},
     "mixed": lambda: {"loss": mixed()},
-    "rounded": lambda: {"loss": SmoothAPLoss(tau=0.01), "chunk_size": 11, "gather_dtype": "float16"},
+    "rounded": lambda: {"loss": SmoothAPLoss(tau=0.01), "chunk_size": 11, "gather": "float16"},
 }
 # Four processes run what differs from two: shards of several sizes, and sums of the terms of a loss.
 CASES = [(name, 2) for name in SCENARIOS] + [(name, 4) for name in ("chunks", "memory", "roadmap", "proxies")]

@@ -39,17 +39,21 @@ from lightning_retrieval.checkpoints import (
     read_checkpoint,
 )
 from lightning_retrieval.checks import check_path, first_line
-from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
+from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, find_last_checkpoint, format_of_config
 from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
+    FORMAT,
+    accepted_arguments,
     add_named_packages,
     constructor_parameters,
     is_variadic,
     load_function,
+    moved_arguments,
     named_values,
+    upgraded,
 )
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
@@ -127,6 +131,7 @@ def _of_this_backend(args: Any) -> Any:
 
 
 MOST_VALUES = 100_000  # in a config or an option
+OPTIONS_OF_RUN = {"ckpt_path", "data", "model", "seed_everything", "trainer"}  # in each config that a run has saved
 
 
 def _load_config(text: str) -> Any:
@@ -135,7 +140,20 @@ def _load_config(text: str) -> Any:
     for number, _ in enumerate(named_values("config", value), 1):
         if number > MOST_VALUES:  # lists of a short text can repeat lists that repeat lists
             raise yaml.YAMLError(f"aliases make it longer than {MOST_VALUES:,} values")
-    return of_this_backend(value)
+    value = of_this_backend(value)
+    is_of_run = isinstance(value, dict) and value.keys() >= OPTIONS_OF_RUN
+    if is_of_run and format_of_config(text) < FORMAT:
+        value["model"] = _upgraded(value["model"])
+    return value
+
+
+def _upgraded(model: Any) -> Any:
+    """The model in the config of a run of format 1, with its present arguments."""
+    try:
+        accepted = accepted_arguments(load_function("config", "model", model["class_path"]))
+        return {**model, "init_args": upgraded(model["init_args"], accepted)}
+    except (AttributeError, KeyError, TypeError, ValueError):  # jsonargparse says what is wrong
+        return model
 
 
 set_loader(CONFIGS, _load_config, exceptions=(yaml.YAMLError,))
@@ -250,7 +268,7 @@ class RetrievalCLI(LightningCLI):
             self.model = module_of_checkpoint(cls, self._checkpoint)
         except (ValueError, TypeError) as error:
             self.parser.error(f"{self._owner}: `--ckpt_path`: {error}")
-        settings = dict(self._checkpoint["hyper_parameters"])
+        settings = dict(self.model.hparams)
         settings.pop("_instantiator", None)
         described = {"class_path": settings.pop("_class_path", class_path), "init_args": settings}
         self.save_config_kwargs = {**self.save_config_kwargs, "model": described}
@@ -512,9 +530,14 @@ class _Parser(LightningArgumentParser):
         *args: Any,
         formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter,
         parser_mode: str = CONFIGS,
+        dump_header: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, formatter_class=formatter_class, parser_mode=parser_mode, **kwargs)
+        if dump_header is not None:
+            dump_header = [*dump_header, FORMAT_LINE]
+        super().__init__(
+            *args, formatter_class=formatter_class, parser_mode=parser_mode, dump_header=dump_header, **kwargs
+        )
 
     def parse_args(self, args: Any = None, *further: Any, **settings: Any) -> Any:
         """Parse arguments, in which None and null are the same."""
@@ -546,7 +569,10 @@ def _suggestion(message: str) -> str | None:
     if not inspect.isclass(cls):  # the name is that of a function, or of a class inside a class
         return None
     names = [parameter.name for parameter in constructor_parameters(cls) if not is_variadic(parameter)]
-    meant = did_you_mean(unknown, names)
+    shown = dict(zip(names, names))
+    for old, moved in moved_arguments(names).items():
+        shown[old] = str(moved)
+    meant = did_you_mean(unknown, shown)
     return meant and f"{name_of_class} has no argument {unknown}{meant}"
 
 
@@ -585,7 +611,8 @@ class _SaveConfig(SaveConfigCallback):
         if trainer.is_global_zero and not self.already_saved and not is_of_run:
             config = self.parser.dump(self.config, skip_none=False)
             if self.model is not None:
-                config = yaml.safe_dump({**yaml.safe_load(config), "model": self.model}, sort_keys=False)
+                content = {**yaml.safe_load(config), "model": self.model}
+                config = f"# {FORMAT_LINE}\n{yaml.safe_dump(content, sort_keys=False)}"
             path = folder / self.config_filename
             with writing("fit", path):
                 folder.mkdir(parents=True, exist_ok=True)

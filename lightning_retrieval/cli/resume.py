@@ -5,14 +5,19 @@ the neighbouring folders are searched for runs whose saved config has the same m
 run and its continuations share one folder.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
 from lightning_retrieval.checkpoints import checkpoints_in, saved_at
+from lightning_retrieval.plain_data import FORMAT, upgraded
 
 CONFIG = "config.yaml"
 COMPARED = ("model", "data")  # sections of a config that must be equal
+FORMAT_LINE = f"lightning_retrieval format {FORMAT}"  # a comment at the start of the config of a run
 
 
 def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
@@ -98,7 +103,29 @@ def _is_same_config(path: Path, config: str) -> bool:
         saved = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
+    if format_of_config(saved) < FORMAT:
+        return _section(saved, "data") == _section(config, "data") and _is_same_model(saved, config)
     return all(_section(saved, name) == _section(config, name) for name in COMPARED)
+
+
+def format_of_config(text: str) -> int:
+    """The number of the format of the config of a run; 1 if it has no number."""
+    found = re.search(r"^# lightning_retrieval format (\d{1,9})$", text, re.MULTILINE)
+    if found is None:
+        return 1
+    return int(found[1])
+
+
+def _is_same_model(saved: str, config: str) -> bool:
+    """Whether a saved config of format 1 has the model of the present config, which has all arguments of the model."""
+    present = yaml.safe_load(config)["model"]
+    try:
+        model = yaml.safe_load(saved)["model"]
+        arguments = upgraded(model["init_args"], present["init_args"])
+        missing = dict.fromkeys(present["init_args"])
+        return {**model, "init_args": {**missing, **arguments}} == present
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError, yaml.YAMLError):  # no config of a run
+        return False
 
 
 def _section(config: str, name: str) -> list[str]:

@@ -113,7 +113,7 @@ class LogRankLoss(RetrievalLoss):
     Relations:
         Unlike `SmoothAPLoss`, this loss is not limited to values from 0 to 1: it has the size of the logarithm of a
         rank, and diverges as tau -> 0 if a negative is above a positive. Its gradients are much longer than the
-        gradients of `SmoothAPLoss`. Train with gradient clipping (`RetrievalModule(gradient_clip_val=1.0)`); without
+        gradients of `SmoothAPLoss`. Train with gradient clipping (`Updates(gradient_clip_val=1.0)`); without
         clipping, results were worse. With clipping, a weight of the loss, as in `WeightedSum`, changes how much of a
         step is clipped. `BlackboxRecallLoss` is log(1 + N_i) with exact counts. Use `from_scores` with `lambda_=0`
         unless the scores are cosine similarities: a larger `lambda_` pulls the scores of positives to 1 and beyond.

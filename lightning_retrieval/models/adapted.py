@@ -141,7 +141,7 @@ class FrozenEmbedder(nn.Module):
         (False, False)
 
     Relations:
-        `RetrievalModule(FrozenEmbedder(checkpoint="old.ckpt"), loss, query_embedder=...)` trains a network that
+        `RetrievalModule(FrozenEmbedder(checkpoint="old.ckpt"), loss, sides=TwoNetworks(...))` trains a network that
         searches the index of old.ckpt. `AdaptedEmbedder` trains a head on a frozen embedder.
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
-from lightning_retrieval.models.sides import Side, side_of_module
+from lightning_retrieval.models.sides import Side, TwoSides, side_of_module
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data.rebuild import rebuild
 
@@ -63,7 +63,7 @@ class RetrievalNetwork(nn.Module):
 
     Args:
         embedder: as for `RetrievalModule`, like the other arguments.
-        query_embedder: network of queries, or None.
+        sides: a `TwoNetworks` has the network of queries; without one, `embedder` embeds both sides.
         eval_scales: factors of the image size.
         eval_scales_pooling: how the embeddings of the scales are combined.
         whitening: applied to the embeddings once it has been fitted, or None.
@@ -73,7 +73,7 @@ class RetrievalNetwork(nn.Module):
         self,
         embedder: nn.Module,
         *,
-        query_embedder: nn.Module | None = None,
+        sides: TwoSides | None = None,
         eval_scales: Sequence[float] = (1.0,),
         eval_scales_pooling: Literal["mean", "gem"] = "mean",
         whitening: Whitening | None = None,
@@ -83,8 +83,8 @@ class RetrievalNetwork(nn.Module):
         owner = "RetrievalModule"  # the class whose settings these are
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
         self.query_embedder: nn.Module | None = None
-        if query_embedder is not None:
-            self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
+        if sides is not None:
+            self.query_embedder = rebuild(owner, "sides", sides, TwoSides).query_embedder
         self.whitening: Whitening | None = None
         if whitening is not None:
             self.whitening = rebuild(owner, "whitening", whitening, Whitening)

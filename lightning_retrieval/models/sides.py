@@ -3,10 +3,95 @@
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from torch import nn
+
+from lightning_retrieval.checks import check_choice, check_positive
+from lightning_retrieval.plain_data.rebuild import rebuild
 from lightning_retrieval.preparation.of_model import ModuleSide
 
 Side = Literal["queries", "candidates"]
 SIDES: tuple[Side, ...] = get_args(Side)
+Directions = Literal["queries", "both"]
+
+
+class TwoSides:
+    """How the queries and candidates of a batch are ranked, if one network embeds both sides.
+
+    Args:
+        directions: what the loss of a batch with two sides ranks: `"queries"` ranks the candidates for each query;
+            `"both"` also ranks the queries for each candidate, and the loss is the mean of both directions.
+
+    Raises:
+        ValueError: if `directions` is neither of them.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval import LogRankLoss, RetrievalModule, TwoSides
+        >>> module = RetrievalModule(torch.nn.Linear(8, 4), LogRankLoss(), sides=TwoSides(directions="both"))
+        >>> module.sides
+        TwoSides(directions='both')
+
+    Relations:
+        `TwoNetworks` embeds queries by a network of their own. `Pairs` makes batches with two sides.
+    """
+
+    query_embedder: nn.Module | None = None
+    query_lr_factor: float = 1.0
+    frozen_side: Side | None = None
+
+    def __init__(self, *, directions: Directions = "queries") -> None:
+        self.directions: Directions = check_choice(type(self).__name__, "directions", directions, get_args(Directions))
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({settings})"
+
+
+class TwoNetworks(TwoSides):
+    """How queries and candidates are embedded by two networks, ranked and trained.
+
+    The `embedder` of the module maps candidates to embeddings. Batches must be
+    `{"queries": batch, "candidates": batch}`.
+
+    Args:
+        query_embedder: maps queries to embeddings (batch, D), for example a `TextEmbedder`.
+        directions: as for `TwoSides`.
+        query_lr_factor: learning rate of the parameters of `query_embedder` divided by that of `embedder`, > 0.
+        frozen_side: side whose network is not trained: `"candidates"` trains queries for an index that exists, or texts
+            for a fixed image encoder (LiT, CVPR 2022). Such a network stays in evaluation mode. None trains both,
+            unless one of the networks has no parameter that requires a gradient.
+
+    Raises:
+        ValueError: if `directions` or `frozen_side` is none of its values, or the factor is out of its range.
+        TypeError: if `query_embedder` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval import LogRankLoss, RetrievalModule, TwoNetworks
+        >>> images, texts = torch.nn.Linear(8, 4), torch.nn.Linear(3, 4)
+        >>> module = RetrievalModule(images, LogRankLoss(), sides=TwoNetworks(texts, frozen_side="candidates"))
+        >>> module.embed_queries(torch.randn(5, 3)).shape
+        torch.Size([5, 4])
+
+    Relations:
+        `TwoSides` is for one network that embeds both sides. `FrozenEmbedder` reads a network of candidates from a
+        checkpoint.
+    """
+
+    def __init__(
+        self,
+        query_embedder: nn.Module,
+        *,
+        directions: Directions = "queries",
+        query_lr_factor: float = 1.0,
+        frozen_side: Side | None = None,
+    ) -> None:
+        super().__init__(directions=directions)
+        owner = type(self).__name__
+        self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
+        self.query_lr_factor = check_positive(owner, "query_lr_factor", query_lr_factor)
+        if frozen_side is not None:
+            self.frozen_side = check_choice(owner, "frozen_side", frozen_side, SIDES)
 
 
 def is_two_sided(batch: Any) -> bool:

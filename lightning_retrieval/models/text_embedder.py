@@ -146,7 +146,7 @@ class TextEmbedder(nn.Module):
         ((3, 18), (3, 64))
 
     Relations:
-        It is the `query_embedder` of a `RetrievalModule` whose queries are texts. `TextTable` reads the texts and uses
+        `TwoNetworks` gives it to a `RetrievalModule` whose queries are texts. `TextTable` reads the texts and uses
         `tokenizer`. The state dict holds a tokenizer of Hugging Face as bytes, so that a checkpoint needs no files
         besides. Any other module that embeds texts needs an attribute `tokenizer`, a function from texts to tokens
         padded with -1.

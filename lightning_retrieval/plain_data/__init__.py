@@ -2,8 +2,8 @@
 
 As in config files of LightningCLI, an object is described by its class path and its constructor arguments:
 `{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}`. `describe.py` writes such descriptions, and `rebuild.py`
-rebuilds the objects. Descriptions in a file are data: a file may not choose what is imported or called. Only `rules.py`
-decides which classes and settings a file may name.
+rebuilds the objects. `formats.py` converts what earlier versions have written. Descriptions in a file are data: a file
+may not choose what is imported or called. Only `rules.py` decides which classes and settings a file may name.
 """
 
 from lightning_retrieval.plain_data.describe import class_path as class_path
@@ -13,7 +13,13 @@ from lightning_retrieval.plain_data.describe import is_variadic as is_variadic
 from lightning_retrieval.plain_data.describe import logged_settings as logged_settings
 from lightning_retrieval.plain_data.describe import unsharded_class as unsharded_class
 from lightning_retrieval.plain_data.describe import without_sources as without_sources
+from lightning_retrieval.plain_data.formats import FORMAT as FORMAT
+from lightning_retrieval.plain_data.formats import FORMAT_KEY as FORMAT_KEY
+from lightning_retrieval.plain_data.formats import format_of as format_of
+from lightning_retrieval.plain_data.formats import moved_arguments as moved_arguments
+from lightning_retrieval.plain_data.formats import upgraded as upgraded
 from lightning_retrieval.plain_data.rebuild import DescriptionReader as DescriptionReader
+from lightning_retrieval.plain_data.rebuild import accepted_arguments as accepted_arguments
 from lightning_retrieval.plain_data.rebuild import check_arguments as check_arguments
 from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory

@@ -23,6 +23,7 @@ from lightning_retrieval.checks import short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data.describe import class_path, constructor_parameters, is_variadic
+from lightning_retrieval.plain_data.formats import FORMAT, moved_arguments, upgraded
 from lightning_retrieval.plain_data.rules import (
     Kinds,
     check_integers_of_file,
@@ -81,9 +82,8 @@ def rebuild_factory(owner: str, name: str, value: Any, kinds: Kinds) -> Any:
 
 @dataclass(frozen=True)
 class CheckedSettings:
-    """The class of a module and its arguments, both as plain data and as `_Description`s; nothing is built yet."""
+    """The arguments of a module, both as plain data and as `_Description`s; nothing is built yet."""
 
-    cls: type[Any]
     plain: dict[str, Any]
     checked: dict[str, Any]
 
@@ -144,27 +144,35 @@ class DescriptionReader:
 
     owner: str
 
-    def settings(self, cls: type[Any], settings: Mapping[str, Any]) -> CheckedSettings:
+    def settings(
+        self, cls: type[Any], settings: Mapping[str, Any], *, of_format: int = FORMAT, given: Collection[str] = ()
+    ) -> CheckedSettings:
         """Check the settings of a module in a file as a whole, before anything is built.
 
         Args:
-            cls: required class of the module; the entry `_class_path`, which LightningCLI writes, may name a subclass.
+            cls: class of the module.
             settings: plain data; entries that the constructor does not accept are skipped.
+            of_format: the number of the file's format, see `formats`.
+            given: names of the arguments that replace those of the file, which are skipped.
 
         Raises:
             ValueError: if the file names a class or setting that a file may not name, or an object must be passed
                 again.
             TypeError: if the file names a class of the wrong kind for an argument.
         """
-        check_plain_data(self.owner, "hyperparameters", settings)
-        given = dict(settings)
-        path = given.pop("_class_path", None)
-        if path is not None:
-            cls = find_class(self.owner, "_class_path", path, (cls,))
         places = _places(cls)
+        skipped = set(given)
+        if of_format < FORMAT:
+            for old, moved in moved_arguments(places).items():
+                if moved.argument in given:
+                    skipped.add(old)
+        used = {name: value for name, value in settings.items() if name not in skipped}
+        check_plain_data(self.owner, "hyperparameters", used)
+        if of_format < FORMAT:
+            used = upgraded(used, places)
         if not _accepts_any(cls):
-            given = {name: value for name, value in given.items() if name in places}
-        return CheckedSettings(cls, given, self.arguments(given, places))
+            used = {name: value for name, value in used.items() if name in places}
+        return CheckedSettings(used, self.arguments(used, places))
 
     def arguments(self, given: Mapping[str, Any], places: Mapping[str, _Place]) -> dict[str, Any]:
         """The arguments of a constructor, with descriptions replaced by `_Description`s."""
@@ -230,6 +238,11 @@ class DescriptionReader:
             raise ValueError(f"{self.owner}: `{name}` must name a model that timm lists, got {short_repr(model)}.")
         given = {key: value for key, value in arguments.items() if value is not None}
         return _Description(timm.create_model, {**given, "pretrained": False})
+
+
+def accepted_arguments(cls: type[Any]) -> Collection[str]:
+    """Names of the arguments that a constructor accepts, also of those that it passes on by `**kwargs`."""
+    return _places(cls).keys()
 
 
 def check_arguments(owner: str, name: str, cls: type[Any], given: Collection[str], *, may_lack: bool = False) -> None:

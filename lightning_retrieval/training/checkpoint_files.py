@@ -43,11 +43,12 @@ from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
-from lightning_retrieval.plain_data import DescriptionReader, class_path, describe
+from lightning_retrieval.plain_data import DescriptionReader, class_path, describe, format_of
 from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
 from lightning_retrieval.training.memory import CrossBatchMemory
+from lightning_retrieval.training.optimizers import Updates
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
@@ -247,8 +248,9 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     check_weights(MODULE.rpartition(".")[2], checkpoint)
     rename_plainly_in(checkpoint)
     reader = DescriptionReader(MODULE.rpartition(".")[2])
-    reader.settings(TrainingObjects, settings)
-    checked = reader.settings(RetrievalNetwork, settings)
+    of_format = format_of(reader.owner, checkpoint)
+    reader.settings(TrainingObjects, settings, of_format=of_format)
+    checked = reader.settings(RetrievalNetwork, settings, of_format=of_format)
     # Pretrained weights would be downloaded, only to be replaced.
     with without_pretrained_weights(), limited_to(reader.owner, weights_of(checkpoint)):
         network = RetrievalNetwork(**checked.arguments())
@@ -445,6 +447,7 @@ class TrainingObjects:
         lr_scheduler: creates the scheduler, or None.
         memory: past batches, or None.
         relevance: rule of relevance, or None.
+        updates: clipping and learning rates of parts, or None.
     """
 
     loss: nn.Module
@@ -452,3 +455,4 @@ class TrainingObjects:
     lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None
     memory: CrossBatchMemory | None
     relevance: Relevance | None
+    updates: Updates | None

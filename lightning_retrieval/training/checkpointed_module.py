@@ -35,7 +35,10 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
+from lightning_retrieval.models.sides import TwoSides
 from lightning_retrieval.plain_data import (
+    FORMAT,
+    FORMAT_KEY,
     describe,
     unsharded_class,
     without_sources,
@@ -266,6 +269,7 @@ class CheckpointedModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
+        checkpoint[FORMAT_KEY] = FORMAT
         checkpoint_files.remove_base_weights(self, checkpoint)
         if _has_finetuning(self):
             checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
@@ -274,24 +278,33 @@ class CheckpointedModule(pl.LightningModule):
                 checkpoint[name] = getattr(self, name)
         if self.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
             described = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
-            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self._with_complete_parts(described)
+            complete = _with_complete_parts(described, self)
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = without_sources(complete)
 
-    def _with_complete_parts(self, hyperparameters: dict[str, Any]) -> dict[str, Any]:
-        """Return the hyperparameters with the complete description of each submodule that has the method `init_args`.
 
-        A config may give only the name of a model; the structure of the model is then read from a hub or a folder. From
-        a complete description, the model can be rebuilt without the hub or the folder.
-        """
-        complete = dict(hyperparameters)
-        for name, value in hyperparameters.items():
-            part = getattr(self, name, None)
-            named = isinstance(value, dict) and str(value.get("class_path")).rpartition(".")[2]
-            if named == unsharded_class(part).__name__ and hasattr(part, "init_args"):
-                described = describe(part)
-                if described["init_args"] is not None:
-                    complete[name] = described
-        plain: dict[str, Any] = without_sources(complete)
-        return plain
+def _with_complete_parts(arguments: dict[str, Any], owner: Any) -> dict[str, Any]:
+    """The arguments of an object, with the complete description of each part that has the method `init_args`.
+
+    A config may give only the name of a model; the structure of the model is then read from a hub or a folder. From a
+    complete description, the model can be rebuilt without the hub or the folder.
+
+    Args:
+        arguments: arguments of the object's constructor as plain data, by the names of the object's attributes.
+        owner: the object: a module, or its settings that hold a network.
+    """
+    complete = dict(arguments)
+    for name, value in arguments.items():
+        part = getattr(owner, name, None)
+        named = isinstance(value, dict) and str(value.get("class_path")).rpartition(".")[2]
+        if named != unsharded_class(part).__name__:
+            continue
+        if hasattr(part, "init_args"):
+            described = describe(part)
+            if described["init_args"] is not None:
+                complete[name] = described
+        elif isinstance(part, TwoSides) and value.get("init_args"):
+            complete[name] = {**value, "init_args": _with_complete_parts(value["init_args"], part)}
+    return complete
 
 
 def restored_module(

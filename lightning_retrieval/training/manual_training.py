@@ -21,7 +21,7 @@ from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
-from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
+from lightning_retrieval.training.optimizers import GradientWatch, Updates, check_optimized, make_optimizer
 from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
@@ -220,8 +220,7 @@ class CheckedSteps:
 class ManualTraining(OptimizedModule):
     """Base class of `RetrievalModule`: the hooks of a run that do not depend on what is embedded and ranked."""
 
-    gradient_clip_val: float | None
-    gradient_clip_algorithm: str
+    updates: Updates
     unfilled: Set[str] = frozenset()  # names of tensors that had no memory at the start, and were not loaded since
 
     def __init__(self) -> None:
@@ -391,13 +390,14 @@ class ManualTraining(OptimizedModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients: in this hook, half-precision gradients have been unscaled but not yet used."""
         super().on_before_optimizer_step(optimizer)
-        if self.gradient_clip_val is None:
+        limit, algorithm = self.updates.gradient_clip_val, self.updates.gradient_clip_algorithm
+        if limit is None:
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(map(is_sharded, parameters)):
-            clip_sharded_gradients(parameters, self.gradient_clip_val, self.gradient_clip_algorithm)
+            clip_sharded_gradients(parameters, limit, algorithm)
         else:
-            self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+            self.clip_gradients(optimizer, limit, algorithm)
 
     def on_validation_start(self) -> None:
         """Copy the buffers of rank 0 to all ranks, and exclude the validation from the throughput."""

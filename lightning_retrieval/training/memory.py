@@ -7,11 +7,11 @@ new ones (Wang et al., "Cross-Batch Memory for Embedding Learning" (XBM), CVPR 2
 This code differs from the official code of both papers. Here, `references` returns one list per query, which holds the
 batch (with a gradient) and the memory. The official code adds two losses: the loss of the batch, and the loss of the
 batch's queries against the memory, which also holds the batch. In the second loss, no reference has a gradient. With
-`memory_mode="two_terms"`, `RetrievalModule` does the same as the official code.
+`mode="two_terms"`, `RetrievalModule` does the same as the official code.
 """
 
 from types import NoneType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -21,7 +21,9 @@ from lightning_retrieval.checks import (
     as_int64,
     check_auto,
     check_bool,
+    check_choice,
     check_finite,
+    check_finite_number,
     check_integer,
     check_integers,
     check_matrix,
@@ -64,9 +66,15 @@ class CrossBatchMemory(nn.Module):
         size: maximum number of rows, at least the size of a batch.
         start_step: number of warm-up batches, >= 0, that are not stored because embeddings still change fast. With
             `"auto"`, the warm-up lasts until the callback `MemoryMonitor` calls `begin`.
+        mode: how `RetrievalModule` ranks the memory. `"one_list"` appends it to each query's list;
+            `"one_list_detached"` does the same, but no reference has a gradient; `"two_terms"` adds two losses, as the
+            code of XBM and ROADMAP does: the loss of the batch, and the loss of the batch's queries against batch and
+            memory, whose rows have no gradient there.
+        weight: weight of the second loss of `"two_terms"`; the other modes have a single loss, and the weight 1.
 
     Raises:
-        ValueError: if a number is out of its range; when a method is called, if shapes do not match those of the stored
+        ValueError: if a number is out of its range, `mode` is none of its values, or `weight` is not 1 in a mode with a
+            single loss; when a method is called, if shapes do not match those of the stored
             rows, a batch is larger than `size`, or an embedding is not finite.
         TypeError: if a number is not an integer, or `start_step` is a string other than `"auto"`; when a method is
             called, if `ids` are missing or `detach` is not a bool.
@@ -90,10 +98,24 @@ class CrossBatchMemory(nn.Module):
         `BlackboxRecallLoss(batch_memory=...)`.
     """
 
-    def __init__(self, size: int, start_step: int | Literal["auto"] = 0) -> None:
+    def __init__(
+        self,
+        size: int,
+        start_step: int | Literal["auto"] = 0,
+        *,
+        mode: MemoryMode = "one_list",
+        weight: float = 1.0,
+    ) -> None:
         super().__init__()
         self.size = check_integer("CrossBatchMemory", "size", size, least=1)
         self.start_step: int | Literal["auto"] = check_auto("CrossBatchMemory", "start_step", start_step, least=0)
+        self.mode: MemoryMode = check_choice("CrossBatchMemory", "mode", mode, get_args(MemoryMode))
+        self.weight = check_finite_number("CrossBatchMemory", "weight", weight)
+        if self.weight != 1 and mode != "two_terms":
+            raise ValueError(
+                f"CrossBatchMemory: `weight` must be 1 unless `mode` is 'two_terms', got {weight} for {mode!r}, whose "
+                "loss is a single term; give mode='two_terms' or no weight."
+            )
         self.reset()
 
     def reset(self) -> None:
@@ -196,7 +218,7 @@ class CrossBatchMemory(nn.Module):
         self._begun = state["started"]
 
     def extra_repr(self) -> str:
-        return f"size={self.size}, start_step={self.start_step!r}"
+        return f"size={self.size}, start_step={self.start_step!r}, mode={self.mode!r}, weight={self.weight}"
 
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
         """Validate a batch and convert it to the dtypes of the memory. Whether embeddings are finite is not checked."""

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -16,14 +16,13 @@ from lightning_retrieval.checks import (
     check_choice,
     check_finite_number,
     check_integer,
-    check_positive,
     check_tensor,
 )
 from lightning_retrieval.distributed import rank, unshared
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
-from lightning_retrieval.models.sides import SIDES, Side, is_two_sided
+from lightning_retrieval.models.sides import Side, TwoSides, is_two_sided
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_run import record_preparation
@@ -42,24 +41,24 @@ from lightning_retrieval.training.full_sharding import (
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, compile_only, fraction_of_run, steps_of_run
-from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
+from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import (
     FrozenBackbone,
+    Updates,
     check_backbone,
     trainable_parameters,
 )
 from lightning_retrieval.training.run_report import report_first_step, report_resumed_phase
 from lightning_retrieval.training.sides import (
-    Directions,
     EmbeddedSide,
     Unpacked,
     embedded_sides,
-    frozen_side_of,
     joined_rows,
     rows_of_side,
     two_sided_backward,
     unpack,
     unpack_sides,
+    with_frozen_side,
 )
 from lightning_retrieval.training.step import (
     GATHER_DTYPES,
@@ -73,8 +72,6 @@ from lightning_retrieval.training.step import (
 from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
     check_first_batch,
-    check_gather_dtype,
-    check_memory,
     check_memory_start,
     check_processes,
     check_relevance,
@@ -115,36 +112,19 @@ class RetrievalModule(ManualTraining):
         lr_scheduler_interval: the scheduler is stepped after each `"step"` or each `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
-        gradient_clip_val: largest norm or value of gradients, > 0; None does not clip. In half precision, gradients are
-            unscaled first.
-        gradient_clip_algorithm: `"norm"` clips the norm of all gradients together; `"value"` clips each value.
-        head_lr_factor: learning rate of `embedder.head` divided by that of the other parameters, > 0 (FastAP, CVPR
-            2019: 10).
-        layer_decay: learning rate of each layer of `embedder.backbone` divided by that of the next layer, from 0.01
-            to 1 (ELECTRA, BEiT: 0.65 to 0.9); the last layer has the base learning rate.
-        freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0. This setting,
-            `head_lr_factor` and `layer_decay` also apply to `query_embedder`, as far as it has a `backbone` or `head`.
+        updates: clipping of gradients, and learning rates of parts of the network. None means `Updates()`, which
+            clips nothing and trains all parameters with the same learning rate.
         seed: seed of the random numbers of a step (for example, dropout), which depend on (seed, step, rank). None
             means the seed of `seed_everything`, or 0 without such a seed.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
-        memory_mode: `"one_list"` appends the memory to each query's list; `"one_list_detached"` does the same, but no
-            reference has a gradient; `"two_terms"` adds two losses, as the code of XBM and ROADMAP does: the loss of
-            the batch, and the loss of the batch's queries against batch and memory, whose rows have no gradient there.
-        memory_weight: weight of the second loss of `"two_terms"`; None means 1, as in the code of XBM and ROADMAP.
         relevance: which images are relevant to a query and which are in its list: `OtherCamera()`, `SharedTags()` or
             another rule. Batches must be dicts with the entries that the rule reads. None means equal labels.
-        query_embedder: maps queries to embeddings (batch, D), for example a `TextEmbedder`; `embedder` then maps
-            candidates. Batches must be `{"queries": batch, "candidates": batch}`. None means that `embedder` embeds
-            both sides.
-        directions: what the loss of a batch with two sides ranks: `"queries"` ranks the candidates for each query;
-            `"both"` also ranks the queries for each candidate, and the loss is the mean of both directions.
-        query_lr_factor: learning rate of the parameters of `query_embedder` divided by that of `embedder`, > 0.
-        frozen_side: side whose network is not trained: `"candidates"` trains queries for an index that exists, or texts
-            for a fixed image encoder (LiT, CVPR 2022). Such a network stays in evaluation mode. None trains both,
-            unless one of the networks has no parameter that requires a gradient.
+        sides: how batches `{"queries": batch, "candidates": batch}` are embedded and ranked: `TwoNetworks` gives the
+            queries a network of their own, and `embedder` then maps candidates. None means `TwoSides()`: `embedder`
+            embeds both sides, and candidates are ranked for each query.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
-        gather_dtype: `"bfloat16"` or `"float16"` rounds embeddings before they are gathered, so that a process sends
-            half of the bytes. The loss ranks the rounded embeddings, also with one process. None does not round.
+            `"bfloat16"` or `"float16"` rounds embeddings before they are gathered, so that a process sends half of the
+            bytes. The loss ranks the rounded embeddings, also with one process. True does not round.
         eval_scales: factors of the image size. In evaluation and prediction, images are embedded at each of these
             scales, and `multi_scale` combines the embeddings. With the single scale 1, `forward` is called once.
         eval_scales_pooling: how the embeddings of the scales are combined: `"mean"`, or `"gem"` as in AP-GeM's code.
@@ -179,37 +159,27 @@ class RetrievalModule(ManualTraining):
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
         lr_scheduler_frequency: int = 1,
         lr_scheduler_monitor: str = "val/mAP",
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
-        head_lr_factor: float = 1.0,
-        layer_decay: float = 1.0,
-        freeze_backbone_epochs: int = 0,
+        updates: Updates | None = None,
         seed: int | None = None,
         memory: CrossBatchMemory | None = None,
-        memory_mode: MemoryMode = "one_list",
-        memory_weight: float | None = None,
         relevance: Relevance | None = None,
-        query_embedder: nn.Module | None = None,
-        directions: Directions = "queries",
-        query_lr_factor: float = 1.0,
-        frozen_side: Side | None = None,
-        gather: bool = True,
-        gather_dtype: GatherDtype | None = None,
+        sides: TwoSides | None = None,
+        gather: bool | GatherDtype = True,
         eval_scales: Sequence[float] = (1.0,),
         eval_scales_pooling: Literal["mean", "gem"] = "mean",
         whitening: Whitening | None = None,
     ) -> None:
         super().__init__()
-        modules = {"embedder": embedder, "query_embedder": query_embedder, "loss": loss, "memory": memory}
-        modules["whitening"] = whitening
-        if frozen_side is None:  # kept as a hyperparameter, because a checkpoint does not hold what was frozen
-            frozen_side = frozen_side_of(embedder, query_embedder)
-        objects = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "relevance": relevance}
+        sides = with_frozen_side(sides, embedder)
+        objects: dict[str, Any] = {"embedder": embedder, "loss": loss, "optimizer": optimizer}
+        objects |= {"lr_scheduler": lr_scheduler, "updates": updates, "memory": memory, "relevance": relevance}
+        objects |= {"sides": sides, "whitening": whitening}
         self._keep_hyperparameters(objects, inspect.currentframe())
         owner = type(self).__name__
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
         self.loss = adapt_loss(owner, rebuild(owner, "loss", loss, nn.Module))
-        self._set_sides(query_embedder, directions, query_lr_factor, frozen_side)
+        self.sides = TwoSides() if sides is None else rebuild(owner, "sides", sides, TwoSides)
+        self._set_query_embedder()
         self._set_optimizer(
             optimizer,
             lr_scheduler,
@@ -218,19 +188,16 @@ class RetrievalModule(ManualTraining):
             monitor=lr_scheduler_monitor,
         )
         self.memory = None if memory is None else rebuild(owner, "memory", memory, CrossBatchMemory)
-        self.memory_weight = check_memory(owner, self.loss, self.memory, memory_mode, memory_weight)
-        self.memory_mode: MemoryMode = memory_mode
-        self._check_candidates_learn()
+        self._check_memory()
         self.relevance = check_relevance(owner, self.loss, relevance)
         self.whitening = None if whitening is None else rebuild(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
         self.chunk_size = check_chunk_size(owner, chunk_size)
         self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
-        self.gather = check_bool(owner, "gather", gather)
-        self.gather_dtype = check_gather_dtype(owner, gather, gather_dtype)
-        self._set_clipping(gradient_clip_val, gradient_clip_algorithm)
-        self._set_rates(head_lr_factor, layer_decay, freeze_backbone_epochs)
+        self.gather: bool | GatherDtype = check_choice(owner, "gather", gather, tuple(GATHER_DTYPES))
+        self.updates = Updates() if updates is None else rebuild(owner, "updates", updates, Updates)
+        self._set_frozen_backbones()
         self._fraction = 0.0  # fraction of the training that is done
         self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
         self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
@@ -238,66 +205,41 @@ class RetrievalModule(ManualTraining):
             "candidates": ChunkSizeSearch(),
         }
 
-    def _set_sides(self, query_embedder: Any, directions: Any, query_lr_factor: Any, frozen_side: Any) -> None:
-        """Check these arguments of the constructor and store them as attributes; freeze the network of `frozen_side`.
-
-        Args:
-            query_embedder: a module, its description as plain data, or None.
-            directions: the argument of the constructor.
-            query_lr_factor: the argument of the constructor.
-            frozen_side: the argument of the constructor.
-        """
+    def _set_query_embedder(self) -> None:
+        """Register the network of queries, if there is one, and freeze the network of the frozen side."""
         owner = type(self).__name__
-        self.query_embedder: nn.Module | None = None
-        if query_embedder is not None:
-            self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
-        self.directions: Directions = check_choice(owner, "directions", directions, get_args(Directions))
-        self.query_lr_factor = check_positive(owner, "query_lr_factor", query_lr_factor)
-        self.frozen_side: Side | None = None
-        if frozen_side is not None:
-            self.frozen_side = check_choice(owner, "frozen_side", frozen_side, SIDES)
+        self.query_embedder = self.sides.query_embedder
         if self.query_embedder is self.embedder:
             raise ValueError(
-                f"{owner}: `query_embedder` must be another network than `embedder`, got the same; leave it out, and "
-                "one network embeds both sides."
+                f"{owner}: `sides` must have another network than `embedder`, got the same; give TwoSides(), and one "
+                "network embeds both sides."
             )
-        if query_embedder is None and (query_lr_factor != 1 or frozen_side is not None):
-            raise ValueError(
-                f"{owner}: `query_lr_factor` and `frozen_side` need a `query_embedder`, got {query_lr_factor} and "
-                f"{frozen_side!r} without one; give it, or leave both out."
-            )
-        if query_embedder is not None or directions == "both":
+        if self.query_embedder is not None or self.sides.directions == "both":
             check_references(owner, self.loss, "two sides")
-        if self.query_embedder is not None and self.frozen_side is not None:
-            {"queries": self.query_embedder, "candidates": self.embedder}[self.frozen_side].requires_grad_(False)
+        if self.query_embedder is not None and self.sides.frozen_side is not None:
+            networks = {"queries": self.query_embedder, "candidates": self.embedder}
+            networks[self.sides.frozen_side].requires_grad_(False)
 
-    def _check_candidates_learn(self) -> None:
-        """Raise if the network of candidates is trained, but no candidate has a gradient."""
-        is_detached = self.memory_mode == "one_list_detached" and self.directions == "queries"
+    def _check_memory(self) -> None:
+        """Raise if the loss cannot rank a memory, or the network of candidates is trained without any gradient."""
+        if self.memory is None:
+            return
+        owner = type(self).__name__
+        check_references(owner, self.loss, "a `memory`")
+        is_detached = self.memory.mode == "one_list_detached" and self.sides.directions == "queries"
         if self.query_embedder is not None and is_detached and trainable_parameters(self.embedder):
             raise ValueError(
-                f"{type(self).__name__}: with `query_embedder` and directions='queries', memory_mode="
-                "'one_list_detached' leaves `embedder` without a gradient, got an `embedder` to train; give another "
-                "memory_mode, directions='both' or frozen_side='candidates'."
+                f"{owner}: with TwoNetworks and directions='queries', CrossBatchMemory(mode='one_list_detached') "
+                "leaves `embedder` without a gradient, got an `embedder` to train; give another mode, "
+                "directions='both' or frozen_side='candidates'."
             )
 
-    def _set_clipping(self, limit: float | None, algorithm: Any) -> None:
-        """Check the arguments of the constructor about clipping and store them as attributes."""
-        owner = type(self).__name__
-        self.gradient_clip_val = limit
-        if limit is not None:
-            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", limit)
-        self.gradient_clip_algorithm = check_choice(owner, "gradient_clip_algorithm", algorithm, ("norm", "value"))
-
-    def _set_rates(self, head_lr_factor: float, layer_decay: float, freeze_backbone_epochs: int) -> None:
-        """Check these arguments of the constructor and store them as attributes."""
-        owner = type(self).__name__
-        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
-        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
-        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
-        if freeze_backbone_epochs > 0:
-            check_backbone(owner, "freeze_backbone_epochs", self._networks())
-        self._frozen_backbones = FrozenBackbone(freeze_backbone_epochs), FrozenBackbone(freeze_backbone_epochs)
+    def _set_frozen_backbones(self) -> None:
+        """Prepare to freeze the backbone of each network in the first epochs."""
+        epochs = self.updates.freeze_backbone_epochs
+        if epochs > 0:
+            check_backbone(type(self).__name__, "freeze_backbone_epochs", self._networks())
+        self._frozen_backbones = FrozenBackbone(epochs), FrozenBackbone(epochs)
 
     def _networks(self) -> list[nn.Module]:
         """The network of images and candidates and, if there is one, that of queries."""
@@ -374,10 +316,10 @@ class RetrievalModule(ManualTraining):
         head = getattr(self.embedder, "head", None)
         return self._make_optimizer(
             head=head,
-            head_lr_factor=self.head_lr_factor,
-            layer_decay=self.layer_decay,
+            head_lr_factor=self.updates.head_lr_factor,
+            layer_decay=self.updates.layer_decay,
             query_embedder=self.query_embedder,
-            query_lr_factor=self.query_lr_factor,
+            query_lr_factor=self.sides.query_lr_factor,
         )
 
     def configure_model(self) -> None:
@@ -484,7 +426,7 @@ class RetrievalModule(ManualTraining):
                 columns = self.relevance.columns(labels, batch)
             sides.append(LocalRows(columns, ids, inputs))
         owner, hash_of_batch = type(self).__name__, self._equal_batches.add(sides)
-        gathered = gather_labels(owner, sides, gather=self.gather, hash_of_batch=hash_of_batch)
+        gathered = gather_labels(owner, sides, gather=self.gather is not False, hash_of_batch=hash_of_batch)
         self._equal_batches.compare(owner, gathered)
         rows, *candidates = gathered
         if self._is_first_step:
@@ -495,16 +437,14 @@ class RetrievalModule(ManualTraining):
             rows,
             self.global_step,
             self.seed,
-            gather=self.gather,
-            gather_dtype=GATHER_DTYPES[self.gather_dtype],
+            gather=self.gather is not False,
+            gather_dtype=GATHER_DTYPES[self.gather],
             memory=self.memory,
-            memory_mode=self.memory_mode,
-            memory_weight=self.memory_weight,
             fraction=self._advance_fraction(),
             relevance=self.relevance,
             check_batch=check_batch,
             candidates=candidates[0] if candidates else None,
-            directions=self.directions,
+            directions=self.sides.directions,
             dimensions=self._dimensions,
         )
 

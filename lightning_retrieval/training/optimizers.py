@@ -7,11 +7,12 @@ et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_retrieval.checks import check_choice, check_integer, check_positive
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.models.timm_backbones import TimmBackbone
@@ -21,6 +22,62 @@ FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely 
 MOST_NAMES = 5  # number of parameter names that a message lists
 LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
 PRETRAINING_ONLY = ("mask_token",)  # last parts of the names of DINOv2's parameters that no embedding depends on
+
+
+class Updates:
+    """How the parameters of a `RetrievalModule` are updated: clipping, and parts that learn slower, faster or later.
+
+    `head_lr_factor`, `layer_decay` and `freeze_backbone_epochs` apply to `embedder` and, if there is one, to
+    `query_embedder`, as far as these have a `backbone` or `head`.
+
+    Args:
+        gradient_clip_val: largest norm or value of gradients, > 0; None does not clip. In half precision, gradients are
+            unscaled first.
+        gradient_clip_algorithm: `"norm"` clips the norm of all gradients together; `"value"` clips each value.
+        head_lr_factor: learning rate of the `head` of a network divided by that of the other parameters, > 0 (FastAP,
+            CVPR 2019: 10).
+        layer_decay: learning rate of each layer of the `backbone` of a network divided by that of the next layer, from
+            0.01 to 1 (ELECTRA, BEiT: 0.65 to 0.9); the last layer has the base learning rate.
+        freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0.
+
+    Raises:
+        ValueError: if a number is out of its range, or `gradient_clip_algorithm` is neither.
+        TypeError: if a number is of another type.
+
+    Example:
+        >>> from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, Updates
+        >>> updates = Updates(gradient_clip_val=1.0, head_lr_factor=10)
+        >>> module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss(), updates=updates)
+        >>> module.updates.head_lr_factor
+        10
+
+    Relations:
+        `TwoNetworks(query_lr_factor=...)` is the factor of a second network.
+    """
+
+    def __init__(
+        self,
+        *,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        head_lr_factor: float = 1.0,
+        layer_decay: float = 1.0,
+        freeze_backbone_epochs: int = 0,
+    ) -> None:
+        owner = type(self).__name__
+        self.gradient_clip_val: float | None = None
+        if gradient_clip_val is not None:
+            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", gradient_clip_val)
+        self.gradient_clip_algorithm: Literal["norm", "value"] = check_choice(
+            owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
+        )
+        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
+        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
+        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({settings})"
 
 
 def check_backbone(owner: str, name: str, embedders: Sequence[nn.Module]) -> None:

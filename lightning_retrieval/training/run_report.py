@@ -355,9 +355,9 @@ class _FirstStep:
         if memory is None:
             return ""
         text = f" and up to {memory.size} of the memory"
-        if self.step.memory_mode == "one_list_detached":
+        if memory.mode == "one_list_detached":
             text += ", all without a gradient"
-        elif self.step.memory_mode == "two_terms":
+        elif memory.mode == "two_terms":
             text += " in a second term"
         if memory.start_step == "auto":
             text += ", as soon as MemoryMonitor finds little drift"

@@ -1,9 +1,10 @@
 """The two sides of a batch: queries and candidates, such as texts and images, which two networks may embed."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +12,13 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import as_int64, check_tensor
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.retrieval_network import evaluation_mode
-from lightning_retrieval.models.sides import SIDES, Side, is_two_sided
+from lightning_retrieval.models.sides import SIDES, Side, TwoNetworks, is_two_sided
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.training.chunk_size import chunk_size_of
 from lightning_retrieval.training.chunked import EmbeddedChunks, back_propagate
 from lightning_retrieval.training.full_sharding import ShardedParts
 from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
 
-Directions = Literal["queries", "both"]
 Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
 
 
@@ -68,9 +68,9 @@ def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
     """
     owner = type(module).__name__
     if not is_two_sided(batch):
-        if module.query_embedder is not None or module.directions == "both":
+        if module.query_embedder is not None or module.sides.directions == "both":
             raise TypeError(
-                f"{owner}: with a `query_embedder` or directions='both', a batch for training must be "
+                f"{owner}: with TwoNetworks or directions='both', a batch for training must be "
                 f"{{'queries': batch, 'candidates': batch}}, got {_form_in_words(batch)}; give the data module Pairs."
             )
         return [batch], [module.unpack_batch(batch)]
@@ -125,22 +125,26 @@ def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return joined
 
 
-def frozen_side_of(embedder: Any, query_embedder: Any) -> Side | None:
-    """The side whose network has parameters, but none that requires a gradient; None if there are not two networks.
+def with_frozen_side(sides: Any, embedder: Any) -> Any:
+    """The argument `sides` of a module's constructor, with the side whose network has no parameter to train.
+
+    A checkpoint must name this side, because it does not hold what was frozen.
 
     Args:
-        embedder: the argument of a module's constructor: a network, or its description as plain data.
-        query_embedder: the same for the queries, or None.
+        sides: the argument. Only a `TwoNetworks` without a `frozen_side` is changed, as a copy.
+        embedder: the argument of this name: a network, or its description as plain data.
     """
-    if query_embedder is None:
-        return None
-    networks: dict[Side, Any] = {"candidates": embedder, "queries": query_embedder}
+    if not isinstance(sides, TwoNetworks) or sides.frozen_side is not None:
+        return sides
+    networks: dict[Side, Any] = {"candidates": embedder, "queries": sides.query_embedder}
     for side, network in networks.items():
         if isinstance(network, nn.Module):
             needs_gradient = {parameter.requires_grad for parameter in network.parameters()}
             if needs_gradient == {False}:
-                return side
-    return None
+                sides = copy.copy(sides)
+                sides.frozen_side = side
+                return sides
+    return sides
 
 
 class EmbeddedSide(NamedTuple):

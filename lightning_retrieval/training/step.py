@@ -20,19 +20,19 @@ from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.checks import as_int64, is_integer, short_repr
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
-from lightning_retrieval.models.sides import SIDES
+from lightning_retrieval.models.sides import SIDES, Directions
 from lightning_retrieval.random_state import step_random_state
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunk_size import largest_chunk_size
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
+from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import trainable_parameters
-from lightning_retrieval.training.sides import Directions
 
-# Types to which embeddings are rounded before they are gathered.
+# Types to which embeddings are rounded before they are gathered, by the argument `gather` of `RetrievalModule`.
 GatherDtype = Literal["bfloat16", "float16"]
-GATHER_DTYPES: dict[GatherDtype | None, torch.dtype | None] = {
-    None: None,
+GATHER_DTYPES: dict[bool | GatherDtype, torch.dtype | None] = {
+    True: None,
+    False: None,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
@@ -367,8 +367,6 @@ class TrainingStep:
         gather: whether lists rank the global batch.
         gather_dtype: type to which gathered embeddings are rounded, or None.
         memory: past batches that are ranked with the current batch, or None.
-        memory_mode: how the memory is ranked.
-        memory_weight: weight of the second term of the mode `"two_terms"`.
         fraction: fraction of the training steps that are done.
         relevance: the rule of relevance; None for equal labels.
         check_batch: function that is called with the batches of all sides before the loss is computed, or None.
@@ -385,8 +383,6 @@ class TrainingStep:
     gather: bool = True
     gather_dtype: torch.dtype | None = None
     memory: CrossBatchMemory | None = None
-    memory_mode: MemoryMode = "one_list"
-    memory_weight: float = 1.0
     fraction: float = 1.0
     relevance: Relevance | None = None
     check_batch: Callable[[Sequence[GlobalBatch]], None] | None = None
@@ -434,9 +430,9 @@ class TrainingStep:
     def _combined(self, values: list[Tensor], terms: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its terms by name, from the values of `_ranked_batches` and the terms of each value."""
         forward, named = values[0], terms[0]
-        if self._has_second_term:
+        if self.memory is not None and self._has_second_term:
             named = {**named, "batch": values[0].detach(), "memory": values[1].detach()}
-            forward = values[0] + self.memory_weight * values[1]
+            forward = values[0] + self.memory.weight * values[1]
         if self.directions == "queries":
             return forward, named
         named = {**_named("forward", forward, named), **_named("reverse", values[-1], terms[-1])}
@@ -554,7 +550,7 @@ class TrainingStep:
     @property
     def _has_second_term(self) -> bool:
         """Whether a second loss ranks the memory at this step."""
-        return self.memory is not None and self.memory.started and self.memory_mode == "two_terms"
+        return self.memory is not None and self.memory.started and self.memory.mode == "two_terms"
 
     def _ranked_batches(self) -> list[RankedBatch]:
         """The batches whose losses are computed: the batch, any second term with the memory, any reverse direction."""
@@ -568,7 +564,7 @@ class TrainingStep:
             settings |= {"ids": None, "ref_ids": None}  # the ids of queries are no ids of candidates
         if self.memory is not None:
             # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
-            references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
+            references = self.memory.references(embeddings, labels, ids, detach=self.memory.mode != "one_list")
             with_memory = replace(references, **settings)
             if self._has_second_term:
                 batches.append(with_memory)

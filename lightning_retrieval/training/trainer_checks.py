@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +34,19 @@ from lightning_retrieval.backend import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_retrieval.checks import check_choice, check_finite_number, first_of, is_integer
+from lightning_retrieval.checks import first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
-from lightning_retrieval.losses.third_party import as_batch_loss, check_references
+from lightning_retrieval.losses.third_party import as_batch_loss
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunk_size import chunk_size_of
 from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
-from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import trained_parameters
-from lightning_retrieval.training.step import GatherDtype, GlobalBatch
+from lightning_retrieval.training.step import GlobalBatch
 
 # Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds
 # the callbacks `LearningRateFinder` and `BatchSizeFinder`.
@@ -81,54 +80,6 @@ def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
             "training loop of your own, or rank images by images with BlackboxAPLoss and a `memory`."
         )
     return as_batch_loss(loss)
-
-
-def check_memory(
-    owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, mode: MemoryMode, weight: float | None
-) -> float:
-    """Return the weight of the term with the memory, 1 by default; raise if the settings contradict each other.
-
-    Args:
-        owner: prefix of error messages.
-        loss: the loss.
-        memory: past batches, or None.
-        mode: how the memory is ranked.
-        weight: weight of the second term, which ranks the memory, or None.
-    """
-    check_choice(owner, "memory_mode", mode, get_args(MemoryMode))
-    if mode != "one_list" and memory is None:
-        raise ValueError(f"{owner}: `memory_mode` {mode!r} was given without `memory`; give both or neither.")
-    if weight is not None:
-        weight = check_finite_number(owner, "memory_weight", weight)
-        if mode != "two_terms":
-            raise ValueError(
-                f"{owner}: `memory_weight` must be None unless `memory_mode` is 'two_terms', got {weight} for "
-                f"{mode!r}, whose loss is a single term; give memory_mode='two_terms' or no weight."
-            )
-    if memory is not None:
-        check_references(owner, loss, "a `memory`")
-    if weight is None:
-        return 1.0
-    return weight
-
-
-def check_gather_dtype(owner: str, gather: bool, gather_dtype: Any) -> GatherDtype | None:
-    """Return the argument `gather_dtype` of a module; raise if it is no type, or nothing is gathered.
-
-    Args:
-        owner: prefix of error messages.
-        gather: whether lists rank the global batch.
-        gather_dtype: the argument.
-    """
-    if gather_dtype is None:
-        return None
-    checked: GatherDtype = check_choice(owner, "gather_dtype", gather_dtype, get_args(GatherDtype))
-    if not gather:
-        raise ValueError(
-            f"{owner}: `gather_dtype` must be None with gather=False, which sends no embeddings, got {checked!r}; keep "
-            "gather=True, or leave it out."
-        )
-    return checked
 
 
 def check_relevance(owner: str, loss: BatchLoss, relevance: Any) -> Relevance | None:
@@ -165,7 +116,7 @@ def check_trainer(owner: str, trainer: Any) -> None:
         if value:
             raise ValueError(
                 f"{owner}: Trainer({name}={value!r}) has no effect with manual optimization; give it to the module: "
-                f"{owner}(..., {name}={value!r})."
+                f"{owner}(..., updates=Updates({name}={value!r}))."
             )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
@@ -234,16 +185,18 @@ def warn_of_half_parameters(module: Any) -> None:
         )
 
 
-RATE_FACTORS = ("head_lr_factor", "layer_decay", "query_lr_factor")
-
-
 def warn_of_equal_rates(module: Any) -> None:
     """Warn if the module's own `configure_optimizers` gives all parameters one rate, although they have factors.
 
     Args:
         module: a `RetrievalModule` in a run.
     """
-    factors = [f"{name}={getattr(module, name)}" for name in RATE_FACTORS if getattr(module, name) != 1]
+    rate_factors = {
+        "head_lr_factor": module.updates.head_lr_factor,
+        "layer_decay": module.updates.layer_decay,
+        "query_lr_factor": module.sides.query_lr_factor,
+    }
+    factors = [f"{name}={factor}" for name, factor in rate_factors.items() if factor != 1]
     rates: set[float] = set()
     for optimizer in module.trainer.optimizers:
         for group in optimizer.param_groups:
@@ -321,7 +274,7 @@ def check_processes(module: Any) -> None:
         return
     owner = type(module).__name__
     chunk_sizes = [chunk_size_of(module.chunk_size, side) for side in SIDES]
-    if module.memory is not None and not module.gather:
+    if module.memory is not None and module.gather is False:
         raise ValueError(
             f"{owner}: a memory must be the same on all {world_size()} processes, which gather=False does not provide; "
             "keep gather=True."
@@ -422,7 +375,7 @@ def check_first_batch(module: Any, labels: Sequence[Tensor], batches: Sequence[G
         _check_side(module, labels[0], batches[0], {}, is_ranked=True)
         return
     for side, labels_of_side, batch in zip(SIDES, labels, batches):
-        is_ranked = side == "candidates" or module.directions == "both"
+        is_ranked = side == "candidates" or module.sides.directions == "both"
         _check_side(module, labels_of_side, batch, {"side": side}, is_ranked=is_ranked)
 
 
@@ -438,12 +391,12 @@ def _check_side(module: Any, labels: Tensor, batch: GlobalBatch, side: Mapping[s
     """
     if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
         return
-    ranked_by_class = True
+    gathered, ranked_by_class = module.gather is not False, True
     if module.relevance is None:
         labels = batch.labels
     else:
         ranked_by_class = module.relevance.has_classes
-        if module.gather:
+        if gathered:
             labels = gather_rows(labels, batch.counts)
     labels, ids = to_host(labels), None
     if batch.ids is not None:
@@ -452,7 +405,7 @@ def _check_side(module: Any, labels: Tensor, batch: GlobalBatch, side: Mapping[s
         ids = to_host(batch.ids)
     owner, loader = type(module).__name__, module.trainer.train_dataloader
     if hasattr(loader, "check_first_batch"):
-        loader.check_first_batch(labels, ids, gathered=module.gather, **side)
+        loader.check_first_batch(labels, ids, gathered=gathered, **side)
     elif ids is not None and not side:  # only images of the same side are in each other's lists
         _warn_of_ids(owner, loader, finest(labels), ids)
     if module.memory is None and ranked_by_class and is_ranked:

@@ -17,6 +17,9 @@ from lightning_retrieval import (
     PCAWhitening,
     RetrievalModule,
     SmoothAPLoss,
+    TwoNetworks,
+    TwoSides,
+    Updates,
     chunked_backward,
     largest_chunk_size,
 )
@@ -106,7 +109,11 @@ CALLS = {
     ],
     "CrossBatchMemory": [
         Call("CrossBatchMemory", CrossBatchMemory, lambda: {"size": 4, "start_step": 0}),
-        Call("CrossBatchMemory", CrossBatchMemory, lambda: {"size": 4, "start_step": "auto"}),
+        Call(
+            "CrossBatchMemory",
+            CrossBatchMemory,
+            lambda: {"size": 4, "start_step": "auto", "mode": "two_terms", "weight": 0.5},
+        ),
         Call(
             "CrossBatchMemory",
             references,
@@ -133,6 +140,32 @@ CALLS = {
             without={} if torch_writes_shards() else {"sharded_checkpoints": "needs torch 2.9"},
         ),
     ],
+    "TwoSides": [Call("TwoSides", TwoSides, lambda: {"directions": "both"})],
+    "TwoNetworks": [
+        Call(
+            "TwoNetworks",
+            TwoNetworks,
+            lambda: {
+                "query_embedder": linear(),
+                "directions": "both",
+                "query_lr_factor": 2.0,
+                "frozen_side": "queries",
+            },
+        )
+    ],
+    "Updates": [
+        Call(
+            "Updates",
+            Updates,
+            lambda: {
+                "gradient_clip_val": 1.0,
+                "gradient_clip_algorithm": "value",
+                "head_lr_factor": 10.0,
+                "layer_decay": 0.5,
+                "freeze_backbone_epochs": 1,
+            },
+        )
+    ],
     "RetrievalModule": [
         Call(
             "RetrievalModule",
@@ -144,18 +177,12 @@ CALLS = {
                 "optimizer": functools.partial(torch.optim.SGD, lr=0.1),
                 "lr_scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1),
                 "lr_scheduler_monitor": "val/mAP",
-                "gradient_clip_val": 1.0,
-                "gradient_clip_algorithm": "value",
+                "updates": Updates(),
                 "seed": 3,
-                "memory": CrossBatchMemory(8),
-                "memory_mode": "two_terms",
-                "memory_weight": 1.0,
+                "memory": CrossBatchMemory(8, mode="two_terms"),
                 "relevance": OtherCamera(),
-                "query_embedder": linear(),
-                "directions": "both",
-                "query_lr_factor": 2.0,
-                "frozen_side": "queries",
-                "gather_dtype": "float16",
+                "sides": TwoNetworks(linear(), directions="both"),
+                "gather": "float16",
                 "eval_scales": (1.0, 0.5),
                 "whitening": PCAWhitening(),
             },

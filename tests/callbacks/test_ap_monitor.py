@@ -141,8 +141,7 @@ def test_memory_is_in_the_lists_if_it_is_in_those_of_the_loss(tmp_path, mode):
         record,
         APMonitor(),
         epochs=1,
-        memory=CrossBatchMemory(12),
-        memory_mode=mode,
+        memory=CrossBatchMemory(12, mode=mode),
     )
     row = logged(tmp_path)[1]
     loss = row["train/loss/batch" if mode == "two_terms" else "train/loss"]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss, TwoNetworks
 from lightning_retrieval.callbacks import DetectionPicture, RetrievalEvaluation, RetrievalGallery, detections, gallery
 from lightning_retrieval.callbacks.gallery import (
     ap_caption,
@@ -174,7 +174,7 @@ def test_queries_and_candidates_are_drawn_from_their_own_sides(tmp_path):
     data = Pairs(TextTable(tmp_path / "texts.csv"), ImageTable(tmp_path, "photos.csv", image_size=12, resize=12))
     torch.manual_seed(3)
     network = nn.Sequential(nn.Flatten(), nn.Linear(432, 6))
-    model = RetrievalModule(network, SmoothAPLoss(), query_embedder=TextEmbedder("ngram_net", 6))
+    model = RetrievalModule(network, SmoothAPLoss(), sides=TwoNetworks(TextEmbedder("ngram_net", 6)))
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3))
     run.test(model, datamodule=data, verbose=False)
     with Image.open(tmp_path / "retrieval" / "test.png") as picture:

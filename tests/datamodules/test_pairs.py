@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import normalize
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss, TwoNetworks
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, Pairs
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
@@ -186,7 +186,7 @@ class Sides(RetrievalModule):
     def __init__(self, directions="queries", relevance=None):
         torch.manual_seed(0)
         embedder, query_embedder = (nn.Sequential(nn.Flatten(), nn.Linear(3 * size**2, 8)) for size in (16, 12))
-        settings = {"query_embedder": query_embedder, "directions": directions, "relevance": relevance}
+        settings = {"sides": TwoNetworks(query_embedder, directions=directions), "relevance": relevance}
         super().__init__(embedder, SmoothAPLoss(tau=0.1), **settings)
 
 
@@ -516,7 +516,7 @@ def test_queries_of_a_shared_network_may_be_prepared_and_embedded_in_their_own_w
 
 
 def test_images_of_both_sides_are_embedded_at_all_scales_and_tokens_at_one():
-    settings = {"eval_scales": (1.0, 0.5), "query_embedder": TextEmbedder("ngram_net", 4)}
+    settings = {"eval_scales": (1.0, 0.5), "sides": TwoNetworks(TextEmbedder("ngram_net", 4))}
     module = RetrievalModule(Shared().embedder, SmoothAPLoss(), **settings).eval()
     tokens = module.query_embedder.tokenizer(["red shoes", "a sofa"])
     assert torch.equal(module.embed_queries(tokens), module.query_embedder(tokens))

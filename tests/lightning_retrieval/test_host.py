@@ -247,7 +247,7 @@ def steps_of_a_process(rank, world, settings):
     return events.steps[1:], events.sent[1:]
 
 
-@pytest.mark.parametrize(("settings", "bytes_of_number"), [({}, 4), ({"gather_dtype": "float16"}, 2)])
+@pytest.mark.parametrize(("settings", "bytes_of_number"), [({}, 4), ({"gather": "float16"}, 2)])
 def test_what_a_step_of_two_processes_sends_and_waits_for(run_processes, settings, bytes_of_number):
     """Between the forward pass of the last chunk and the loss, the host waits for the positives only."""
     for steps, sent in run_processes(steps_of_a_process, 2, settings, backend=None):
@@ -264,13 +264,13 @@ def test_what_a_step_of_two_processes_sends_and_waits_for(run_processes, setting
 def test_a_memory_adds_two_waits_to_a_step(mode, waits):
     """One where its rows are ranked, one where they are replaced; in the second step, images come again."""
     images, labels = batch_of("SmoothAP", 384)
-    net, loss, memory = nn.Linear(DIM, 8), losses.SmoothAPLoss(), CrossBatchMemory(1000)
+    net, loss, memory = nn.Linear(DIM, 8), losses.SmoothAPLoss(), CrossBatchMemory(1000, mode=mode)
     ids = torch.arange(384)
     mark(images, labels, ids, *net.parameters())
     for number in range(2):
         with waits:
             rows = GlobalRows(labels, ids + 200 * number, [384])
-            step = TrainingStep("test", loss, rows, 1, 0, memory=memory, memory_mode=mode)
+            step = TrainingStep("test", loss, rows, 1, 0, memory=memory)
             part = chunked_backward(net, images, step.loss)
             step.finish(part, GradientSum(net.parameters()))
             step.remember()

@@ -81,7 +81,7 @@ def test_checkpoint_rebuilds_the_module(fitted):
     module = RetrievalModule.load_from_checkpoint(fitted[1], weights_only=True)
     assert saved["state_dict"].keys() == module.state_dict().keys()
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
-    assert (module.embedder.embedding_dim, module.loss.tau, module.gradient_clip_val) == (128, 0.01, 1.0)
+    assert (module.embedder.embedding_dim, module.loss.tau, module.updates.gradient_clip_val) == (128, 0.01, 1.0)
     optimizer = module.optimizer(module.parameters())
     assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.006)
 
@@ -139,7 +139,15 @@ def printed_error(capsys, config, *options, command="fit"):
         ({"lightning_retrieval.datamodules.Glyphs": "lightning_retrieval.datamodules.Glyps"}, ["Glyps"]),
         ({"lightning_retrieval.Embedder": "lightning_retrieval.SmoothAPLoss"}, ["embedder", "SmoothAPLoss"]),
         ({"tau: 0.01": "tau: cold"}, ["tau", "cold"]),
-        ({"gradient_clip_val: 1.0": "chunk_size: 0"}, ["\nerror: ", "RetrievalModule: `chunk_size` must be", "got 0."]),
+        (
+            {"lr_scheduler_interval: step": "chunk_size: 0"},
+            ["\nerror: RetrievalModule: `chunk_size` must be", "got 0."],
+        ),
+        ({"gradient_clip_val: 1.0": "layer_decay: 2"}, ["\nerror: Updates: `layer_decay` must be from", "got 2.0."]),
+        (
+            {"lr_scheduler_interval: step": "head_lr_factor: 10"},
+            ["\nerror: RetrievalModule has no argument head_lr_factor; did you mean updates.head_lr_factor?"],
+        ),
     ],
 )
 def test_mistakes_in_the_config_are_named(tmp_path, capsys, changes, named):

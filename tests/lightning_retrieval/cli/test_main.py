@@ -388,7 +388,7 @@ def test_data_modules_are_known_by_name(capsys):
 def test_null_and_none_are_no_text_in_a_config(null, form, tmp_path, capsys, monkeypatch):
     """Optional strings, paths and sizes of the module, of objects in it, of the data and of the trainer."""
     monkeypatch.chdir(tmp_path)
-    omitted = ("model.embedder.weights", "model.embedder.image_size", "model.query_embedder", "data.cache_dir")
+    omitted = ("model.embedder.weights", "model.embedder.image_size", "model.sides", "data.cache_dir")
     args = ["fit", "--model=RetrievalModule", "--model.embedder=Embedder", "--model.embedder.backbone=resnet18"]
     args += ["--model.loss=LogRankLoss", "--data=Glyphs"]
     for name in (*omitted, "trainer.default_root_dir"):
@@ -397,7 +397,7 @@ def test_null_and_none_are_no_text_in_a_config(null, form, tmp_path, capsys, mon
     assert (code, err) == (0, "")
     config = yaml.safe_load(printed)
     embedder = config["model"]["init_args"]["embedder"]["init_args"]
-    assert (embedder["weights"], embedder["image_size"], config["model"]["init_args"]["query_embedder"]) == (None,) * 3
+    assert (embedder["weights"], embedder["image_size"], config["model"]["init_args"]["sides"]) == (None,) * 3
     assert (config["data"]["init_args"]["cache_dir"], config["trainer"]["default_root_dir"]) == (None, None)
     code, _, _ = run(capsys, "check", "--data=Glyphs", *form.format("--cache_dir", null).split())
     assert code != 2  # 1 with fonts of another release of matplotlib

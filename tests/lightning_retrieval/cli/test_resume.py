@@ -173,7 +173,7 @@ def test_the_same_command_continues_the_run_in_its_folder(uninterrupted, tmp_pat
     assert names == {"best.ckpt", "last.ckpt", left.name, "later.ckpt"}
 
     with pytest.raises(SystemExit, match=r"^2$"):
-        fit(tmp_path, *options, "--model.init_args.gradient_clip_val=2.0")
+        fit(tmp_path, *options, "--model.init_args.updates.gradient_clip_val=2.0")
     assert f"`--run_folder` must be the folder of a run of this model and data, or a new one, got {run}" in (
         capsys.readouterr().err
     )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss, Updates
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import PKSampler
 from tests.lightning_retrieval.training.small_training import (
@@ -61,7 +61,7 @@ def test_gradients_are_clipped(algorithm):
         else:
             nn.utils.clip_grad_value_(plain.parameters(), 0.01)
         torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    module = module_with(chunk_size=3, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
+    module = module_with(chunk_size=3, updates=Updates(gradient_clip_val=0.01, gradient_clip_algorithm=algorithm))
     fit(module, batches())
     assert_same(module.embedder, plain)
 
@@ -75,7 +75,7 @@ def test_clipping_sees_unscaled_gradients(precision):
         SmoothAPLoss(tau=0.1),
         chunk_size=3,
         optimizer=functools.partial(torch.optim.SGD, lr=1.0),
-        gradient_clip_val=0.01,
+        updates=Updates(gradient_clip_val=0.01),
     )
     moved = []
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning.losses import MultiSimilarityLoss, NCALoss, TripletMarginLoss
 
-from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, TwoNetworks
 from lightning_retrieval.losses import (
     FastAPLoss,
     RecallAtKLoss,
@@ -285,14 +285,14 @@ def ranked(loss, embeddings, labels, ids, ref_emb, ref_labels, ref_ids):
 
 
 MODES = [
-    {"memory_mode": "one_list"},
-    {"memory_mode": "one_list_detached"},
-    {"memory_mode": "two_terms"},
-    {"memory_mode": "two_terms", "memory_weight": 0.7},
+    {"mode": "one_list"},
+    {"mode": "one_list_detached"},
+    {"mode": "two_terms"},
+    {"mode": "two_terms", "weight": 0.7},
 ]
 
 
-def plain_run(loss, data, size, start_step, memory_mode, memory_weight=1.0):
+def plain_run(loss, data, size, start_step, mode, weight=1.0):
     """The steps in plain PyTorch, with the past in a dict: the newest image last."""
     plain, logged, past = net(), [], {}
     optimizer = SGD(plain.parameters())
@@ -306,19 +306,19 @@ def plain_run(loss, data, size, start_step, memory_mode, memory_weight=1.0):
         def call(own, embeddings=embeddings, labels=labels, ids=ids, remembered=remembered):
             return ranked(loss, embeddings, labels, ids, *map(torch.cat, zip((own, labels, ids), remembered)))
 
-        if memory_mode == "one_list":
+        if mode == "one_list":
             value = call(embeddings)
-        elif memory_mode == "one_list_detached" and number >= start_step:
+        elif mode == "one_list_detached" and number >= start_step:
             value = call(embeddings.detach())
         else:
             third_party = type(loss).__module__.startswith("pytorch_metric_learning")
             value = loss(embeddings, labels, **({} if third_party else {"ids": ids}))
         if isinstance(loss, WeightedSum):
             terms |= {f"train/loss/{name}": term.item() for name, term in loss.terms.items()}
-        if memory_mode == "two_terms" and number >= start_step:
+        if mode == "two_terms" and number >= start_step:
             second = call(embeddings.detach())
             terms |= {"train/loss/batch": value.item(), "train/loss/memory": second.item()}
-            value = value + memory_weight * second
+            value = value + weight * second
         logged.append({"train/loss": value.item(), **terms})
         optimizer.zero_grad()
         value.backward()
@@ -343,20 +343,20 @@ def plain_run(loss, data, size, start_step, memory_mode, memory_weight=1.0):
 def test_steps_are_those_of_a_plain_loop(make, mode, start_step, chunk_size):
     """Each value and term logged, and the weights; without the memory they would be others."""
     plain, logged, remembered = plain_run(make(), batches(), 16, start_step, **mode)
-    memory = CrossBatchMemory(16, start_step)
-    module = Recording(net(), make(), chunk_size=chunk_size, optimizer=SGD, memory=memory, **mode)
+    memory = CrossBatchMemory(16, start_step, **mode)
+    module = Recording(net(), make(), chunk_size=chunk_size, optimizer=SGD, memory=memory)
     fit(module, batches())
     assert_same(module.embedder, plain)
     assert len(module.memory) == remembered >= 15
     for step, (values, expected) in enumerate(zip(module.logged, logged, strict=True)):
         assert values == pytest.approx(expected, rel=0, abs=1e-12)
         assert values.keys() == expected.keys()
-        assert ("train/loss/memory" in values) == (mode["memory_mode"] == "two_terms" and step >= start_step)
+        assert ("train/loss/memory" in values) == (mode["mode"] == "two_terms" and step >= start_step)
     without = Recording(net(), make(), chunk_size=chunk_size, optimizer=SGD)
     fit(without, batches())
     differs = [abs(a["train/loss"] - b["train/loss"]) > 1e-6 for a, b in zip(module.logged, without.logged)]
     # The first list with a memory holds the batch alone, which a second term counts twice.
-    assert differs == [step >= start_step + (mode["memory_mode"] != "two_terms") for step in range(4)]
+    assert differs == [step >= start_step + (mode["mode"] != "two_terms") for step in range(4)]
 
 
 @pytest.mark.refusal
@@ -372,14 +372,14 @@ def test_a_batch_raises_before_the_memory_begins():
 @pytest.mark.parametrize(
     ("sentence", "settings"),
     [
-        ("`memory_mode` 'two_terms' was given without `memory`", {"memory": None, "memory_mode": "two_terms"}),
-        ("`memory_mode` must be one of 'one_list', .*, got 'xbm'", {"memory_mode": "xbm"}),
-        ("`memory_weight` must be None .* 'one_list'", {"memory_mode": "one_list", "memory_weight": 1.0}),
+        ("`mode` must be one of 'one_list', .*, got 'xbm'", {"mode": "xbm"}),
+        ("`weight` must be 1 .*, got 0.5 for 'one_list'", {"weight": 0.5}),
+        ("`weight` must be a finite number, got inf", {"mode": "two_terms", "weight": float("inf")}),
     ],
 )
 def test_settings_of_the_memory_that_do_not_fit_each_other(sentence, settings):
-    with pytest.raises(ValueError, match=f"^RetrievalModule: {sentence}"):
-        RetrievalModule(net(), SmoothAPLoss(), **{"memory": CrossBatchMemory(8), **settings})
+    with pytest.raises(ValueError, match=f"^CrossBatchMemory: {sentence}"):
+        CrossBatchMemory(8, **settings)
 
 
 class Fractions(BatchLoss):
@@ -393,7 +393,7 @@ class Fractions(BatchLoss):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_with_references_is_told_the_fraction_of_the_training(mode):
     loss, steps = Fractions(), 2 * len(batches())
-    fit(RetrievalModule(net(), loss, memory=CrossBatchMemory(16), optimizer=SGD, **mode), batches(), max_epochs=2)
+    fit(RetrievalModule(net(), loss, memory=CrossBatchMemory(16, **mode), optimizer=SGD), batches(), max_epochs=2)
     assert list(loss.terms) == [str(step / steps) for step in range(steps)]
 
 
@@ -446,9 +446,8 @@ def test_a_memory_that_no_batch_of_the_run_ranks_is_reported(start_step, is_said
 @pytest.mark.parametrize(("frozen_side", "warns"), [("candidates", False), ("queries", True)])
 def test_only_a_trained_network_of_candidates_is_warned_of(frozen_side, warns):
     memory = CrossBatchMemory(16)
-    module = RetrievalModule(
-        from_scratch(), SmoothAPLoss(), query_embedder=from_scratch(), frozen_side=frozen_side, memory=memory
-    )
+    sides = TwoNetworks(from_scratch(), frozen_side=frozen_side)
+    module = RetrievalModule(from_scratch(), SmoothAPLoss(), sides=sides, memory=memory)
     batch = (torch.rand(8, 1, 32, 32), torch.arange(8) // 2, torch.arange(8))
     words = "the memory begins at step 0 of a network with random weights"
     assert len(warnings_with(words, fit, module, [{"queries": batch, "candidates": batch}])) == warns

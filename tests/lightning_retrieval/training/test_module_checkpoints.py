@@ -12,7 +12,15 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR
 
-from lightning_retrieval import CrossBatchMemory, Embedder, PCAWhitening, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import (
+    CrossBatchMemory,
+    Embedder,
+    PCAWhitening,
+    RetrievalModule,
+    SmoothAPLoss,
+    TwoNetworks,
+    Updates,
+)
 from lightning_retrieval.losses import After, Before, FastAPLoss, WeightedSum
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.training.checkpoint_files import TrainingObjects, network_digest, restored_network
@@ -178,7 +186,7 @@ def test_a_checkpoint_rebuilds_the_module(tmp_path):
         SmoothAPLoss(tau=0.05, class_balanced=True),
         optimizer=functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5),
         lr_scheduler=functools.partial(ExponentialLR, gamma=0.5),
-        gradient_clip_val=2.0,
+        updates=Updates(gradient_clip_val=2.0),
         seed=12,
     )
     path = saved(module, tmp_path / "m.ckpt")
@@ -189,12 +197,12 @@ def test_a_checkpoint_rebuilds_the_module(tmp_path):
     assert repr(again.loss) == repr(module.loss)
     assert (again.optimizer.func, again.optimizer.keywords) == (torch.optim.SGD, {"lr": 0.25, "momentum": 0.5})
     assert (again.lr_scheduler.func, again.lr_scheduler.keywords) == (ExponentialLR, {"gamma": 0.5})
-    assert (again.gradient_clip_val, again.seed) == (2.0, 12)
+    assert (again.updates.gradient_clip_val, again.seed) == (2.0, 12)
     assert dict(again.hparams) == dict(module.hparams)
 
 
 MEMORY = {"memory": CrossBatchMemory(16)}
-QUERIES = {"query_embedder": Embedder("glyph_net", 8), "whitening": PCAWhitening()}
+QUERIES = {"sides": TwoNetworks(Embedder("glyph_net", 8)), "whitening": PCAWhitening()}
 SCALES = {"eval_scales": [1.0, 0.5], "eval_scales_pooling": "gem", "whitening": PCAWhitening()}
 
 
@@ -226,7 +234,7 @@ def test_the_network_of_a_checkpoint_embeds_as_the_module(tmp_path, settings):
 def test_a_query_network_without_layers_is_used():
     x = torch.randn(3, 4)
     for kind, arguments in ((RetrievalNetwork, ()), (RetrievalModule, (SmoothAPLoss(),))):
-        module = kind(nn.Linear(4, 2), *arguments, query_embedder=nn.Sequential())
+        module = kind(nn.Linear(4, 2), *arguments, sides=TwoNetworks(nn.Sequential()))
         assert torch.equal(module.embed_queries(x), x)
 
 
@@ -236,7 +244,7 @@ def objects_of(cls):
     return {
         p.name: p.annotation
         for p in parameters
-        if re.search("Module|Whitening|Optimizer|Memory|Rel", str(p.annotation))
+        if re.search("Module|Whitening|Optimizer|Memory|Rel|Sides|Updates", str(p.annotation))
     }
 
 

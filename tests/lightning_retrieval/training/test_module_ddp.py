@@ -16,7 +16,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import CrossBatchMemory, Embedder, NestedLoss, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, Embedder, NestedLoss, RetrievalModule, SmoothAPLoss, Updates
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
 from lightning_retrieval.losses import After, Before, WeightedSum
@@ -67,9 +67,9 @@ def make_module(name: str) -> RetrievalModule:
     if name.startswith("scheduled"):  # of three steps, two rank whole batches, and one divides the queries
         loss = WeightedSum({"pairs": (Before(0.5), ContrastiveLoss()), "ap": (After(0.5), LearnedTau())})
     if name.startswith("lora"):
-        lora, settings = {"r": 2, "target_modules": ["1", "3"]}, {"layer_decay": 0.5}
+        lora, settings = {"r": 2, "target_modules": ["1", "3"]}, {"updates": Updates(layer_decay=0.5)}
     if name.startswith("frozen"):
-        settings = {"freeze_backbone_epochs": 1}
+        settings = {"updates": Updates(freeze_backbone_epochs=1)}
     if settings:
         embedder = Embedder(embedder, 3, feature_dim=4, pooling="avg", lora=lora).double()
     adam = functools.partial(torch.optim.AdamW, lr=0.05)

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, TwoNetworks, Updates
 from lightning_retrieval.losses import After, Before, WeightedSum
 from lightning_retrieval.training.optimizers import layer_depths
 from tests.lightning_retrieval.training.small_training import (
@@ -65,7 +65,7 @@ def test_head_lr_factor():
     rest = [*plain.backbone.parameters(), plain.scale]
     groups = [{"params": rest}, {"params": plain.head.parameters(), "lr": 5.0}]
     train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches())
-    module = module_with(WithBackbone(), chunk_size=3, head_lr_factor=10)
+    module = module_with(WithBackbone(), chunk_size=3, updates=Updates(head_lr_factor=10))
     fit(module, batches(), callbacks=[log])
     assert log.rates == [[0.5, 5.0]] * 3
     assert_same(module.embedder, plain)
@@ -77,7 +77,7 @@ def test_layer_decay():
     groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(layers, (0.125, 0.25, 0.5))]
     groups += [{"params": [plain.scale], "lr": 0.5}, {"params": plain.head.parameters(), "lr": 1.0}]
     train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches())
-    module = module_with(WithBackbone(), layer_decay=0.5, head_lr_factor=2, chunk_size=3)
+    module = module_with(WithBackbone(), chunk_size=3, **FACTORS)
     fit(module, batches(), callbacks=[log])
     assert log.rates == [[0.125, 0.25, 0.5, 0.5, 1.0]] * 3
     assert_same(module.embedder, plain)
@@ -90,8 +90,8 @@ def test_layer_decay():
 )
 def test_rates_of_two_networks(make, rates):
     """`query_lr_factor` multiplies the rates of the queries, whose head and layers have their factors if they exist."""
-    log, settings = Log(), {"layer_decay": 0.5, "head_lr_factor": 2, "query_lr_factor": 10.0}
-    module = module_with(WithBackbone(), query_embedder=make(), **settings)
+    log = Log()
+    module = module_with(WithBackbone(), sides=TwoNetworks(make(), query_lr_factor=10.0), **FACTORS)
     fit(module, two_sided(), callbacks=[log])
     assert log.rates == [[0.125, 0.25, 0.5, 0.5, 1.0, *rates]] * 3
     (optimizer,) = module.trainer.optimizers
@@ -101,7 +101,7 @@ def test_rates_of_two_networks(make, rates):
 
 STEPS = 8  # of the schedulers below
 RATES = [0.125, 0.25, 0.5, 0.5, 1.0]  # of WithBackbone with the factors below and the rate 0.5
-FACTORS = {"layer_decay": 0.5, "head_lr_factor": 2}
+FACTORS = {"updates": Updates(layer_decay=0.5, head_lr_factor=2)}
 ONE_CYCLE = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=STEPS, cycle_momentum=False)
 CYCLIC = functools.partial(
     schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="triangular2", cycle_momentum=False
@@ -267,7 +267,8 @@ def two_sided():
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_backbones_of_both_networks_are_frozen_at_first(epochs):
-    module = module_with(WithBackbone(), query_embedder=WithBackbone(), freeze_backbone_epochs=1)
+    updates = Updates(freeze_backbone_epochs=1)
+    module = module_with(WithBackbone(), sides=TwoNetworks(WithBackbone()), updates=updates)
     fit(module, two_sided(), max_epochs=epochs)
     for network in (module.query_embedder, module.embedder):
         assert torch.equal(network.backbone[0].weight, WithBackbone().backbone[0].weight) == (epochs == 1)
@@ -276,18 +277,23 @@ def test_backbones_of_both_networks_are_frozen_at_first(epochs):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("embedder", "settings", "sentence"),
+    ("embedder", "updates", "sentence"),
     [
-        (net(), {"head_lr_factor": 10.0}, r"`head_lr_factor` is 10\.0, but the embedder has no `head`"),
-        (net().requires_grad_(False), {}, "`embedder` and `loss` must have a parameter to train"),
-        (net(), {"layer_decay": 0.5}, "`layer_decay` needs an embedder with a `backbone`, .*got Sequential"),
-        (net(), {"layer_decay": 2}, "`layer_decay` must be .*, got 2"),
-        (net(), {"freeze_backbone_epochs": 1}, "`freeze_backbone_epochs` needs .* `backbone`, .*got Sequential"),
+        (net(), Updates(head_lr_factor=10.0), r"`head_lr_factor` is 10\.0, but the embedder has no `head`"),
+        (net().requires_grad_(False), None, "`embedder` and `loss` must have a parameter to train"),
+        (net(), Updates(layer_decay=0.5), "`layer_decay` needs an embedder with a `backbone`, .*got Sequential"),
+        (net(), Updates(freeze_backbone_epochs=1), "`freeze_backbone_epochs` needs .* `backbone`, .*got Sequential"),
     ],
 )
-def test_settings_that_do_not_fit_the_embedder_raise(embedder, settings, sentence):
+def test_settings_that_do_not_fit_the_embedder_raise(embedder, updates, sentence):
     with pytest.raises(ValueError, match=f"^RetrievalModule: {sentence}"):
-        module_with(embedder, **settings).configure_optimizers()
+        module_with(embedder, updates=updates).configure_optimizers()
+
+
+@pytest.mark.refusal
+def test_a_layer_decay_above_1_raises():
+    with pytest.raises(ValueError, match=r"^Updates: `layer_decay` must be from 0\.01 to 1, got 2"):
+        Updates(layer_decay=2)
 
 
 class Partial(RetrievalModule):
@@ -461,9 +467,8 @@ class Trained(pl.Callback):
 def train(epochs, *callbacks, freeze=2, chunk_size=None, **settings):
     torch.manual_seed(3)
     embedder = Embedder(net(), 3, feature_dim=4, pooling="avg").double()
-    module = RetrievalModule(
-        embedder, SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=SGD, freeze_backbone_epochs=freeze, seed=0
-    )
+    updates = Updates(freeze_backbone_epochs=freeze)
+    module = module_with(embedder, chunk_size=chunk_size, updates=updates, seed=0)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     run = trainer(max_epochs=epochs, callbacks=list(callbacks), enable_checkpointing=saves)
     run.fit(module, DataLoader(batches(), batch_size=None), weights_only=True, **settings)

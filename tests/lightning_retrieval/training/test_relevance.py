@@ -76,13 +76,12 @@ def train(rank, world, cases):
     """The weights and the logged values of each case."""
     results = {}
     for rule, mode in cases:
-        memory = {}
+        memory = None
         if mode is not None:
-            memory = {"memory": CrossBatchMemory(SIZE, start_step=1), "memory_mode": mode}
-        if mode == "two_terms":
-            memory["memory_weight"] = WEIGHT
+            weight = WEIGHT if mode == "two_terms" else 1.0
+            memory = CrossBatchMemory(SIZE, start_step=1, mode=mode, weight=weight)
         module = RetrievalModule(
-            net(), SmoothAPLoss(0.1), optimizer=SGD, chunk_size=2, relevance=RULES[rule].rule, **memory
+            net(), SmoothAPLoss(0.1), optimizer=SGD, chunk_size=2, relevance=RULES[rule].rule, memory=memory
         )
         seen = LossAndAP()
         trainer = quiet_trainer(

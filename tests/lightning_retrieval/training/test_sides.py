@@ -27,6 +27,9 @@ from lightning_retrieval import (
     RetrievalModule,
     ROADMAPLoss,
     SmoothAPLoss,
+    TwoNetworks,
+    TwoSides,
+    Updates,
     WeightedSum,
 )
 from lightning_retrieval.callbacks import APMonitor, MemoryMonitor, RetrievalEvaluation
@@ -107,15 +110,14 @@ def plain_run(loss, data, directions="queries", mode=None, size=16, networks=Non
     return queries, candidates, values
 
 
-def module_of(loss, directions="queries", mode=None, networks=None, optimizer=SGD, **settings):
+def module_of(loss, directions="queries", mode=None, networks=None, optimizer=SGD, of_sides=None, **settings):
     queries, candidates = networks or (query_net(), net())
     if mode:
-        settings |= {"memory": CrossBatchMemory(16), "memory_mode": mode}
-    if mode == "two_terms":
-        settings["memory_weight"] = 0.7
+        settings["memory"] = CrossBatchMemory(16, mode=mode, weight=0.7 if mode == "two_terms" else 1.0)
+    sides = TwoSides(directions=directions)
     if queries is not candidates:
-        settings["query_embedder"] = queries
-    return RetrievalModule(candidates, loss, directions=directions, optimizer=optimizer, **settings)
+        sides = TwoNetworks(queries, directions=directions, **(of_sides or {}))
+    return RetrievalModule(candidates, loss, sides=sides, optimizer=optimizer, **settings)
 
 
 def assert_trained_like(module, queries, candidates):
@@ -288,7 +290,7 @@ alive = weakref.WeakSet()
 )
 def test_graphs_alive_at_once(chunk_size, keep_graphs, most):
     settings = {"chunk_size": chunk_size, "keep_graphs": keep_graphs, "optimizer": SGD}
-    module = Graphs(net(), SmoothAPLoss(tau=0.1), query_embedder=query_net(), directions="both", **settings)
+    module = Graphs(net(), SmoothAPLoss(tau=0.1), sides=TwoNetworks(query_net(), directions="both"), **settings)
     fit(module, pairs(2))
     assert module.most == most
     assert not alive
@@ -350,8 +352,8 @@ def test_a_frozen_side_is_embedded_once_in_evaluation_mode(side, chunk_size):
     plain_queries, plain_candidates = copy.deepcopy(queries), copy.deepcopy(candidates)
     (plain_queries, plain_candidates)[side == "candidates"].eval().requires_grad_(False)
     plain_run(SmoothAPLoss(tau=0.1), pairs(), "both", networks=(plain_queries, plain_candidates))
-    settings = {"frozen_side": side, "chunk_size": chunk_size, "directions": "both", "optimizer": SGD}
-    module = Calls(candidates, SmoothAPLoss(tau=0.1), query_embedder=queries, **settings)
+    sides = TwoNetworks(queries, frozen_side=side, directions="both")
+    module = Calls(candidates, SmoothAPLoss(tau=0.1), sides=sides, chunk_size=chunk_size, optimizer=SGD)
     fit(module, pairs())
     assert_same(queries, plain_queries)
     assert_same(candidates, plain_candidates)
@@ -363,32 +365,55 @@ def test_a_frozen_side_is_embedded_once_in_evaluation_mode(side, chunk_size):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"frozen_side": "candidates"}, {"chunk_size": {"queries": None, "candidates": 4}}], ids=str
+    ("frozen_side", "chunk_size"), [("candidates", None), (None, {"queries": None, "candidates": 4})], ids=str
 )
-def test_queries_keep_a_graph_with_batch_norm_while_candidates_are_embedded(settings):
+def test_queries_keep_a_graph_with_batch_norm_while_candidates_are_embedded(frozen_side, chunk_size):
     """The running statistics of the queries, which their graph has saved, count as unchanged."""
     queries = nn.Sequential(*query_net(), nn.BatchNorm1d(4)).double()
     candidates = net()
     plain_queries, plain_candidates = copy.deepcopy(queries), copy.deepcopy(candidates)
-    plain_candidates.requires_grad_("frozen_side" not in settings)
+    plain_candidates.requires_grad_(frozen_side is None)
     plain_run(SmoothAPLoss(tau=0.1), pairs(), networks=(plain_queries, plain_candidates))
-    module = RetrievalModule(candidates, SmoothAPLoss(tau=0.1), query_embedder=queries, optimizer=SGD, **settings)
+    sides = TwoNetworks(queries, frozen_side=frozen_side)
+    module = RetrievalModule(candidates, SmoothAPLoss(tau=0.1), sides=sides, optimizer=SGD, chunk_size=chunk_size)
     fit(module, pairs())
     assert_same(queries, plain_queries)
     assert_same(candidates, plain_candidates)
     assert int(queries[-1].num_batches_tracked) == 3
 
 
+class QueryNet(nn.Module):
+    """A network that a checkpoint can describe."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = query_net()
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
 @pytest.mark.parametrize("by_argument", [True, False])
 def test_a_frozen_side_stays_frozen_when_a_checkpoint_is_loaded(by_argument, tmp_path):
-    settings = {"frozen_side": "candidates"} if by_argument else {}
-    networks = query_net(), net().requires_grad_(by_argument)
-    module = module_of(SmoothAPLoss(tau=0.1), networks=networks, **settings)
+    sides = TwoNetworks(QueryNet(), frozen_side="candidates" if by_argument else None)
+    candidates = net().requires_grad_(by_argument)
+    module = RetrievalModule(candidates, SmoothAPLoss(tau=0.1), sides=sides, optimizer=SGD)
     fit(module, pairs()).save_checkpoint(tmp_path / "frozen.ckpt")
-    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "frozen.ckpt", embedder=net(), query_embedder=query_net())
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "frozen.ckpt", embedder=net())
     fit(loaded, pairs())
     assert torch.equal(loaded.embedder[0].weight, net()[0].weight)
-    assert not torch.allclose(loaded.query_embedder[0].weight, module.query_embedder[0].weight)
+    assert not torch.allclose(loaded.query_embedder.net[0].weight, module.query_embedder.net[0].weight)
+
+
+def test_networks_that_a_checkpoint_cannot_describe_are_given_again(tmp_path):
+    module = module_of(SmoothAPLoss(tau=0.1))
+    fit(module, pairs()).save_checkpoint(tmp_path / "m.ckpt")
+    with pytest.raises(ValueError, match=r"^RetrievalModule: `sides` .* pass it again: load_from_checkpoint\(.*sides="):
+        RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", embedder=net())
+    sides = TwoNetworks(query_net(), directions="both")
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", embedder=net(), sides=sides)
+    assert loaded.sides.directions == "both"
+    assert_same(loaded.query_embedder, module.query_embedder)
 
 
 class Tied(RetrievalModule):
@@ -404,7 +429,7 @@ class Tied(RetrievalModule):
 
 
 def test_a_frozen_network_with_a_trained_layer_behind_it():
-    module = Tied(net(), SmoothAPLoss(tau=0.1), query_embedder=query_net(), frozen_side="candidates", optimizer=SGD)
+    module = Tied(net(), SmoothAPLoss(tau=0.1), sides=TwoNetworks(query_net(), frozen_side="candidates"), optimizer=SGD)
     plain = nn.Sequential(net().requires_grad_(False), copy.deepcopy(module.extra))
     queries, _, _ = plain_run(SmoothAPLoss(tau=0.1), pairs(), networks=(query_net(), plain))
     fit(module, pairs())
@@ -413,6 +438,9 @@ def test_a_frozen_network_with_a_trained_layer_behind_it():
 
 
 # --- What raises, and what is logged
+
+
+SAME = net()
 
 
 class NotRanked(nn.Module):
@@ -426,38 +454,40 @@ class NotRanked(nn.Module):
 @pytest.mark.parametrize(
     ("error", "sentence", "settings"),
     [
-        (
-            ValueError,
-            r"`query_lr_factor` and `frozen_side` need a `query_embedder`, got 2.0 ",
-            {"query_lr_factor": 2.0},
-        ),
-        (ValueError, r"need a `query_embedder`, got 1.0 and 'queries' without one", {"frozen_side": "queries"}),
-        (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0, "query_embedder": net()}),
-        (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both", "query_embedder": net()}),
-        (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
-        (
-            ValueError,
-            "`query_embedder` must be another .* got the same",
-            dict.fromkeys(["embedder", "query_embedder"], net()),
-        ),
-        (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
+        (ValueError, "`sides` must have another .* got the same", {"embedder": SAME, "sides": TwoNetworks(SAME)}),
+        (TypeError, r"`sides` must be .*TwoSides, got int", {"sides": 3}),
         (
             TypeError,
             r"with two sides the loss must rank references .* NotRanked",
-            {"loss": NotRanked(), "directions": "both"},
+            {"loss": NotRanked(), "sides": TwoSides(directions="both")},
         ),
         (ValueError, r"`chunk_size` must have the keys .* got \{'queries': 3\}", {"chunk_size": {"queries": 3}}),
         (ValueError, r"`chunk_size\['queries'\]` .* got 0", {"chunk_size": {"queries": 0, "candidates": None}}),
         (
             ValueError,
-            r"memory_mode='one_list_detached' leaves `embedder` without a gradient",
-            {"query_embedder": net(), "memory": CrossBatchMemory(9), "memory_mode": "one_list_detached"},
+            r"mode='one_list_detached'\) leaves `embedder` without a gradient",
+            {"sides": TwoNetworks(net()), "memory": CrossBatchMemory(9, mode="one_list_detached")},
         ),
     ],
 )
 def test_settings_that_do_not_fit_two_sides(error, sentence, settings):
     with pytest.raises(error, match=rf"^RetrievalModule: .*{sentence}"):
         RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "sentence", "settings"),
+    [
+        (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0}),
+        (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both"}),
+        (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
+        (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
+    ],
+)
+def test_settings_that_do_not_fit_two_networks(error, sentence, settings):
+    with pytest.raises(error, match=rf"^TwoNetworks: {sentence}"):
+        TwoNetworks(**{"query_embedder": net(), **settings})
 
 
 def one_sided_dict(batch):
@@ -476,14 +506,14 @@ def with_nan(batch):
     [
         (
             TypeError,
-            r"with a `query_embedder` or directions='both', a batch for training must be .*, got 3 items; .* Pairs",
-            {"query_embedder": query_net()},
+            r"with TwoNetworks or directions='both', a batch for training must be .*, got 3 items; .* Pairs",
+            {"sides": TwoNetworks(query_net())},
             lambda batch: batch["candidates"],
         ),
         (
             TypeError,
             r"must be .*, got a dict with .*images",
-            {"directions": "both"},
+            {"sides": TwoSides(directions="both")},
             lambda batch: one_sided_dict(batch),
         ),
         (ValueError, r"must have queries and candidates, got only queries", {}, lambda b: {"queries": b["queries"]}),
@@ -491,19 +521,19 @@ def with_nan(batch):
         (
             ValueError,
             r"at least one query and one candidate, got \[\[7, 0\]\]",
-            {"query_embedder": query_net()},
+            {"sides": TwoNetworks(query_net())},
             lambda batch: {**batch, "candidates": tuple(column[:0] for column in batch["candidates"])},
         ),
         (
             ValueError,
             r"NaN or inf in 1 of 10 rows at step 0 \(seen on rank 0\), the first for ids \[2\] of the candidates",
-            {"query_embedder": query_net()},
+            {"sides": TwoNetworks(query_net())},
             with_nan,
         ),
         (
             TypeError,
             r"`ids` must be given",
-            {"query_embedder": query_net(), "memory": CrossBatchMemory(20)},
+            {"sides": TwoNetworks(query_net()), "memory": CrossBatchMemory(20)},
             lambda batch: {**batch, "candidates": batch["candidates"][:2]},
         ),
     ],
@@ -517,7 +547,7 @@ def test_batches_that_do_not_fit_raise(error, sentence, settings, change):
 
 @pytest.mark.refusal
 def test_embeddings_of_different_dimensions_are_not_evaluated():
-    module = RetrievalModule(net(), SmoothAPLoss(), query_embedder=nn.Linear(5, 3).double())
+    module = RetrievalModule(net(), SmoothAPLoss(), sides=TwoNetworks(nn.Linear(5, 3).double()))
     with pytest.raises(ValueError, match=r"^RetrievalModule: .* must have the same dimension, got 3 and 4; give both"):
         module.validation_step(pairs(1)[0], 0)
 
@@ -614,7 +644,7 @@ class CutProbe(pl.Callback):
 def test_a_run_is_resumed_bit_by_bit(tmp_path):
     """With dropout on both sides, a memory and Adam's moments."""
 
-    settings = {"mode": "one_list", "optimizer": ADAM, "chunk_size": 3, "query_lr_factor": 2.0}
+    settings = {"mode": "one_list", "optimizer": ADAM, "chunk_size": 3, "of_sides": {"query_lr_factor": 2.0}}
 
     def run(epochs, checkpoint=None):
         module = module_of(SmoothAPLoss(tau=0.1), "both", networks=(query_net(0.3), net(0.3)), **settings)
@@ -636,12 +666,15 @@ def test_a_run_is_resumed_bit_by_bit(tmp_path):
 FIRST = {"queries": 5, "candidates": 3}  # rows of the first of two processes
 RUNS = {
     "memory": {"memory": CrossBatchMemory(16), "chunk_size": {"queries": 2, "candidates": 3}},
-    "sum": {"loss": ROADMAPLoss(0.3), "chunk_size": 2, "keep_graphs": 3, "gradient_clip_val": 0.1},
-    "third-party": {"loss": MultiSimilarityLoss(), "directions": "queries"},
+    "sum": {"loss": ROADMAPLoss(0.3), "chunk_size": 2, "keep_graphs": 3, "updates": Updates(gradient_clip_val=0.1)},
+    "third-party": {"loss": MultiSimilarityLoss(), "sides": TwoNetworks(query_net())},
     "scheduled": {"loss": WeightedSum({"pairs": (Before(0.5), MultiSimilarityLoss()), "ap": (After(0.5), HAPLoss())})},
-    "frozen": {"frozen_side": "candidates", "memory": CrossBatchMemory(16), "memory_mode": "two_terms"},
-    "one network": {"query_embedder": None, "chunk_size": 2},
-    "rule": {"relevance": OtherCamera(), "directions": "queries"},
+    "frozen": {
+        "sides": TwoNetworks(query_net(), directions="both", frozen_side="candidates"),
+        "memory": CrossBatchMemory(16, mode="two_terms"),
+    },
+    "one network": {"sides": TwoSides(directions="both"), "chunk_size": 2},
+    "rule": {"relevance": OtherCamera(), "sides": TwoNetworks(query_net())},
 }
 APART = "each process by itself"
 SHARDED = ["memory", "sum", "frozen", "one network"]
@@ -682,7 +715,8 @@ def share_of(rank, side):
 
 
 def run_of(name, world, sharded=False):
-    settings = {"loss": SmoothAPLoss(tau=0.1), "query_embedder": query_net(), "directions": "both", "optimizer": ADAM}
+    sides = TwoNetworks(query_net(), directions="both")
+    settings = {"loss": SmoothAPLoss(tau=0.1), "sides": sides, "optimizer": ADAM}
     settings["gather"] = name != APART
     module = RetrievalModule(net(), **copy.deepcopy({**settings, **RUNS.get(name, {})}))
     strategy, plugins = "auto", None

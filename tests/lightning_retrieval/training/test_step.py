@@ -162,7 +162,7 @@ def test_the_loss_ranks_rounded_embeddings_and_the_gradient_is_not_rounded(dtype
         optimizer.zero_grad()
         embeddings.backward(rounded.grad)
         optimizer.step()
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD, gather_dtype=dtype)
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD, gather=dtype)
     fit(module, batches())
     assert_same(module.embedder, plain)
     exact = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
@@ -310,7 +310,7 @@ def test_a_fit_reports_once_what_its_lists_are(start_step, mode, reported, caplo
     labels, ids = torch.tensor([7, 7, 7, 1, 1, 1, 5, 5, 5, 5]), torch.arange(ROWS)
     settings = {}
     if mode is not None:
-        settings = {"memory": CrossBatchMemory(16, start_step), "memory_mode": mode}
+        settings = {"memory": CrossBatchMemory(16, start_step, mode=mode)}
     module = RetrievalModule(net(), SmoothAPLoss(), **settings)
     for _ in range(2):
         with caplog.at_level("INFO"):

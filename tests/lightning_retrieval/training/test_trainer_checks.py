@@ -227,11 +227,10 @@ def test_weights_that_change_need_a_number_of_steps(data, limits, got):
     assert module.trainer.global_step == 2
 
 
-def test_a_type_of_gathered_embeddings_without_gathering_raises():
-    with pytest.raises(
-        ValueError, match=r"^RetrievalModule: `gather_dtype` must be None .* got 'float16'; keep gather="
-    ):
-        RetrievalModule(net(), SmoothAPLoss(), gather=False, gather_dtype="float16")
+@pytest.mark.parametrize("gather", [None, 1, "float32"])
+def test_gather_is_a_bool_or_a_type(gather):
+    with pytest.raises(ValueError, match=rf"^RetrievalModule: `gather` must be one of True, .* got {gather!r}"):
+        RetrievalModule(net(), SmoothAPLoss(), gather=gather)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss, TwoNetworks
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.models import FrozenEmbedder, TextEmbedder
 from lightning_retrieval.search.commands import demo
@@ -366,7 +366,7 @@ def test_words_are_searched_for_in_a_browser(indexed, tmp_path, capsys):
     frozen = FrozenEmbedder(checkpoint=RetrievalIndex.load(indexed / "index").about["checkpoint"])
     dim = RetrievalIndex.load(indexed / "index").dim
     texts = TextEmbedder("ngram_net", dim, backbone_args={"buckets": 500, "dim": 8})
-    module = RetrievalModule(frozen, SmoothAPLoss(), query_embedder=texts)
+    module = RetrievalModule(frozen, SmoothAPLoss(), sides=TwoNetworks(texts))
     checkpoint = save_checkpoint(tmp_path / "texts.ckpt", module)
     given = ["search", f"--index={indexed / 'index'}", f"--checkpoint={checkpoint}", "--text=red <b>shoes", "--json"]
     nearest = json.loads(command(capsys, *given)[1])["queries"][0]["results"][0]["path"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss, TwoNetworks
 from lightning_retrieval.models import Embedder, FrozenEmbedder, PCAWhitening, Preparation, TextEmbedder
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.export.onnx_file import can_write_onnx
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     save_checkpoint(folder / "other.ckpt", RetrievalModule(Embedder(**SMALL), SmoothAPLoss()))
     for name, network in (("texts", TextEmbedder(**TEXTS)), ("images", Embedder("glyph_net", 16))):
         frozen = FrozenEmbedder(checkpoint=str(folder / "old.ckpt"))
-        save_checkpoint(folder / f"{name}.ckpt", RetrievalModule(frozen, SmoothAPLoss(), query_embedder=network))
+        save_checkpoint(folder / f"{name}.ckpt", RetrievalModule(frozen, SmoothAPLoss(), sides=TwoNetworks(network)))
     return folder
 
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_with_a_model_of_hugging_face_needs_no_files_besides(folder
         row = network(network.tokenizer(["red shoes"]))[0]
     frozen = FrozenEmbedder(checkpoint=str(folder / "old.ckpt"))
     checkpoint = tmp_path / "hf.ckpt"
-    save_checkpoint(checkpoint, RetrievalModule(frozen, SmoothAPLoss(), query_embedder=network))
+    save_checkpoint(checkpoint, RetrievalModule(frozen, SmoothAPLoss(), sides=TwoNetworks(network)))
     shutil.rmtree(tmp_path / "model")
     capsys.readouterr()  # the progress of transformers
     given = [f"--index={index}", f"--checkpoint={checkpoint}", "-k=6", "--text=red shoes"]
@@ -153,7 +153,7 @@ def test_text_for_a_checkpoint_without_texts_is_one_sentence(folder, index, caps
 
 
 def test_a_checkpoint_whose_candidates_are_texts_indexes_no_images(folder, capsys, tmp_path):
-    module = RetrievalModule(TextEmbedder(**TEXTS), SmoothAPLoss(), query_embedder=Embedder(**SMALL))
+    module = RetrievalModule(TextEmbedder(**TEXTS), SmoothAPLoss(), sides=TwoNetworks(Embedder(**SMALL)))
     save_checkpoint(tmp_path / "captions.ckpt", module)
     arguments = [f"--checkpoint={tmp_path / 'captions.ckpt'}", f"--images={folder / 'images'}"]
     for name in ("index", "embed"):
@@ -182,7 +182,7 @@ def test_a_text_must_not_be_empty(folder, index, capsys):
 def test_a_frozen_embedder_of_a_new_checkpoint_is_that_of_the_old_one(folder, index, capsys, tmp_path):
     frozen = FrozenEmbedder(checkpoint=str(folder / "texts.ckpt"))
     assert isinstance(frozen.embedder, Embedder)
-    newer = RetrievalModule(frozen, SmoothAPLoss(), query_embedder=TextEmbedder(**TEXTS))
+    newer = RetrievalModule(frozen, SmoothAPLoss(), sides=TwoNetworks(TextEmbedder(**TEXTS)))
     save_checkpoint(tmp_path / "newer.ckpt", newer)
     given = [f"--index={index}", f"--checkpoint={tmp_path / 'newer.ckpt'}", "-k=6"]
     assert len(found(capsys, *given, "--text=x")["x"]) == 6
@@ -241,14 +241,17 @@ def test_embeddings_of_queries_are_not_indexed(folder, tmp_path, capsys):
     assert error.startswith("embed: `--images` must be a table with the column text for queries that are texts, got")
 
 
+def of_queries(settings):
+    return settings["sides"]["init_args"]["query_embedder"]
+
+
 HOSTILE = {
-    "a function": lambda settings, state: settings.update(query_embedder={"class_path": "os.system", "init_args": {}}),
-    "no module": lambda settings, state: settings["query_embedder"].update(class_path="torch.optim.SGD"),
+    "a function": lambda settings, state: of_queries(settings).update(class_path="os.system", init_args={}),
+    "no module": lambda settings, state: of_queries(settings).update(class_path="torch.optim.SGD"),
     "a file": lambda settings, state: settings["embedder"].update(init_args={"checkpoint": "old.ckpt"}),
-    "many buckets": lambda settings, state: settings["query_embedder"]["init_args"]["backbone_args"].update(
-        buckets=1e9
-    ),
-    "an address": lambda settings, state: settings["query_embedder"]["init_args"].update(backbone="hf/https://evil/x"),
+    "many buckets": lambda settings, state: of_queries(settings)["init_args"]["backbone_args"].update(buckets=1e9),
+    "an address": lambda settings, state: of_queries(settings)["init_args"].update(backbone="hf/https://evil/x"),
+    "no sides": lambda settings, state: settings["sides"].update(class_path="torch.nn.Identity"),
     "a tokenizer": lambda settings, state: state.update({"query_embedder._extra_state": torch.ones(3)}),
     "no tensor": lambda settings, state: state.update({"query_embedder._extra_state": {"tokenizer": "x"}}),
 }
@@ -356,11 +359,14 @@ model:
     embedder:
       class_path: lightning_retrieval.models.FrozenEmbedder
       init_args: {{checkpoint: {folder}/old.ckpt}}
-    query_embedder:
-      class_path: lightning_retrieval.models.TextEmbedder
-      init_args: {{backbone: ngram_net, embedding_dim: 16, backbone_args: {{buckets: 500, dim: 8}}}}
+    sides:
+      class_path: TwoNetworks
+      init_args:
+        query_embedder:
+          class_path: lightning_retrieval.models.TextEmbedder
+          init_args: {{backbone: ngram_net, embedding_dim: 16, backbone_args: {{buckets: 500, dim: 8}}}}
+        directions: both
     loss: lightning_retrieval.SmoothAPLoss
-    directions: both
 data:
   class_path: Pairs
   init_args:
