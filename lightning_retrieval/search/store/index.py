@@ -394,9 +394,9 @@ class RetrievalIndex:
             try:
                 with new_version(path) as version:
                     faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
-                    lists = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version, launch)
+                    parts = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version, launch)
                     with others_informed(launch):
-                        self.faiss_indexes = merge_on_disk(lists, version)
+                        self.faiss_indexes = merge_on_disk(self.faiss_indexes, parts, version)
                         self._table.add(new_ids, paths, added)
                         self.recall = measure_recall(self._search, embeddings, new_ids)
                         version.write_all(self._table.writers())
