@@ -46,17 +46,7 @@ NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothi
 UNREADABLE = "cannot be read as an image; choose another file."
 NONE_READABLE = "None of the drawn images can be read in the folder of the index; give their folder with `--images`."
 SIDE = 320  # approximate number of pixels of the longer side of a shown image
-CSS = """
-.gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
-.pictures .grid-wrap {min-height: 0; max-height: none}
-.pictures .grid-container {grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) !important;
-    grid-auto-rows: auto}
-#examples .grid-container {grid-template-columns: repeat(3, minmax(0, 9rem)) !important; justify-content: center}
-.pictures .thumbnail-item {aspect-ratio: auto; height: auto; overflow: visible; display: flex; flex-direction: column}
-.pictures .thumbnail-item img {aspect-ratio: 1; width: 100%; height: auto; object-fit: contain}
-.pictures .caption-label {position: static; max-width: none; width: 100%; white-space: normal; overflow: visible;
-    overflow-wrap: anywhere; text-overflow: clip; background: none; box-shadow: none; border: none; text-align: left}
-"""
+STYLE = Path(__file__).with_name("demo.css")
 
 
 def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
@@ -125,7 +115,7 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             server_name=host,
             server_port=port,
             theme=gradio.themes.Default(**fonts),
-            css=CSS,
+            css=STYLE.read_text(encoding="utf-8"),
             show_error=True,
             footer_links=[],
             max_file_size=f"{MEGABYTES}mb",  # the page rejects larger files before it uploads them
