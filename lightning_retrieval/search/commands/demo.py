@@ -311,7 +311,7 @@ class PageAnswers:
     def __init__(self, searcher: ImageSearcher, images: Path, k: int) -> None:
         self.searcher = searcher
         self.images = images
-        self.k = k
+        self._request = searcher.index.request(k)
         self._gradio = _import_gradio()
 
     def of_upload(self, file: str | None) -> tuple[Any, ...]:
@@ -325,7 +325,7 @@ class PageAnswers:
         words = (text or "").strip()[:LONGEST_TEXT]
         if not words:
             return self._only_text(NO_TEXT)
-        results, _ = self.searcher.search([], self.k, texts=[words])
+        results, _ = self.searcher.search([], self._request, texts=[words])
         return self._answer(_bold(words), results[0], self._gradio.Image(value=None, visible=False))
 
     def of_path(self, path: str) -> tuple[Any, ...]:
@@ -349,7 +349,7 @@ class PageAnswers:
             picture = uploaded_picture(Path(file))
         except ValueError as error:
             return self._only_text(f"{shown} {error}")
-        results, _ = self.searcher.search([file], self.k)
+        results, _ = self.searcher.search([file], self._request)
         return self._answer(shown, results[0], self._gradio.Image(value=picture, visible=True))
 
     def _answer(self, shown: str, result: QueryResult, query: Any) -> tuple[Any, ...]:
@@ -374,7 +374,7 @@ def random_pictures(index: EmbeddingStore, images: Path, count: int) -> list[tup
     """
     generator = np.random.default_rng()
     directions = generator.standard_normal((DRAWS, index.dim), dtype=np.float32)
-    _, _, nearest = index.search_with_paths(torch.from_numpy(directions), min(DRAWN_FROM, len(index)))
+    _, _, nearest = index.search_with_paths(torch.from_numpy(directions), index.request(min(DRAWN_FROM, len(index))))
     pictures: dict[str, Image.Image] = {}
     for row in nearest:
         found = [path for path in row if path]  # an approximate index may find fewer
