@@ -54,5 +54,6 @@ def _imported_for_type_checkers(package: str) -> dict[str, str]:
             continue
         for imported in ast.walk(statement):
             if isinstance(imported, ast.ImportFrom):
-                modules |= {alias.name: str(imported.module) for alias in imported.names}
+                for alias in imported.names:
+                    modules[alias.name] = str(imported.module)
     return modules

@@ -53,7 +53,7 @@ def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         if options.json:
             shown = json.dumps(_plain(results, unreadable, index), indent=1)
         else:
-            shown = "\n\n".join(_table(result) for result in results)
+            shown = "\n\n".join(map(_table, results))
     print(shown)
     return unreadable
 

@@ -139,7 +139,7 @@ def merge(index: Any, parts: Sequence[Part], stream: DigestStream) -> None:
         RuntimeError: if a part has become shorter.
     """
     ivf = load_faiss().extract_index_ivf(index)
-    contents = [part.mapped() for part in parts]
+    contents = list(map(Part.mapped, parts))
     end_of_sizes = ivf.nlist * SIZE_BYTES
     sizes_of_parts = [content[:end_of_sizes].view("<i8") for content in contents]
     sizes = np.sum(sizes_of_parts, axis=0, dtype="<i8")

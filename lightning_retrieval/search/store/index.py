@@ -50,7 +50,7 @@ from lightning_retrieval.search.store.rows import (
     query_rows,
     sample_rows,
 )
-from lightning_retrieval.search.store.storage import new_version, read_folder
+from lightning_retrieval.search.store.storage import NewVersion, new_version, read_folder
 
 LARGEST_DIM = 2**31 - 1  # limit of faiss
 MOST_SHARDS = 10_000  # each shard is a file
@@ -432,7 +432,7 @@ class RetrievalIndex:
                         self._table.add(new_ids, paths, added)
                         self.recall = self._measure_recall(embeddings, new_ids)
                         version.write_all(self._table.writers())
-                        version.publish({name: getattr(self, name) for name in SETTINGS})
+                        self._publish(version)
             except BaseException:
                 self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
                 raise
@@ -545,7 +545,7 @@ class RetrievalIndex:
             check_not_mapped(self.mapped, "save")
             with new_version(path) as version:
                 version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
-                version.publish({name: getattr(self, name) for name in SETTINGS})
+                self._publish(version)
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
@@ -609,6 +609,9 @@ class RetrievalIndex:
             f"RetrievalIndex(dim={self.dim}, factory={self.factory!r}, parameters={self.parameters!r}, "
             f"shards={self.shards}, rows={len(self)}{recall})"
         )
+
+    def _publish(self, version: NewVersion) -> None:
+        version.publish({name: getattr(self, name) for name in SETTINGS})
 
     def _empty_shards(self) -> list[Any]:
         return [faiss_index.new_faiss_index(self.dim, self.factory, self.parameters) for _ in range(self.shards)]

@@ -106,7 +106,7 @@ def test_invalid_arguments_are_reported_in_one_sentence(indexed, tmp_path, capsy
         ([none, "--images", tmp_path / "gone"], "`--images` must be the folder of the index's images, got "),
     ):
         assert message in error_of(capsys, *search, *args)
-    with pytest.raises(TypeError, match=r"^search_images: `k` must be an integer >= 1, got 2\.5 \(float\)\.$"):
+    with pytest.raises(TypeError, match=r"^RetrievalIndex: `k` must be an integer >= 1, got 2\.5 \(float\)\.$"):
         search_images(RetrievalIndex.load(indexed / "index"), ["a.png"], k=2.5)
     monkeypatch.setitem(sys.modules, "faiss", None)
     error = error_of(capsys, "search", "--index", indexed / "index", "query.png")
