@@ -4,25 +4,7 @@ from typing import TYPE_CHECKING
 
 from lightning_retrieval.lazy_names import lazy_names
 
-# Each public name and the module of the library that it is imported from.
-MODULES = {
-    "APMonitor": "callbacks.ap_monitor",
-    "CheckpointOnInterrupt": "callbacks.interrupt",
-    "DetectionPicture": "callbacks.detections",
-    "EmbeddingWriter": "search.embedding_writer",
-    "FSDP2Strategy": "callbacks.fsdp2_strategy",
-    "LearnWhitening": "callbacks.whitening",
-    "MemoryMonitor": "callbacks.memory_monitor",
-    "PrecisionRecallCurve": "callbacks.curves",
-    "ResumableCSVLogger": "callbacks.csv_logger",
-    "RetrievalEvaluation": "callbacks.evaluation",
-    "RetrievalGallery": "callbacks.gallery",
-    "RetrievalWandbLogger": "callbacks.wandb_logger",
-    "ScoreHistogram": "callbacks.curves",
-    "TrainingCurve": "callbacks.curves",
-}
-
-if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
+if TYPE_CHECKING:  # the public names; type checkers export names imported `as` themselves
     from lightning_retrieval.callbacks.ap_monitor import APMonitor as APMonitor
     from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger as ResumableCSVLogger
     from lightning_retrieval.callbacks.curves import PrecisionRecallCurve as PrecisionRecallCurve
@@ -37,7 +19,5 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger as RetrievalWandbLogger
     from lightning_retrieval.callbacks.whitening import LearnWhitening as LearnWhitening
     from lightning_retrieval.search.embedding_writer import EmbeddingWriter as EmbeddingWriter
-else:
-    __all__ = sorted(MODULES)
 
-__getattr__, __dir__ = lazy_names(__name__, MODULES)
+__getattr__, __dir__ = lazy_names(__name__)

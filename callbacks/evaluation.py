@@ -5,7 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,14 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     set_prefixes,
     what_is_lost,
 )
-from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_counts, check_strings
+from lightning_retrieval.checks import check_bool
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
-from lightning_retrieval.metrics.retrieval import REVERSE, extra_metric
+from lightning_retrieval.metrics.retrieval import REVERSE
 from lightning_retrieval.models import Embedder
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
-from lightning_retrieval.ranking.labels import check_dims
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
 
@@ -256,22 +255,28 @@ class RetrievalEvaluation(pl.Callback):
         database_augmentation: DatabaseAugmentation | None = None,
         embeddings_on_cpu: bool = False,
     ) -> None:
-        owner = "RetrievalEvaluation"
-        # Settings of the metrics are checked here, so that errors are raised before the first epoch.
-        self.ks = check_counts(owner, "ks", ks)
-        self.map_ks = check_counts(owner, "map_ks", map_ks, may_be_empty=True)
-        self.map_divisor: Divisor = check_choice(owner, "map_divisor", map_divisor, get_args(Divisor))
-        check_strings(owner, "extra_metrics", extra_metrics)
-        self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
-        for name in self.extra_metrics:
-            extra_metric(owner, name)
-        self.dims = check_dims(owner, dims, may_be_empty=True)
-        self.query_expansion = check_callable(owner, "query_expansion", query_expansion, may_be_none=True)
-        self.database_augmentation = check_callable(
-            owner, "database_augmentation", database_augmentation, may_be_none=True
-        )
-        self.before_fit = check_bool(owner, "before_fit", before_fit)
-        self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
+        self.before_fit = check_bool("RetrievalEvaluation", "before_fit", before_fit)
+        try:  # so that invalid settings raise before the first epoch
+            metrics = RetrievalMetrics(
+                ks,
+                map_ks,
+                map_divisor=map_divisor,
+                extra_metrics=extra_metrics,
+                dims=dims,
+                query_expansion=query_expansion,
+                database_augmentation=database_augmentation,
+                embeddings_on_cpu=embeddings_on_cpu,
+            )
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace("RetrievalMetrics", "RetrievalEvaluation", 1)) from None
+        self.ks = metrics.ks
+        self.map_ks = metrics.map_ks
+        self.map_divisor = metrics.map_divisor
+        self.extra_metrics = metrics.extra_metrics
+        self.dims = metrics.dims
+        self.query_expansion = query_expansion
+        self.database_augmentation = database_augmentation
+        self.embeddings_on_cpu = embeddings_on_cpu
         self.sets: list[EvaluationSet] = []  # these hold embeddings only during an evaluation
         # The results of the last evaluation, for "val", "test", "untrained" and "backbone".
         self.results: dict[str, dict[str, float]] = {}

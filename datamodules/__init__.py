@@ -1,6 +1,6 @@
 """Data modules and data sets, the samplers of global batches, and the loader of training batches.
 
-To add a data set, write a reader for it in `readers/` and add its name twice below. Names are imported when they are
+To add a data set, write a reader for it in `readers/` and add its name below. Names are imported when they are
 first used, so that reading images needs no Lightning.
 """
 
@@ -8,51 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_retrieval.lazy_names import lazy_names
 
-# Each public name and the module of the library that it is imported from.
-MODULES = {
-    "AllClassesSampler": "datamodules.samplers.all_classes",
-    "BoxDataModule": "datamodules.detection.boxes",
-    "BoxIndex": "datamodules.detection.boxes",
-    "BoxSet": "datamodules.detection.boxes",
-    "CUB200": "datamodules.readers.cub",
-    "CategorySampler": "datamodules.samplers.category",
-    "CocoDetection": "datamodules.detection.coco",
-    "DataReport": "datamodules.image_check",
-    "DetectionDataModule": "datamodules.detection.boxes",
-    "GlobalBatchSampler": "datamodules.samplers.base",
-    "GlyphDataset": "datamodules.glyphs.glyphs",
-    "GlyphScenes": "datamodules.detection.glyph_scenes",
-    "Glyphs": "datamodules.glyphs.glyphs",
-    "HuggingFaceImages": "datamodules.hugging_face",
-    "IJBC": "datamodules.readers.ijbc",
-    "INaturalist": "datamodules.readers.inaturalist",
-    "ImageDataModule": "datamodules.image_module",
-    "ImageFolder": "datamodules.image_folder",
-    "ImageIndex": "datamodules.image_index",
-    "ImageSet": "datamodules.image_set",
-    "ImageTable": "datamodules.image_table",
-    "InShop": "datamodules.readers.in_shop",
-    "LandmarksClean": "datamodules.readers.landmarks",
-    "PKSampler": "datamodules.samplers.pk",
-    "PairSampler": "datamodules.samplers.pairs",
-    "Pairs": "datamodules.pairs",
-    "PascalVOC": "datamodules.detection.pascal_voc",
-    "RandomBatchSampler": "datamodules.samplers.base",
-    "RetrievalDataLoader": "datamodules.loader",
-    "RetrievalDataModule": "datamodules.base",
-    "RevisitedOxford": "datamodules.readers.revisited",
-    "RevisitedParis": "datamodules.readers.revisited",
-    "StanfordOnlineProducts": "datamodules.readers.online_products",
-    "TagSampler": "datamodules.samplers.tags",
-    "TextTable": "datamodules.text_table",
-    "VGGFace2": "datamodules.readers.vgg_face2",
-    "VehicleID": "datamodules.readers.vehicle_id",
-    "item_generator": "datamodules.item_seeds",
-    "resume_position": "datamodules.loader",
-    "training_transform": "preparation.training_transforms",
-}
-
-if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
+if TYPE_CHECKING:  # the public names; type checkers export names imported `as` themselves
     from lightning_retrieval.datamodules.base import RetrievalDataModule as RetrievalDataModule
     from lightning_retrieval.datamodules.detection.boxes import BoxDataModule as BoxDataModule
     from lightning_retrieval.datamodules.detection.boxes import BoxIndex as BoxIndex
@@ -93,8 +49,5 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.datamodules.samplers.tags import TagSampler as TagSampler
     from lightning_retrieval.datamodules.text_table import TextTable as TextTable
     from lightning_retrieval.preparation.training_transforms import training_transform as training_transform
-else:
-    __all__ = sorted(MODULES)
 
-
-__getattr__, __dir__ = lazy_names(__name__, MODULES)
+__getattr__, __dir__ = lazy_names(__name__)

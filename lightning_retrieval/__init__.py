@@ -10,49 +10,8 @@ from lightning_retrieval.lazy_names import lazy_names
 from lightning_retrieval.version import __version__ as __version__
 
 PACKAGES = ("callbacks", "datamodules", "losses", "metrics", "models", "ranking", "search", "training")
-# Each public name and the module of this package that it is imported from.
-MODULES = {
-    "BlackboxAPLoss": "losses",
-    "BlackboxRecallLoss": "losses",
-    "CalibrationLoss": "losses",
-    "CrossBatchMemory": "training.memory",
-    "DatabaseAugmentation": "ranking.expansion",
-    "Embedder": "models",
-    "FSDP2Strategy": "callbacks",
-    "FastAPLoss": "losses",
-    "GalleryOnly": "ranking.relevance",
-    "HAPLoss": "losses",
-    "LogRankLoss": "losses",
-    "MilvusStore": "search.store.milvus_store",
-    "NestedLoss": "losses",
-    "OtherCamera": "ranking.relevance",
-    "PCAWhitening": "models",
-    "PKSampler": "datamodules",
-    "QuantizedAPLoss": "losses",
-    "QueryExpansion": "ranking.expansion",
-    "ROADMAPLoss": "losses",
-    "RecallAtKLoss": "losses",
-    "Relevance": "ranking.relevance",
-    "RetrievalDataLoader": "datamodules",
-    "RetrievalEvaluation": "callbacks",
-    "RetrievalIndex": "search.store.index",
-    "RetrievalMetrics": "metrics",
-    "RetrievalModule": "training.module",
-    "SharedTags": "ranking.relevance",
-    "SmoothAPLoss": "losses",
-    "SupAPLoss": "losses",
-    "SupervisedWhitening": "models",
-    "TwoNetworks": "models.sides",
-    "TwoSides": "models.sides",
-    "Updates": "training.optimizers",
-    "WeightedSum": "losses",
-    "blackbox_rank": "losses",
-    "chunked_backward": "training.chunked",
-    "largest_chunk_size": "training.chunk_size",
-    "multi_scale": "models.multi_scale",
-}
 
-if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a computed __all__ would hide them
+if TYPE_CHECKING:  # the public names; type checkers export names imported `as` themselves
     from lightning_retrieval.callbacks import FSDP2Strategy as FSDP2Strategy
     from lightning_retrieval.callbacks import RetrievalEvaluation as RetrievalEvaluation
     from lightning_retrieval.datamodules import PKSampler as PKSampler
@@ -91,8 +50,5 @@ if TYPE_CHECKING:  # type checkers export names imported `as` themselves; a comp
     from lightning_retrieval.training.memory import CrossBatchMemory as CrossBatchMemory
     from lightning_retrieval.training.module import RetrievalModule as RetrievalModule
     from lightning_retrieval.training.optimizers import Updates as Updates
-else:
-    __all__ = sorted(MODULES)
 
-
-__getattr__, __dir__ = lazy_names(__name__, MODULES, PACKAGES)
+__getattr__, __dir__ = lazy_names(__name__, PACKAGES)

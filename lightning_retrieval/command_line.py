@@ -23,6 +23,7 @@ OWNERS = (
     "index_images",
     "search_images",
     "MilvusStore",
+    "RetrievalIndex",
 )
 
 

@@ -166,7 +166,8 @@ def test_the_manifest_of_an_index(tmp_path):
 
     def use(content):
         file.write_bytes(FORMAT.encode(content))
-        RetrievalIndex.load(tmp_path / "index").search_with_paths(vectors(2), 1)
+        index = RetrievalIndex.load(tmp_path / "index")
+        index.search_with_paths(vectors(2), index.request(1))
 
     check(values, use, 400)
 

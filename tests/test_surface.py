@@ -5,14 +5,12 @@ After an intended change, add a line to CHANGELOG.md and write the file again:
     python tests/test_surface.py
 """
 
-import ast
 import importlib
 import inspect
 import json
 import sys
 from pathlib import Path
 
-import pytest
 from torch import nn
 
 FILE = Path(__file__).with_name("api_surface.json")
@@ -74,19 +72,6 @@ def changes(old, new):
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
-
-
-@pytest.mark.parametrize(
-    "package", ["lightning_retrieval", "lightning_retrieval.callbacks", "lightning_retrieval.datamodules"]
-)
-def test_each_name_is_imported_from_where_type_checkers_see_it(package):
-    package = importlib.import_module(package)
-    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
-    seen = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_retrieval."):
-            seen.update({alias.asname: node.module for alias in node.names if alias.asname is not None})
-    assert seen == {name: f"lightning_retrieval.{module}" for name, module in package.MODULES.items()}
 
 
 def test_public_names_and_signatures_are_those_listed():

@@ -1,7 +1,7 @@
 """The preparation of a model: that of its evaluation, or that for its weights with the user's changes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from PIL import Image
@@ -107,7 +107,7 @@ def wanted_settings(owner: str, preparation: Any, image_size: Any = None) -> dic
             f"{owner}: `preparation` must be a Preparation or a dict of its settings, got {short_repr(preparation)} "
             f"({type(preparation).__name__})."
         )
-    known = Preparation().as_dict()
+    known = [field.name for field in fields(Preparation)]
     unknown = [name for name in settings if name not in known]
     if unknown:
         raise ValueError(f"{owner}: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")

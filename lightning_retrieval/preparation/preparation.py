@@ -18,8 +18,9 @@ the reference is torchvision on tensors, whose values differ by at most 1 of 255
 other cases, the reference is torchvision on PIL images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -122,11 +123,9 @@ class Preparation:
             self._set(name, check_size("Preparation", name, getattr(self, name)))
         check_choice("Preparation", "interpolation", self.interpolation, INTERPOLATIONS)
         self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
-        for name in ("mean", "std"):
-            self._set(name, _check_channels(name, getattr(self, name), self.channels))
-        for mean, std in zip(self.mean, self.std):
-            check_finite_number("Preparation", "mean", mean, least=0, most=1)
-            check_positive("Preparation", "std", std)
+        check_mean = partial(check_finite_number, least=0, most=1)
+        self._set("mean", _check_channels("mean", self.mean, self.channels, check_mean))
+        self._set("std", _check_channels("std", self.std, self.channels, check_positive))
         check_colour("Preparation", "background", self.background)
         if not isinstance(self.background, str):
             self._set("background", tuple(self.background))
@@ -327,8 +326,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _check_channels(name: str, values: Any, channels: int) -> tuple[float, ...]:
-    """Check that there is one number for each channel, and return the numbers as plain data."""
+def _check_channels(name: str, values: Any, channels: int, check: Callable[..., float]) -> tuple[float, ...]:
+    """Check that there is one number for each channel, and each number, and return the numbers as plain data."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(
             f"Preparation: `{name}` must hold one number for each channel, got {short_repr(values)} "
@@ -338,4 +337,4 @@ def _check_channels(name: str, values: Any, channels: int) -> tuple[float, ...]:
         raise ValueError(
             f"Preparation: `{name}` must hold one number for each channel, {channels}, got {short_repr(values)}."
         )
-    return tuple(float(check_finite_number("Preparation", name, value)) for value in values)
+    return tuple(float(check("Preparation", name, value)) for value in values)

@@ -13,6 +13,7 @@ Classes are looked up in torchvision, timm and albumentations only. Other code i
 import enum
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -190,7 +191,7 @@ def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | N
         ValueError: if the transform is a function that was not requested, another transform was requested, or the plain
             data do not describe a transform.
     """
-    check_serialised_transform(owner, serialised)
+    preparation = check_serialised_transform(owner, serialised)
     if "function" in serialised:
         return _requested_function(owner, serialised["function"], requested)
     if requested is not None and serialise_transform(named_transform(owner, requested)) != serialised:
@@ -198,8 +199,8 @@ def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | N
             f"{owner}: `transform` must be that of the model, which was evaluated with {shown_transform(serialised)}, "
             f"got {requested!r}; leave it out."
         )
-    if "preparation" in serialised:
-        return Preparation(**serialised["preparation"])
+    if preparation is not None:
+        return preparation
     try:
         if "albumentations" in serialised:
             return AlbumentationsTransform.from_dict(owner, serialised)
@@ -214,12 +215,15 @@ def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | N
     return step
 
 
-def check_serialised_transform(owner: str, serialised: Any) -> None:
+def check_serialised_transform(owner: str, serialised: Any) -> Preparation | None:
     """Raise unless plain data from a file describe a transform and hold only permitted names; nothing is imported.
 
     Args:
         owner: prefix of error messages.
         serialised: the result of `serialise_transform`, unless the file is damaged or forged.
+
+    Returns:
+        The preparation that the data describe; None if they describe another transform.
 
     Raises:
         ValueError: if the data describe no transform, or hold a name that is not permitted.
@@ -230,11 +234,12 @@ def check_serialised_transform(owner: str, serialised: Any) -> None:
     found = [name for name in FORMS if isinstance(serialised, dict) and name in serialised]
     if len(found) != 1 or not isinstance(serialised[found[0]], FORMS[found[0]]):  # type: ignore[arg-type]
         raise _no_transform(owner, serialised)
-    if "preparation" in serialised:
-        try:
-            Preparation(**serialised["preparation"])
-        except (TypeError, ValueError) as error:
-            raise _no_transform(owner, serialised, error) from None
+    if "preparation" not in serialised:
+        return None
+    try:
+        return Preparation(**serialised["preparation"])
+    except (TypeError, ValueError) as error:
+        raise _no_transform(owner, serialised, error) from None
 
 
 def _check_work(owner: str, serialised: Any) -> None:
@@ -314,8 +319,7 @@ def _requested_function(owner: str, recorded: str | None, requested: str | None)
         raise ValueError(
             f"{owner}: `transform` must be the one that the model was evaluated with, {shown}, got {requested!r}."
         )
-    function: Transform = plain_data.load_function(owner, "transform", requested)
-    return function
+    return _imported_function(owner, requested)
 
 
 def named_transform(owner: str, name: str) -> Transform:
@@ -335,6 +339,16 @@ def named_transform(owner: str, name: str) -> Transform:
         raise ValueError(
             f"{owner}: `transform` must be one of {names}, or the name of a function such as 'package.function', got "
             f"{short_repr(name)}."
+        )
+    return _imported_function(owner, name)
+
+
+def _imported_function(owner: str, name: str) -> Transform:
+    """Import the function that the caller has named, but nothing of Python's standard library: it has no transforms."""
+    if name.split(".")[0] in sys.stdlib_module_names:
+        raise ValueError(
+            f"{owner}: `transform` must name a function of yours from a PIL image to a tensor, got {name!r}, which is "
+            "part of Python."
         )
     function: Transform = plain_data.load_function(owner, "transform", name)
     return function

@@ -116,13 +116,12 @@ class ShardCollector:
             self._shard = shard
 
     def _collected(self, image_files: str) -> ShardRows:
-        embeddings = np.zeros((0, self.folder.manifest.dim), np.float32)
-        if self._rows:
-            embeddings = np.stack([row[1] for row in self._rows])
-        ids = np.array([row[0] for row in self._rows], dtype=np.int64)
-        paths = [row[2] for row in self._rows]
-        labels = [row[3] for row in self._rows]
-        return ShardRows(ids, embeddings, paths, labels, self._unreadable, image_files=image_files)
+        if not self._rows:
+            nothing = np.zeros((0, self.folder.manifest.dim), np.float32)
+            return ShardRows(np.zeros(0, np.int64), nothing, [], [], self._unreadable, image_files=image_files)
+        ids, embeddings, paths, labels = map(list, zip(*self._rows))
+        of_ids = np.array(ids, dtype=np.int64)
+        return ShardRows(of_ids, np.stack(embeddings), paths, labels, self._unreadable, image_files=image_files)
 
     def _clear(self) -> None:
         self._rows: list[tuple[int, NDArray[np.float32], str, str | None]] = []  # id, embedding, path and label

@@ -46,17 +46,7 @@ NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothi
 UNREADABLE = "cannot be read as an image; choose another file."
 NONE_READABLE = "None of the drawn images can be read in the folder of the index; give their folder with `--images`."
 SIDE = 320  # approximate number of pixels of the longer side of a shown image
-CSS = """
-.gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
-.pictures .grid-wrap {min-height: 0; max-height: none}
-.pictures .grid-container {grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) !important;
-    grid-auto-rows: auto}
-#examples .grid-container {grid-template-columns: repeat(3, minmax(0, 9rem)) !important; justify-content: center}
-.pictures .thumbnail-item {aspect-ratio: auto; height: auto; overflow: visible; display: flex; flex-direction: column}
-.pictures .thumbnail-item img {aspect-ratio: 1; width: 100%; height: auto; object-fit: contain}
-.pictures .caption-label {position: static; max-width: none; width: 100%; white-space: normal; overflow: visible;
-    overflow-wrap: anywhere; text-overflow: clip; background: none; box-shadow: none; border: none; text-align: left}
-"""
+STYLE = Path(__file__).with_name("demo.css")
 
 
 def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
@@ -125,7 +115,7 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             server_name=host,
             server_port=port,
             theme=gradio.themes.Default(**fonts),
-            css=CSS,
+            css=STYLE.read_text(encoding="utf-8"),
             show_error=True,
             footer_links=[],
             max_file_size=f"{MEGABYTES}mb",  # the page rejects larger files before it uploads them
@@ -321,7 +311,7 @@ class PageAnswers:
     def __init__(self, searcher: ImageSearcher, images: Path, k: int) -> None:
         self.searcher = searcher
         self.images = images
-        self.k = k
+        self._request = searcher.index.request(k)
         self._gradio = _import_gradio()
 
     def of_upload(self, file: str | None) -> tuple[Any, ...]:
@@ -335,7 +325,7 @@ class PageAnswers:
         words = (text or "").strip()[:LONGEST_TEXT]
         if not words:
             return self._only_text(NO_TEXT)
-        results, _ = self.searcher.search([], self.k, texts=[words])
+        results, _ = self.searcher.search([], self._request, texts=[words])
         return self._answer(_bold(words), results[0], self._gradio.Image(value=None, visible=False))
 
     def of_path(self, path: str) -> tuple[Any, ...]:
@@ -359,7 +349,7 @@ class PageAnswers:
             picture = uploaded_picture(Path(file))
         except ValueError as error:
             return self._only_text(f"{shown} {error}")
-        results, _ = self.searcher.search([file], self.k)
+        results, _ = self.searcher.search([file], self._request)
         return self._answer(shown, results[0], self._gradio.Image(value=picture, visible=True))
 
     def _answer(self, shown: str, result: QueryResult, query: Any) -> tuple[Any, ...]:
@@ -384,7 +374,7 @@ def random_pictures(index: EmbeddingStore, images: Path, count: int) -> list[tup
     """
     generator = np.random.default_rng()
     directions = generator.standard_normal((DRAWS, index.dim), dtype=np.float32)
-    _, _, nearest = index.search_with_paths(torch.from_numpy(directions), min(DRAWN_FROM, len(index)))
+    _, _, nearest = index.search_with_paths(torch.from_numpy(directions), index.request(min(DRAWN_FROM, len(index))))
     pictures: dict[str, Image.Image] = {}
     for row in nearest:
         found = [path for path in row if path]  # an approximate index may find fewer

@@ -1,6 +1,5 @@
 """Chooses the preparation for a checkpoint's model after training: that of its evaluation, if recorded."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import (
     Transform,
-    check_serialised_transform,
     named_transform,
     rebuild_transform,
     serialise_transform,
@@ -58,12 +56,6 @@ def choose_transform(
             than the user named; if the model needs images with another number of channels; or if the named function
             does not map images to tensors.
     """
-    of_model = None
-    if recorded is not None:
-        check_serialised_transform(owner, recorded)
-        of_model = recorded.get("function")
-    if requested is not None and of_model in (None, requested):  # any other name is an error anyway
-        _check_not_of_python(owner, requested)
     wanted = side.wanted
     transform: Transform
     if recorded is not None:
@@ -113,15 +105,6 @@ def warning_of_guess(about: Mapping[str, Any], *, made: str = "") -> str | None:
         f"another size, crop, mean or std, the embeddings are wrong: {cure} --transform with the dotted name of the "
         f"function that prepared them, or one of {names}."
     )
-
-
-def _check_not_of_python(owner: str, name: str) -> None:
-    """Raise if a name belongs to Python's standard library, which has no image transforms; nothing is imported."""
-    if "." in name and name.split(".")[0] in sys.stdlib_module_names:
-        raise ValueError(
-            f"{owner}: `transform` must name a function of yours from a PIL image to a tensor, got {name!r}, which is "
-            "part of Python."
-        )
 
 
 def _check_function(owner: str, name: str, function: Transform) -> None:

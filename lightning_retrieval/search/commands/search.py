@@ -27,6 +27,8 @@ from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.store.milvus_store import EmbeddingStore
 
+# The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
+PAGE = Path(__file__).with_name("page.html")
 LONGEST_SIDE = 320  # pixels of a picture in the page
 SHARP_SIDE = 96  # pictures up to this size are enlarged without blurring
 FONTS = (  # a browser uses the first installed font that has a character, so names of classes may be in any script
@@ -51,7 +53,7 @@ def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         if options.json:
             shown = json.dumps(_plain(results, unreadable, index), indent=1)
         else:
-            shown = "\n\n".join(_table(result) for result in results)
+            shown = "\n\n".join(map(_table, results))
     print(shown)
     return unreadable
 
@@ -159,7 +161,7 @@ def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tup
     if len(results) > 1:
         queries = f"{len(results)} queries"
         navigation = f'<nav aria-label="Queries">{"".join(links)}</nav>'
-    page = _PAGE.substitute(
+    page = Template(PAGE.read_text(encoding="utf-8")).substitute(
         about=escape(about), queries=queries, links=navigation, sections="".join(sections), fonts=", ".join(FONTS)
     )
     return page, missing
@@ -242,164 +244,3 @@ def _picture(folder: Path | None, path: str, description: str) -> tuple[str, str
 
 def _missing_picture(description: str) -> str:
     return f'<span class="picture gone" role="img" aria-label="{escape(description)}">not readable now</span>'
-
-
-# The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
-_PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'">
-<title>Search results: $queries</title>
-<style>
-:root { color-scheme: light dark; --paper: #f6f6f3; --card: #fff; --ink: #1c1d1f; --soft: #62656b; --line: #dddcd6;
-  --accent: #1f5fd0; --query: #b4530a; --well: #ecebe6; }
-@media (prefers-color-scheme: dark) { :root { --paper: #141517; --card: #1e2023; --ink: #ececea; --soft: #a2a6ad;
-  --line: #34373c; --accent: #7fb0ff; --query: #f0a45d; --well: #292c30; } }
-* { box-sizing: border-box; }
-html { scroll-behavior: smooth; scroll-padding-top: 1rem; }
-@media (prefers-reduced-motion: reduce) { html { scroll-behavior: auto; } }
-body { margin: 0; padding: 1.5rem clamp(1rem, 3vw, 2.5rem) 4rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.45 $fonts; }
-h1 { margin: 0; font-size: 1.45rem; letter-spacing: -0.01em; }
-header p { margin: 0.25rem 0 0; color: var(--soft); }
-kbd { padding: 0.05em 0.4em; border: 1px solid var(--line); border-bottom-width: 2px; border-radius: 4px;
-  background: var(--card); color: var(--ink); font: 0.85em ui-monospace, monospace; }
-nav { display: flex; flex-wrap: wrap; gap: 0.4rem; margin-top: 0.9rem; }
-nav a { max-width: 16rem; overflow: hidden; padding: 0.15rem 0.7rem; border: 1px solid var(--line); border-radius: 99px;
-  background: var(--card); color: inherit; text-decoration: none; text-overflow: ellipsis; white-space: nowrap; }
-nav a:hover { border-color: var(--accent); }
-section { display: grid; grid-template-columns: minmax(10rem, 14rem) 1fr; gap: 1.5rem; margin-top: 1.5rem;
-  padding-top: 1.5rem; border-top: 1px solid var(--line); }
-.query { position: sticky; top: 1rem; align-self: start; }
-.query .picture { border: 3px solid var(--query); border-radius: 12px; }
-h2 { margin: 0.6rem 0 0; font-size: 0.9rem; font-weight: 400; }
-.label { display: block; color: var(--query); font-weight: 650; }
-.path { overflow-wrap: anywhere; }
-ol { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: 0.9rem; margin: 0; padding: 0;
-  list-style: none; align-content: start; }
-.card { position: relative; display: flex; flex-direction: column; justify-content: flex-start; align-items: stretch;
-  width: 100%; height: 100%; padding: 0 0 0.6rem; overflow: hidden; border: 1px solid var(--line);
-  border-radius: 12px; background: var(--card); color: inherit; font: inherit; text-align: left; cursor: zoom-in; }
-.card > span { flex: none; }
-.card > .numbers, .card > .path { margin: 0.35rem 0.7rem 0; }
-.card:hover { border-color: var(--accent); }
-:focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; }
-.picture { display: grid; grid-template: 100% / 100%; place-items: center; aspect-ratio: 1; overflow: hidden;
-  background: var(--well); }
-.picture img { display: block; width: 100%; height: 100%; object-fit: contain; }
-.sharp img { image-rendering: pixelated; }
-.words { padding: 0.8rem; font-size: 1.1rem; text-align: center; overflow-wrap: anywhere; }
-.gone { color: var(--soft); font-size: 0.85rem; }
-.rank { position: absolute; top: 0.5rem; left: 0.5rem; min-width: 1.7em; padding: 0 0.45em; border-radius: 99px;
-  background: rgb(0 0 0 / 0.72); color: #fff; font-size: 0.85rem; font-weight: 650; line-height: 1.7em;
-  text-align: center; }
-.bar { display: block; height: 4px; background: var(--well); }
-.bar i { display: block; height: 100%; background: var(--accent); }
-.numbers { color: var(--soft); font-size: 0.8rem; font-variant-numeric: tabular-nums; }
-.numbers span { display: flex; justify-content: space-between; }
-.numbers b { color: var(--ink); font-weight: 600; }
-.card .path { display: -webkit-box; overflow: hidden; font-size: 0.85rem; -webkit-box-orient: vertical;
-  -webkit-line-clamp: 4; line-clamp: 4; }
-.hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
-dialog { width: min(92vw, 46rem); max-height: 92vh; padding: 1.2rem; border: 1px solid var(--line); border-radius: 14px;
-  background: var(--card); color: var(--ink); }
-dialog::backdrop { background: rgb(0 0 0 / 0.6); }
-dialog h2 { margin: 0 0 0.8rem; }
-dialog .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
-dialog figure { margin: 0; }
-dialog figcaption { margin-top: 0.4rem; font-size: 0.9rem; overflow-wrap: anywhere; }
-dialog .picture { border-radius: 10px; }
-dialog form { margin-top: 1rem; text-align: right; }
-dialog button { padding: 0.3rem 0.9rem; border: 1px solid var(--line); border-radius: 8px; background: var(--well);
-  color: inherit; font: inherit; cursor: pointer; }
-@media (max-width: 40rem) { section { grid-template-columns: 1fr; } .query { position: static; max-width: 14rem; }
-  ol { grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); } }
-</style>
-</head>
-<body>
-<header>
-<h1>Search results</h1>
-<p>$about</p>
-<p><kbd>&larr;</kbd> <kbd>&rarr;</kbd> <kbd>&uarr;</kbd> <kbd>&darr;</kbd> move, <kbd>Home</kbd> <kbd>End</kbd> first
-and last of a query, <kbd>Enter</kbd> show beside the query, <kbd>Esc</kbd> back</p>
-$links
-</header>
-<main>
-$sections</main>
-<dialog aria-labelledby="compared">
-<h2 id="compared" class="label"></h2>
-<div class="pair"><figure id="left"></figure><figure id="right"></figure></div>
-<form method="dialog"><button>Close</button></form>
-</dialog>
-<script>
-"use strict";
-const cards = [...document.querySelectorAll(".card")];
-const dialog = document.querySelector("dialog");
-let current = null;
-
-function fill(figure, picture, words) {
-  const caption = document.createElement("figcaption");
-  caption.textContent = words;
-  figure.replaceChildren(picture.cloneNode(true), caption);
-}
-
-function select(card) {
-  current = card;
-  if (!dialog.open) {
-    card.focus();
-    card.scrollIntoView({ block: "nearest" });
-    return;
-  }
-  const query = document.getElementById("q" + card.dataset.query);
-  const [distance, similarity] = card.querySelectorAll(".numbers b");
-  document.getElementById("compared").textContent = "Query " + card.dataset.query + ", rank " + card.dataset.rank +
-    ": distance " + distance.textContent + ", similarity " + similarity.textContent;
-  fill(document.getElementById("left"), query.querySelector(".picture"), query.querySelector(".path").textContent);
-  fill(document.getElementById("right"), card.querySelector(".picture"), card.querySelector(".path").textContent);
-}
-
-// The nearest card in the line above (sign -1) or below (sign 1): in the nearest line, the least step to the side.
-function beyond(card, sign) {
-  const here = card.getBoundingClientRect();
-  const steps = cards.map((other) => {
-    const there = other.getBoundingClientRect();
-    return { other, down: sign * (there.top - here.top), aside: Math.abs(there.left - here.left) };
-  }).filter((step) => step.down > 1);
-  const least = Math.min(...steps.map((step) => step.down));
-  return steps.filter((step) => step.down < least + 1).sort((a, b) => a.aside - b.aside)[0]?.other;
-}
-
-function target(key, card) {
-  const mine = cards.filter((other) => other.dataset.query === card.dataset.query);
-  switch (key) {
-    case "ArrowRight": return cards[cards.indexOf(card) + 1];
-    case "ArrowLeft": return cards[cards.indexOf(card) - 1];
-    case "ArrowDown": return beyond(card, 1);
-    case "ArrowUp": return beyond(card, -1);
-    case "Home": return mine[0];
-    case "End": return mine.at(-1);
-  }
-}
-
-document.addEventListener("keydown", (event) => {
-  if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
-  const onCard = document.activeElement.closest(".card");
-  const from = dialog.open ? current : onCard;
-  if (!/^(Arrow|Home|End)/.test(event.key) || !(from || event.key === "ArrowRight")) return;
-  const to = from ? target(event.key, from) : cards[0];
-  event.preventDefault();
-  if (to) select(to);
-});
-for (const card of cards) {
-  card.addEventListener("click", () => { dialog.showModal(); select(card); });
-}
-dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-dialog.addEventListener("close", () => current?.focus());
-document.documentElement.dataset.ready = String(cards.length);
-</script>
-</body>
-</html>
-""")

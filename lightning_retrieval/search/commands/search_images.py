@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite_number, check_integer, short_repr
+from lightning_retrieval.checks import check_finite_number, short_repr
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
@@ -20,7 +20,7 @@ from lightning_retrieval.search.commands.embedding import (
 )
 from lightning_retrieval.search.commands.stores import THRESHOLD
 from lightning_retrieval.search.image_files import is_named
-from lightning_retrieval.search.store.conditions import check_group, parse_where
+from lightning_retrieval.search.store.index import Request
 from lightning_retrieval.search.store.milvus_store import EmbeddingStore
 
 OWNER = "search_images"
@@ -116,11 +116,11 @@ def search_images(
     """
     settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
     _check_index(index)
-    _check_k(k, len(index))  # before the model is loaded, as are the next two
-    parse_where(OWNER, where, index.column_kinds)
-    check_group(OWNER, group_by, index.column_kinds)
+    if k is None:
+        k = max(1, min(DEFAULT_K, len(index)))
+    request = index.request(k, where, group_by)  # raises before the model is loaded
     searcher = ImageSearcher(index, threshold=threshold, batch_size=batch_size, num_workers=num_workers, **settings)
-    return searcher.search(queries, k, texts=texts, where=where, group_by=group_by)
+    return searcher.search(queries, request, texts=texts)
 
 
 class ImageSearcher:
@@ -173,24 +173,16 @@ class ImageSearcher:
         return self._embedder.takes_texts
 
     def search(
-        self,
-        queries: Sequence[str],
-        k: int | None = None,
-        *,
-        texts: Sequence[str] = (),
-        where: str | None = None,
-        group_by: str | None = None,
+        self, queries: Sequence[str], request: Request, *, texts: Sequence[str] = ()
     ) -> tuple[list[QueryResult], list[UnreadableImage]]:
         """The results of the readable queries and of the texts, and the unreadable queries; see `search_images`."""
-        k = _check_k(k, len(self.index))
-        wanted: dict[str, Any] = {"where": where, "group_by": group_by}
         of_images: list[QueryResult] = []
         of_texts: list[QueryResult] = []
         unreadable: list[UnreadableImage] = []
         if not all(text.strip() for text in texts):
             raise ValueError(f"{OWNER}: `text` must have a character that is not white space, got {list(texts)}.")
         if texts:  # first, so that errors are raised before any image is embedded
-            of_texts = self._results(texts, self._embedder.embed_texts(texts), k, is_text=True, **wanted)
+            of_texts = self._results(texts, self._embedder.embed_texts(texts), request, is_text=True)
         if queries:
             embedded = self._embedder.embed_all(_listed(queries))
             unreadable = embedded.unreadable
@@ -199,16 +191,16 @@ class ImageSearcher:
                     f"{OWNER}: none of the {len(queries)} queries can be read, the first: {unreadable[0]}."
                 )
             readable = [queries[position] for position in embedded.positions.tolist()]
-            of_images = self._results(readable, embedded.embeddings[:], k, **wanted)
+            of_images = self._results(readable, embedded.embeddings[:], request)
         return [*of_images, *of_texts], unreadable
 
     def _results(
-        self, queries: Sequence[str], rows: Float[Tensor, "query dim"], k: int, *, is_text: bool = False, **wanted: Any
+        self, queries: Sequence[str], rows: Float[Tensor, "query dim"], request: Request, *, is_text: bool = False
     ) -> list[QueryResult]:
         """The results of embedded queries."""
         if not queries:
             return []
-        similarities, ids, paths = self.index.search_with_paths(rows, k, **wanted)
+        similarities, ids, paths = self.index.search_with_paths(rows, request)
         results = []
         for query, row, row_paths, row_similarities in zip(queries, ids, paths, similarities.tolist()):
             found = row[row >= 0]  # there may be fewer than k rows
@@ -282,14 +274,3 @@ def _threshold_of(index: EmbeddingStore, given: float | None) -> float | None:
             f"{OWNER}: `threshold` must be given, because the index must record a number as its threshold, got "
             f"{short_repr(recorded)}."
         ) from None
-
-
-def _check_k(k: int | None, images: int) -> int:
-    if k is None:
-        return max(1, min(DEFAULT_K, images))
-    check_integer(OWNER, "k", k, least=1)
-    if k > images:
-        raise ValueError(
-            f"{OWNER}: `k` must be at most the number of images in the index, {images}, got {k}; ask for fewer."
-        )
-    return k

@@ -1,31 +1,33 @@
 """Builds an IVF index that is larger than memory: its inverted lists are written in parts and merged into one file.
 
-A part is a file with the rows that were in memory at the same time. For each list it holds the number of rows, the
-codes and the ids. The merged file is the same as faiss writes for an index in memory: a header, and for each list the
-codes of all parts followed by the ids of all parts. Files are only read and written sequentially, so merging needs one
-buffer per part.
+A part is a file with the rows that were in memory at the same time: the number of rows in each list, then for each list
+the codes and the ids. The merged file is the same as faiss writes for an index in memory: a header, and for each list
+the codes of all parts followed by the ids of all parts. Each file is read and written from its beginning to its end.
+Parts are mapped into memory, so merging any number of them needs neither memory nor open files.
 
 Several processes of one machine can write the parts: each adds consecutive blocks of rows to a copy of the trained
 index. The merge takes the parts in the order of the rows, so the file does not depend on the number of processes.
 
-faiss' own `OnDiskInvertedLists` are not used: they write through a memory map, and a full disk would kill the process.
+faiss' own `OnDiskInvertedLists` are not used: they write through a memory map, so a disk that fills during the merge
+would kill the process. Their file has another format, and its path is in the file of the index.
 """
 
-import resource
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.distributed import scatter_objects, together, world_size
-from lightning_retrieval.files import READ_BYTES, DigestStream, write_verified
+from lightning_retrieval.files import DigestStream, write_verified
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store.faiss_index import (
     add_block,
@@ -38,11 +40,9 @@ from lightning_retrieval.search.store.faiss_index import (
 from lightning_retrieval.search.store.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks, part_of
 from lightning_retrieval.search.store.storage import NewVersion
 
-BUFFER = 1 << 17  # bytes read from a part at a time
 ID_BYTES, SIZE_BYTES = 8, 8
 TRAINED = "trained"  # name of the file with the trained, empty index, from which all processes begin
 ROWS_IN_MEMORY = 1_000_000
-MOST_PARTS = 500  # maximum number of parts; all parts are open at the same time
 
 
 def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: int, rows_in_memory: int) -> None:
@@ -66,26 +66,6 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
             f"{OWNER}: an index must be empty to be built on disk, got one of {rows_before} rows; make a new one."
         )
     check_lists(index, factory)
-    rows = len(embeddings)
-    blocks = -(-rows // BLOCK)
-    parts = most_parts()
-    least = -(-blocks // parts) * BLOCK
-    if rows_in_memory < least:
-        cure = ""
-        if parts < MOST_PARTS:
-            cure = "; give that many, or allow more open files with `ulimit -n`"
-        raise ValueError(
-            f"{OWNER}: `rows_in_memory` must be at least {least} for {rows} rows, because at most {parts} parts "
-            f"are merged, got {rows_in_memory}{cure}."
-        )
-
-
-def most_parts() -> int:
-    """The maximum number of parts: at most half of the files this process may open, because a merge opens all parts."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed == resource.RLIM_INFINITY:
-        return MOST_PARTS
-    return max(1, min(MOST_PARTS, allowed // 2))
 
 
 def check_rows_in_memory(rows_in_memory: int) -> None:
@@ -110,91 +90,85 @@ def check_lists(index: Any, factory: str) -> None:
         )
 
 
-class Parts(NamedTuple):
-    """The files with the parts of one index, and the number of rows of each list in all of them."""
+class Part(NamedTuple):
+    """A file with rows of one index, and its number of bytes."""
 
-    files: list[Path]
-    sizes: NDArray[np.int64]
+    path: Path
+    size: int
+
+    def mapped(self) -> NDArray[np.uint8]:
+        """The content, mapped into memory by torch, which does not keep the file open.
+
+        Raises:
+            RuntimeError: if the file has become shorter.
+        """
+        content: NDArray[np.uint8] = torch.from_file(str(self.path), size=self.size, dtype=torch.uint8).numpy()
+        return content
 
 
-class DiskLists:
-    """The inverted lists of one faiss index. Rows are added in memory, then moved to the disk in parts.
+def move_to_disk(index: Any, path: Path) -> Part:
+    """Move the rows that an IVF index holds in memory to a part. The number of rows of the index stays the same.
 
-    Args:
-        index: a trained, empty faiss index. Later, its number of rows includes the rows on the disk.
-        path: path of the parts; the number of each part is appended to the path.
+    Raises:
+        OSError: if the part cannot be written completely.
     """
+    faiss = load_faiss()
+    ivf = faiss.extract_index_ivf(index)
+    write_verified(OWNER, path, partial(_write_lists, ivf))
+    # New lists: emptied lists would keep their memory, which adds up if each part fills different lists.
+    empty = faiss.ArrayInvertedLists(ivf.nlist, ivf.code_size)
+    ivf.replace_invlists(empty, True)
+    empty.this.disown()
+    return Part(path, path.stat().st_size)
 
-    def __init__(self, index: Any, path: Path) -> None:
-        ivf = load_faiss().extract_index_ivf(index)
-        self._index = index
-        self._path = path
-        self._lists: int = ivf.nlist
-        self._code_bytes: int = ivf.code_size
-        self.parts = Parts([], np.zeros(self._lists, np.int64))
 
-    def move_to_disk(self) -> None:
-        """Move the rows in memory to a new part.
+def _write_lists(ivf: Any, stream: DigestStream) -> None:
+    faiss, lists = load_faiss(), ivf.invlists
+    sizes = np.array([lists.list_size(number) for number in range(ivf.nlist)], dtype="<i8")
+    stream.write(sizes)
+    for number, rows in enumerate(sizes.tolist()):
+        if rows > 0:
+            stream.write(faiss.rev_swig_ptr(lists.get_codes(number), rows * ivf.code_size))
+            stream.write(faiss.rev_swig_ptr(lists.get_ids(number), rows))
 
-        Raises:
-            OSError: if the part cannot be written completely.
-        """
-        faiss = load_faiss()
-        ivf = faiss.extract_index_ivf(self._index)
-        part = self._path.with_name(f"{self._path.name}-{len(self.parts.files)}")
-        sizes = np.array([ivf.invlists.list_size(number) for number in range(self._lists)], dtype=np.int64)
-        write_verified(OWNER, part, partial(self._write_part, ivf.invlists, sizes))
-        self.parts = Parts([*self.parts.files, part], self.parts.sizes + sizes)
-        # New lists: emptied lists would keep their memory, which adds up if each part fills different lists.
-        empty = faiss.ArrayInvertedLists(self._lists, self._code_bytes)
-        ivf.replace_invlists(empty, True)
-        empty.this.disown()
 
-    def append(self, parts: Parts) -> None:
-        """Append the parts that another process has written."""
-        self.parts = Parts([*self.parts.files, *parts.files], self.parts.sizes + parts.sizes)
-        set_rows(self._index, int(self.parts.sizes.sum()))
+def merge(index: Any, parts: Sequence[Part], stream: DigestStream) -> None:
+    """Write an IVF index with the rows of all parts, in the format of faiss, and show the progress.
 
-    def merge(self, stream: DigestStream) -> None:
-        """Write the index, with the lists of all parts, in the format of faiss.
+    Raises:
+        RuntimeError: if a part has become shorter.
+    """
+    ivf = load_faiss().extract_index_ivf(index)
+    contents = list(map(Part.mapped, parts))
+    end_of_sizes = ivf.nlist * SIZE_BYTES
+    sizes_of_parts = [content[:end_of_sizes].view("<i8") for content in contents]
+    sizes = np.sum(sizes_of_parts, axis=0, dtype="<i8")
+    rows = int(sizes.sum())
+    set_rows(index, rows)
+    stream.write(_header(index, sizes))
+    positions = [end_of_sizes] * len(parts)
+    with Progress("Merging", total=rows, units="rows") as progress:
+        for number, size in enumerate(sizes.tolist()):
+            for row_bytes in (ivf.code_size, ID_BYTES):
+                for part, content in enumerate(contents):
+                    begin = positions[part]
+                    positions[part] = begin + int(sizes_of_parts[part][number]) * row_bytes
+                    stream.write(content[begin : positions[part]])
+            progress.update(size)
 
-        Raises:
-            OSError: if a part cannot be read.
-        """
-        stream.write(self._header())
-        with ExitStack() as stack:
-            rows_in_parts = int(self.parts.sizes.sum())
-            progress = stack.enter_context(Progress("Merging", total=rows_in_parts, units="rows"))
-            files = [stack.enter_context(part.open("rb", buffering=BUFFER)) for part in self.parts.files]
-            for size in self.parts.sizes.tolist():
-                in_parts = [int.from_bytes(file.read(SIZE_BYTES), "little") for file in files]
-                if sum(in_parts) != size:
-                    raise OSError("its parts were changed meanwhile")
-                for row_bytes in (self._code_bytes, ID_BYTES):
-                    for file, rows in zip(files, in_parts):
-                        _copy(file, stream, rows * row_bytes)
-                progress.update(size)
 
-    def delete(self) -> None:
-        """Delete the parts."""
-        for part in self.parts.files:
-            part.unlink()
+def _header(index: Any, sizes: NDArray[np.int64]) -> bytes:
+    """The bytes that faiss writes before the rows: the trained index, and the number of rows in each list."""
+    faiss = load_faiss()
+    ivf = faiss.extract_index_ivf(index)
+    trained: bytes = faiss.serialize_index(index).tobytes()
+    lists = struct.pack("<4sQQ4sQ", b"ilar", ivf.nlist, ivf.code_size, b"full", ivf.nlist)
+    return trained.removesuffix(_no_rows(ivf)) + lists + sizes.tobytes()
 
-    def _write_part(self, lists: Any, sizes: NDArray[np.int64], stream: DigestStream) -> None:
-        faiss = load_faiss()
-        for number, rows in enumerate(sizes.tolist()):
-            stream.write(rows.to_bytes(SIZE_BYTES, "little"))
-            if rows > 0:
-                stream.write(faiss.rev_swig_ptr(lists.get_codes(number), rows * self._code_bytes))
-                stream.write(faiss.rev_swig_ptr(lists.get_ids(number), rows))
 
-    def _header(self) -> bytes:
-        """The bytes that faiss writes before the rows: the trained index, and the number of rows in each list."""
-        faiss = load_faiss()
-        trained: bytes = faiss.serialize_index(self._index).tobytes()
-        no_rows = _no_rows(faiss.extract_index_ivf(self._index))
-        lists = struct.pack("<4sQQ4sQ", b"ilar", self._lists, self._code_bytes, b"full", self._lists)
-        return trained.removesuffix(no_rows) + lists + self.parts.sizes.astype("<u8").tobytes()
+def _no_rows(ivf: Any) -> bytes:
+    """The bytes that faiss writes at the end of an index for empty inverted lists."""
+    return struct.pack("<4sQQ4sQ", b"ilar", ivf.nlist, ivf.code_size, b"sprs", 0)
 
 
 @dataclass(frozen=True)
@@ -231,27 +205,34 @@ class AssignedRows:
             divided.append(AssignedRows(self.folder, process, embeddings, ids, before, self.rows_in_memory))
         return divided
 
-    def add_to(self, shards: list[Any]) -> list[DiskLists]:
+    def add_to(self, shards: list[Any]) -> list[list[Part]]:
         """Add the rows to trained, empty shards, and show the progress.
+
+        Returns:
+            The parts of each shard.
 
         Raises:
             OSError: if a part cannot be written completely.
         """
-        lists = []
-        for number, shard in enumerate(shards):
-            set_rows(shard, self.rows_before[number])
-            lists.append(DiskLists(shard, self.folder / f"part-{number}-{self.process}"))
+        for shard, rows in zip(shards, self.rows_before):
+            set_rows(shard, rows)
+        parts: list[list[Part]] = [[] for _ in shards]
         in_memory = 0
         with Progress("Indexing", total=len(self.ids), units="rows", hidden=self.process > 0) as progress:
             for begin, block in normalized_blocks(self.embeddings):
                 if in_memory + len(block) > self.rows_in_memory:
-                    _move_to_disk(lists)
+                    self._move_to_disk(shards, parts)
                     in_memory = 0
                 add_block(shards, block, self.ids[begin : begin + len(block)])
                 in_memory += len(block)
                 progress.update(len(block))
-        _move_to_disk(lists)
-        return lists
+        self._move_to_disk(shards, parts)
+        return parts
+
+    def _move_to_disk(self, shards: list[Any], parts: list[list[Part]]) -> None:
+        for number, (shard, of_shard) in enumerate(zip(shards, parts)):
+            path = self.folder / f"part-{number}-{self.process}-{len(of_shard)}"
+            of_shard.append(move_to_disk(shard, path))
 
 
 def rows_of_shards(rows: int, shards: int) -> list[int]:
@@ -277,7 +258,7 @@ def add_on_disk(
     rows_in_memory: int,
     version: NewVersion,
     launch: Callable[[], object] | None = None,
-) -> list[DiskLists]:
+) -> list[list[Part]]:
     """Add rows to trained, empty shards, moving them to the disk in parts, and show the progress.
 
     Each shard gets the rows that `add_to_shards` would add to it.
@@ -303,15 +284,11 @@ def add_on_disk(
     trained = assigned.folder / TRAINED
     write_verified(OWNER, trained, partial(write_shard, shards[0]))
     launch()
-    lists: list[DiskLists] = []
     with _other_processes():
         mine = scatter_objects(assigned.divide(world_size()))
-        parts = together(partial(_add_rows, mine, shards, lists))
-    for of_process in parts[1:]:
-        for of_shard, more in zip(lists, of_process):
-            of_shard.append(more)
+        parts_of_processes = together(partial(mine.add_to, shards))
     trained.unlink()
-    return lists
+    return [list(chain.from_iterable(of_shard)) for of_shard in zip(*parts_of_processes)]
 
 
 def help_build_on_disk() -> None:
@@ -325,20 +302,13 @@ def help_build_on_disk() -> None:
     """
     with _other_processes():
         assigned = scatter_objects([])
-        together(partial(_add_rows_to_copies, assigned))
+        together(partial(_add_to_copies, assigned))
         together(lambda: None)  # while the first process merges the parts
 
 
-def _add_rows(rows: AssignedRows, shards: list[Any], lists: list[DiskLists]) -> list[Parts]:
-    """Add rows to the shards, append the lists of each shard to `lists`, and return their parts."""
-    lists += rows.add_to(shards)
-    return [of_shard.parts for of_shard in lists]
-
-
-def _add_rows_to_copies(rows: AssignedRows) -> list[Parts]:
+def _add_to_copies(rows: AssignedRows) -> list[list[Part]]:
     """Add rows to copies of the trained shards, and return the parts of each shard."""
-    shards = [read_shard(rows.folder / TRAINED, mapped=False) for _ in rows.rows_before]
-    return _add_rows(rows, shards, [])
+    return rows.add_to([read_shard(rows.folder / TRAINED, mapped=False) for _ in rows.rows_before])
 
 
 @contextmanager
@@ -378,35 +348,21 @@ def _other_processes() -> Iterator[None]:
         ) from None
 
 
-def merge_on_disk(lists: list[DiskLists], version: NewVersion) -> list[Any]:
+def merge_on_disk(shards: Sequence[Any], parts: Sequence[Sequence[Part]], version: NewVersion) -> list[Any]:
     """Write each shard to a file, delete its parts, and return the shards, memory-mapped. Shows the progress.
+
+    Args:
+        shards: the trained shards, without rows in memory.
+        parts: the parts of each shard.
+        version: the new version of the index's folder.
 
     Raises:
         OSError: if a file cannot be written completely.
     """
     mapped = []
-    for number, of_shard in enumerate(lists):
-        file = version.write(shard_name(number), of_shard.merge)
-        of_shard.delete()
+    for number, (shard, of_shard) in enumerate(zip(shards, parts)):
+        file = version.write(shard_name(number), partial(merge, shard, of_shard))
+        for part in of_shard:
+            part.path.unlink()
         mapped.append(read_shard(file, mapped=True))
     return mapped
-
-
-def _no_rows(ivf: Any) -> bytes:
-    """The bytes that faiss writes at the end of an index for empty inverted lists."""
-    return struct.pack("<4sQQ4sQ", b"ilar", ivf.nlist, ivf.code_size, b"sprs", 0)
-
-
-def _move_to_disk(lists: list[DiskLists]) -> None:
-    for of_shard in lists:
-        of_shard.move_to_disk()
-
-
-def _copy(source: IO[bytes], target: DigestStream, length: int) -> None:
-    """Copy `length` bytes."""
-    while length > 0:
-        data = source.read(min(length, READ_BYTES))
-        if not data:
-            raise OSError(f"{source.name} has become shorter")
-        target.write(data)
-        length -= len(data)

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from lightning_retrieval.search.store.rows import (
     query_rows,
     sample_rows,
 )
-from lightning_retrieval.search.store.storage import new_version, read_folder
+from lightning_retrieval.search.store.storage import NewVersion, new_version, read_folder
 
 LARGEST_DIM = 2**31 - 1  # limit of faiss
 MOST_SHARDS = 10_000  # each shard is a file
@@ -111,6 +112,21 @@ def _exact_neighbours(
         block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(order), -1)
         best_ids[better] = torch.cat([best_ids[better], block_ids], 1).gather(1, order)
     return best_ids
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a search asks for, as the method `request` of an index has checked it.
+
+    Args:
+        k: number of results of each query.
+        condition: condition that the rows must meet; None for no condition.
+        group_by: name of the column of which each value is found once; None for no groups.
+    """
+
+    k: int
+    condition: conditions.Condition | None = None
+    group_by: str | None = None
 
 
 class EditLock:
@@ -270,7 +286,7 @@ class RetrievalIndex:
                 raise
             self._table.add(new_ids, paths, added)
             if is_first and self.factory != "Flat":
-                self.recall = measure_recall(self._search, embeddings, new_ids)
+                self.recall = self._measure_recall(embeddings, new_ids)
 
     def search(
         self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
@@ -296,19 +312,36 @@ class RetrievalIndex:
             TypeError: if queries are not floating point, `k` is not an integer, or `where` or `group_by` is not a
                 string.
         """
+        request = self.request(k, where, group_by)
         with self._lock.reading():
-            return self._search(queries, k, where, group_by)
+            return self._search(queries, request)
+
+    def request(self, k: int, where: str | None = None, group_by: str | None = None) -> Request:
+        """Check what a search asks for; for `search_with_paths`, and to raise errors before queries are embedded.
+
+        Args:
+            k: as for `search`.
+            where: as for `search`.
+            group_by: as for `search`.
+
+        Raises:
+            ValueError: if `k` is out of range, `where` is not a condition on the columns, or `group_by` is no column.
+            TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
+        """
+        with self._lock.reading():
+            k = check_results(OWNER, k, len(self))
+            condition = conditions.parse_where(OWNER, where, self.column_kinds)
+            conditions.check_group(OWNER, group_by, self.column_kinds)
+            return Request(k, condition, group_by)
 
     def search_with_paths(
-        self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
+        self, queries: Queries, request: Request
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
         """Like `search`, with the path of each row found. Other threads cannot remove rows before the paths are read.
 
         Args:
             queries: as for `search`.
-            k: as for `search`.
-            where: as for `search`.
-            group_by: as for `search`.
+            request: what is searched for, such as `index.request(k=10)`.
 
         Returns:
             The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
@@ -319,21 +352,20 @@ class RetrievalIndex:
             TypeError: as in `search`.
         """
         with self._lock.reading():
-            similarities, ids = self._search(queries, k, where, group_by)
+            similarities, ids = self._search(queries, request)
             return similarities, ids, [self._table.paths_of_found(row) for row in ids.numpy()]
 
-    def _search(
-        self, queries: Queries, k: int, where: str | None = None, group_by: str | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _search(self, queries: Queries, request: Request) -> tuple[Tensor, Tensor]:
         rows = query_rows(OWNER, queries, self.dim)
-        k = check_results(OWNER, k, len(self))
-        condition = conditions.parse_where(OWNER, where, conditions.kinds_of(self._table.columns))
-        conditions.check_group(OWNER, group_by, conditions.kinds_of(self._table.columns))
+        k, condition, group_by = request.k, request.condition, request.group_by
         if group_by is None:
             return self._nearest(rows, k, condition)
         search = functools.partial(self._nearest_with_groups, group_by)
         found = conditions.search_groups(search, rows, k, group_by=group_by, condition=condition, most=len(self))
         return conditions.as_tensors(found, k)
+
+    def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> float | None:
+        return measure_recall(lambda queries, k: self._search(queries, Request(k)), embeddings, ids)
 
     def _nearest(self, queries: Tensor, k: int, condition: conditions.Condition | None) -> tuple[Tensor, Tensor]:
         among = None
@@ -394,13 +426,13 @@ class RetrievalIndex:
             try:
                 with new_version(path) as version:
                     faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
-                    lists = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version, launch)
+                    parts = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version, launch)
                     with others_informed(launch):
-                        self.faiss_indexes = merge_on_disk(lists, version)
+                        self.faiss_indexes = merge_on_disk(self.faiss_indexes, parts, version)
                         self._table.add(new_ids, paths, added)
-                        self.recall = measure_recall(self._search, embeddings, new_ids)
+                        self.recall = self._measure_recall(embeddings, new_ids)
                         version.write_all(self._table.writers())
-                        version.publish({name: getattr(self, name) for name in SETTINGS})
+                        self._publish(version)
             except BaseException:
                 self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
                 raise
@@ -513,7 +545,7 @@ class RetrievalIndex:
             check_not_mapped(self.mapped, "save")
             with new_version(path) as version:
                 version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
-                version.publish({name: getattr(self, name) for name in SETTINGS})
+                self._publish(version)
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
@@ -577,6 +609,9 @@ class RetrievalIndex:
             f"RetrievalIndex(dim={self.dim}, factory={self.factory!r}, parameters={self.parameters!r}, "
             f"shards={self.shards}, rows={len(self)}{recall})"
         )
+
+    def _publish(self, version: NewVersion) -> None:
+        version.publish({name: getattr(self, name) for name in SETTINGS})
 
     def _empty_shards(self) -> list[Any]:
         return [faiss_index.new_faiss_index(self.dim, self.factory, self.parameters) for _ in range(self.shards)]

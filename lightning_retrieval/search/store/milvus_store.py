@@ -24,7 +24,7 @@ from lightning_retrieval.search.store.id_table import (
     ids_after,
     integer_ids,
 )
-from lightning_retrieval.search.store.index import RetrievalIndex, measure_recall
+from lightning_retrieval.search.store.index import Request, RetrievalIndex, measure_recall
 from lightning_retrieval.search.store.milvus_connection import (
     COLUMN,
     EMBEDDING,
@@ -303,19 +303,34 @@ class MilvusStore:
                 string.
             OSError: if Milvus reports an error.
         """
-        similarities, ids, _ = self._search(queries, k, where, group_by, [ID])
+        similarities, ids, _ = self._search(queries, self.request(k, where, group_by), [ID])
         return similarities, ids
 
+    def request(self, k: int, where: str | None = None, group_by: str | None = None) -> Request:
+        """Check what a search asks for, as `RetrievalIndex.request` does. Whether there are k rows is checked later.
+
+        Args:
+            k: as for `search`.
+            where: as for `search`.
+            group_by: as for `search`.
+
+        Raises:
+            ValueError: if `k` is out of range, `where` is not a condition on the columns, or `group_by` is no column.
+            TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
+        """
+        k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
+        condition = conditions.parse_where(OWNER, where, self.column_kinds)
+        conditions.check_group(OWNER, group_by, self.column_kinds)
+        return Request(k, condition, group_by)
+
     def search_with_paths(
-        self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
+        self, queries: Queries, request: Request
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
         """Like `search`, with the path of each row found, even if a process removes the row meanwhile.
 
         Args:
             queries: as for `search`.
-            k: as for `search`.
-            where: as for `search`.
-            group_by: as for `search`.
+            request: what is searched for, such as `store.request(k=10)`.
 
         Returns:
             The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
@@ -326,17 +341,13 @@ class MilvusStore:
             TypeError: as in `search`.
             OSError: if Milvus reports an error.
         """
-        return self._search(queries, k, where, group_by, [ID, PATH])
+        return self._search(queries, request, [ID, PATH])
 
-    def _search(
-        self, queries: Queries, k: int, where: str | None, group_by: str | None, fields: list[str]
-    ) -> tuple[Tensor, Tensor, list[list[str]]]:
+    def _search(self, queries: Queries, request: Request, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """The similarities, ids and paths of the nearest rows; paths are "" unless `fields` contains them."""
         rows = query_rows(OWNER, queries, self.dim)
         check_directions("queries", rows)
-        k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
-        condition = conditions.parse_where(OWNER, where, self.column_kinds)
-        conditions.check_group(OWNER, group_by, self.column_kinds)
+        k, condition, group_by = request.k, request.condition, request.group_by
         search = partial(self._nearest, fields, group_by)
         if group_by is None:
             results = search(rows, k, condition)

@@ -301,7 +301,7 @@ def test_owners_become_the_command_and_arguments_its_options():
     error = ValueError("search_images: `images` must be given.")  # which another command has called
     assert command_line_message("demo", error, ["images"]) == "demo: `--images` must be given."
     error = ValueError("RetrievalIndex: `factory` must be one of search_images: `factory`.")
-    message = "RetrievalIndex: `--factory` must be one of search_images: `--factory`."
+    message = "search: `--factory` must be one of search_images: `--factory`."
     assert command_line_message("search", error, ["factory"]) == message
     error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     assert command_line_message("demo", error, []) == str(error)

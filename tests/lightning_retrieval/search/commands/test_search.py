@@ -97,7 +97,7 @@ def test_invalid_arguments_are_reported_in_one_sentence(indexed, tmp_path, capsy
     search = ["search", indexed / "images" / paths_of(indexed / "images")[3], "--index"]
     none = tmp_path / "none"
     for args, message in (
-        ([indexed / "index", "-k41"], "search: `-k` must be at most the number of images in the index, 40, got 41"),
+        ([indexed / "index", "-k41"], "search: `-k` must be at most the number of rows in the index, 40, got 41"),
         ([indexed / "index", "-k0"], "`-k` must be an integer >= 1, got 0"),
         ([tmp_path], f"must be a folder with manifest.json in it, got {tmp_path}; `lightning-retrieval index` writes"),
         ([tmp_path / "other"], "search: `--index` must be an index of images that `lightning-retrieval index` made."),
@@ -106,11 +106,11 @@ def test_invalid_arguments_are_reported_in_one_sentence(indexed, tmp_path, capsy
         ([none, "--images", tmp_path / "gone"], "`--images` must be the folder of the index's images, got "),
     ):
         assert message in error_of(capsys, *search, *args)
-    with pytest.raises(TypeError, match=r"^search_images: `k` must be an integer >= 1, got 2\.5 \(float\)\.$"):
+    with pytest.raises(TypeError, match=r"^RetrievalIndex: `k` must be an integer >= 1, got 2\.5 \(float\)\.$"):
         search_images(RetrievalIndex.load(indexed / "index"), ["a.png"], k=2.5)
     monkeypatch.setitem(sys.modules, "faiss", None)
     error = error_of(capsys, "search", "--index", indexed / "index", "query.png")
-    assert error == "RetrievalIndex: needs faiss, which cannot be imported; pip install faiss-cpu.\n"
+    assert error == "search: needs faiss, which cannot be imported; pip install faiss-cpu.\n"
 
 
 @pytest.mark.refusal

@@ -59,7 +59,9 @@ def test_demo_serves_it(indexed, store, capsys, monkeypatch):
     calls = []
 
     def serve(searcher, images, **settings):
-        hits = searcher.search([str(indexed / "images" / "1" / "deeper" / "12.bmp")], 3)[0][0].hits
+        hits = searcher.search([str(indexed / "images" / "1" / "deeper" / "12.bmp")], searcher.index.request(3))[0][
+            0
+        ].hits
         calls.append((images, settings["k"], hits[0].path))
         return SimpleNamespace(local_url="http://127.0.0.1:7860/", close=lambda verbose: None)
 

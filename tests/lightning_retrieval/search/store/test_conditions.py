@@ -174,7 +174,7 @@ def test_there_are_k_groups_or_no_more_rows(make, sizes, monkeypatch):
             similarities, ids = index.search(queries, k, group_by=column)
             assert ids.tolist() == brute_force(queries, k, set(range(ROWS)), groups)
             assert torch.isinf(similarities).tolist() == (ids < 0).tolist()
-        _, ids, paths = index.search_with_paths(queries, k, group_by="brand", where="parity == 0")
+        _, ids, paths = index.search_with_paths(queries, index.request(k, "parity == 0", "brand"))
         assert ids.tolist() == brute_force(queries, k, even, groups)
         assert paths == [[""] * k] * len(queries)
 

@@ -74,7 +74,9 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
     assert len(filled) == ROWS
 
 
-@pytest.mark.parametrize("name", ["add", "search", "search_with_paths", "remove", "paths", "columns", "set_parameters"])
+@pytest.mark.parametrize(
+    "name", ["add", "search", "request", "search_with_paths", "remove", "paths", "columns", "set_parameters"]
+)
 def test_its_methods_take_what_those_of_retrieval_index_take(name):
     of_store = str(inspect.signature(getattr(MilvusStore, name)))  # jaxtyping makes a class for each annotation
     assert of_store == str(inspect.signature(getattr(RetrievalIndex, name)))

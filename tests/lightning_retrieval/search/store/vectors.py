@@ -62,7 +62,7 @@ def search_while_edited(index, edits):
         queries = vectors(8, seed=seed)
         while not is_over.is_set():
             try:
-                _, ids, paths = index.search_with_paths(queries, 20)
+                _, ids, paths = index.search_with_paths(queries, index.request(20))
                 expected = [["" if row < 0 else f"{row}.jpg" for row in rows] for rows in ids.tolist()]
                 if paths != expected:
                     wrong.append((paths, expected))
