@@ -28,8 +28,7 @@ from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.random_state import seed_or_default, step_random_state
-from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
+from lightning_retrieval.ranking.relevance import Relevance, rule_of_evaluation
 from lightning_retrieval.training.chunk_size import check_chunk_size
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.equal_batches import EqualBatches

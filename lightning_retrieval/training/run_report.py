@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.losses.base import RetrievalLoss
-from lightning_retrieval.losses.batch_loss import RankedBatch
+from lightning_retrieval.losses.batch_loss import ranked_batch
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import logged_settings
@@ -300,9 +300,9 @@ class _FirstStep:
         if self.step.memory is not None or self.relevance is not None or not losses:
             return 0
         queries, candidates = self.step.batch, self.step.candidate_batch
-        batch = RankedBatch(queries.embeddings.detach(), queries.labels, ids=queries.ids)
+        batch = ranked_batch(queries.embeddings.detach(), queries.labels, ids=queries.ids)
         if len(self.sides) > 1:
-            batch = replace(batch, ids=None, ref_emb=candidates.embeddings.detach(), ref_labels=candidates.labels)
+            batch = ranked_batch(batch.embeddings, queries.labels, candidates.embeddings.detach(), candidates.labels)
         return max(loss.queries_without_value(batch) for loss in losses)
 
     def warn_of_lists_without_positives(self) -> None:

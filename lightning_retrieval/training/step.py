@@ -22,7 +22,9 @@ from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, t
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.random_state import step_random_state
+from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.rows import Rows
 from lightning_retrieval.training.chunk_size import largest_chunk_size
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
@@ -558,33 +560,33 @@ class TrainingStep:
 
     def _ranked_batches(self) -> list[RankedBatch]:
         """The batches whose losses are computed: the batch, any second term with the memory, any reverse direction."""
-        embeddings, labels, ids, _ = self.candidate_batch
-        settings = self._settings_of(self.batch)
+        queries, candidates = self.batch, self.candidate_batch
+        of_queries, of_candidates = Rows(queries.labels, queries.ids), Rows(candidates.labels, candidates.ids)
+        settings = self._settings_of(queries)
         if self.candidates is None:
-            batches = [RankedBatch(embeddings, labels, ids=ids, **settings)]
-        else:
-            settings |= {"embeddings": self.batch.embeddings, "labels": self.batch.labels}
-            batches = [RankedBatch(ref_emb=embeddings, ref_labels=labels, **settings)]
-            settings |= {"ids": None, "ref_ids": None}  # the ids of queries are no ids of candidates
+            lists = Lists(of_queries, of_queries, self.relevance)
+            batches = [RankedBatch(queries.embeddings, lists, **settings)]
+        else:  # the ids of queries are no ids of candidates
+            of_queries, of_candidates = Rows(queries.labels), Rows(candidates.labels)
+            lists = Lists(of_queries, of_candidates, self.relevance)
+            batches = [RankedBatch(queries.embeddings, lists, candidates.embeddings, **settings)]
         if self.memory is not None:
             # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
-            references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
-            with_memory = replace(references, **settings)
+            detach = self.memory_mode != "one_list"
+            with_memory = self.memory.references(*candidates[:3], detach=detach, relevance=self.relevance)
+            if self.candidates is not None:
+                lists = Lists(of_queries, replace(with_memory.lists.references, ids=None), self.relevance)
+                with_memory = replace(with_memory, embeddings=queries.embeddings, lists=lists)
+            with_memory = replace(with_memory, **settings)
             if self._has_second_term:
                 batches.append(with_memory)
             elif self.memory.started:
                 batches = [with_memory]
         if self.directions == "both":
-            batches.append(self._reverse_batch())
+            lists = Lists(of_candidates, of_queries, self.relevance)
+            reverse = self._settings_of(candidates)
+            batches.append(RankedBatch(candidates.embeddings, lists, queries.embeddings, **reverse))
         return batches
-
-    def _reverse_batch(self) -> RankedBatch:
-        """The batch in which each candidate ranks the queries."""
-        candidates, queries = self.candidate_batch, self.batch
-        settings = self._settings_of(candidates)
-        return RankedBatch(
-            candidates.embeddings, candidates.labels, ref_emb=queries.embeddings, ref_labels=queries.labels, **settings
-        )
 
     def _settings_of(self, batch: GlobalBatch) -> dict[str, Any]:
         """The arguments of `RankedBatch` that hold no rows, for lists whose queries are the rows of a batch."""
@@ -592,7 +594,7 @@ class TrainingStep:
         if self._divides_queries:
             begin = sum(batch.counts[: rank()])
             queries = QueryRange(begin, begin + batch.counts[rank()], sum_over_ranks)
-        return {"queries": queries, "fraction": self.fraction, "relevance": self.relevance}
+        return {"queries": queries, "fraction": self.fraction}
 
 
 def _named(direction: str, value: Tensor, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
