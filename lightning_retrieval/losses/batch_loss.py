@@ -171,11 +171,18 @@ class BatchLoss(nn.Module):
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
         check_no_transform(type(self).__name__, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
-        owner = type(self).__name__
-        columns = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance}
-        return self.of_batch(
-            ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns, owner=owner, queries=queries)
+        batch = ranked_batch(
+            embeddings,
+            labels,
+            ref_emb,
+            ref_labels,
+            ids=ids,
+            ref_ids=ref_ids,
+            relevance=relevance,
+            owner=type(self).__name__,
+            queries=queries,
         )
+        return self.of_batch(batch)
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""

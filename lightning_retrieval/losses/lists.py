@@ -35,8 +35,8 @@ class RankedLists(ABC):
 
     `owner` is the prefix of error messages. `lists` say which references are relevant and which are candidates.
     `tensors` are the tensors that gradients are computed for; `given` maps names to the arguments that `tensors` were
-    computed from. `levels` are the possible levels of relevance above 0. `self_counts` are the arguments of the masks
-    about each query itself.
+    computed from. `levels` are the possible levels of relevance above 0. `include_self` and `self_is_positive` say what
+    each query is in its own list.
     """
 
     owner: str
@@ -44,7 +44,8 @@ class RankedLists(ABC):
     tensors: tuple[Tensor, ...]
     given: dict[str, Tensor]
     levels: tuple[int, ...]
-    self_counts: dict[str, bool]
+    include_self: bool = False
+    self_is_positive: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,7 +65,7 @@ class RankedLists(ABC):
 
     def masks(self, rows: Int[Tensor, " query"]) -> tuple[Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]:
         """Two masks for these queries: the relevant candidates, and all candidates."""
-        return self.lists.masks(rows, **self.self_counts)
+        return self.lists.masks(rows, include_self=self.include_self, self_is_positive=self.self_is_positive)
 
     @abstractmethod
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
@@ -98,11 +99,14 @@ class RankedLists(ABC):
     def _count_on_device(self, queries: QueryRange | None) -> Int[Tensor, " query"]:
         rows = torch.arange(len(self.tensors[0]), device=self.device)
         if queries is None or self.lists.are_counted_by_sorting:
-            return self.lists.counts(rows, **self.self_counts)
+            return self._counts(rows)
         counts = torch.zeros_like(rows)
-        local = rows[queries.begin : queries.end]
-        counts[local] = self.lists.counts(local, **self.self_counts)
+        local = slice(queries.begin, queries.end)
+        counts[local] = self._counts(rows[local])
         return queries.total(counts)
+
+    def _counts(self, rows: Int[Tensor, " query"]) -> Int[Tensor, " query"]:
+        return self.lists.counts(rows, include_self=self.include_self, self_is_positive=self.self_is_positive)
 
 
 class ScoreLists(RankedLists):
@@ -135,7 +139,7 @@ class ScoreLists(RankedLists):
         if candidate is not None:
             _check_mask(owner, "candidate", candidate, scores)
         self.owner, self.given = owner, {"scores": scores}
-        self.lists, self.self_counts = GivenLists(relevant, candidate), {}
+        self.lists = GivenLists(relevant, candidate)
         self.levels = (1,)
         if graded:
             self.levels = tuple(level for level in to_host(relevant.unique()).tolist() if level > 0)
@@ -206,7 +210,7 @@ class EmbeddingLists(RankedLists):
         if not graded:
             self.lists, self.levels = batch.lists.finest, (1,)
         self.in_batch = batch.ref_emb is None
-        self.self_counts = {"include_self": include_self, "self_is_positive": self_is_positive}
+        self.include_self, self.self_is_positive = include_self, self_is_positive
 
         queries = normalize(batch.embeddings)
         references = queries
@@ -226,7 +230,7 @@ class EmbeddingLists(RankedLists):
         return queries @ self._references.T
 
     def count_positives(self, queries: QueryRange | None = None) -> tuple[Tensor, Tensor]:
-        settings = tuple(self.self_counts.values())
+        settings = (self.include_self, self.self_is_positive)
         if settings not in self.lists.counted:
             self.lists.counted[settings] = super().count_positives(queries)
         return self.lists.counted[settings]

@@ -181,7 +181,7 @@ def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, waits):
     with waits:
         part = chunked_backward(net, images, step.loss)
         step.finish(part, GradientSum(net.parameters()))
-    expected = 3 if name in ("ROADMAP", "HAP") else 2  # two terms, and labels that must nest
+    expected = 3 if name == "HAP" else 2  # labels must nest
     assert waits.found == ["to_host"] * expected
 
 
