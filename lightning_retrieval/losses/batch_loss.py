@@ -171,18 +171,9 @@ class BatchLoss(nn.Module):
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
         check_no_transform(type(self).__name__, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
-        batch = ranked_batch(
-            embeddings,
-            labels,
-            ref_emb,
-            ref_labels,
-            ids=ids,
-            ref_ids=ref_ids,
-            relevance=relevance,
-            owner=type(self).__name__,
-            queries=queries,
-        )
-        return self.of_batch(batch)
+        columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
+        owner = type(self).__name__
+        return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns, owner=owner))
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""

@@ -25,27 +25,29 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import size_for, to_host
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.ranking.labels import as_levels, check_nesting
-from lightning_retrieval.ranking.lists import GivenLists, Lists, MaskedLists
+from lightning_retrieval.ranking.lists import GivenLists, Lists
 from lightning_retrieval.ranking.relevance import SameLabel
 from lightning_retrieval.ranking.rows import Rows, normalize
 
+# Positives are counted in blocks of a mask. These are the largest numbers of elements of a block: on the CPU, and on
+# other devices.
+COUNTED_ELEMENTS = 1 << 22
+ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
+
 
 class RankedLists(ABC):
-    """The scores of lists, computed for a block of queries at a time, and their gradient.
+    """One ranked list for each query, computed for a block of queries at a time.
 
-    `owner` is the prefix of error messages. `lists` say which references are relevant and which are candidates.
-    `tensors` are the tensors that gradients are computed for; `given` maps names to the arguments that `tensors` were
-    computed from. `levels` are the possible levels of relevance above 0. `include_self` and `self_is_positive` say what
-    each query is in its own list.
+    `owner` is the prefix of error messages. `tensors` are the tensors that gradients are computed for; `given` maps
+    names to the arguments that `tensors` were computed from. `gallery` is the number of references, and `levels` are
+    the possible levels of relevance above 0.
     """
 
     owner: str
-    lists: MaskedLists
     tensors: tuple[Tensor, ...]
     given: dict[str, Tensor]
+    gallery: int
     levels: tuple[int, ...]
-    include_self: bool = False
-    self_is_positive: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,17 +57,13 @@ class RankedLists(ABC):
     def device(self) -> torch.device:
         return self.tensors[0].device
 
-    @property
-    def gallery(self) -> int:
-        return self.lists.gallery
-
     @abstractmethod
     def scores(self, rows: Int[Tensor, " query"]) -> Float[Tensor, "query gallery"]:
         """The scores of these queries in a new tensor without a graph."""
 
+    @abstractmethod
     def masks(self, rows: Int[Tensor, " query"]) -> tuple[Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]:
         """Two masks for these queries: the relevant candidates, and all candidates."""
-        return self.lists.masks(rows, include_self=self.include_self, self_is_positive=self.self_is_positive)
 
     @abstractmethod
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
@@ -97,16 +95,19 @@ class RankedLists(ABC):
         return counts, read[:-1]
 
     def _count_on_device(self, queries: QueryRange | None) -> Int[Tensor, " query"]:
-        rows = torch.arange(len(self.tensors[0]), device=self.device)
-        if queries is None or self.lists.are_counted_by_sorting:
-            return self._counts(rows)
-        counts = torch.zeros_like(rows)
-        local = slice(queries.begin, queries.end)
-        counts[local] = self._counts(rows[local])
-        return queries.total(counts)
-
-    def _counts(self, rows: Int[Tensor, " query"]) -> Int[Tensor, " query"]:
-        return self.lists.counts(rows, include_self=self.include_self, self_is_positive=self.self_is_positive)
+        """Count by masks, for a block of queries at a time."""
+        counts = torch.zeros(len(self.tensors[0]), dtype=torch.int64, device=self.device)
+        rows = torch.arange(len(counts), device=self.device)
+        if queries is not None:
+            rows = rows[queries.begin : queries.end]
+        elements = size_for(self.device, cpu=COUNTED_ELEMENTS, accelerator=ACCELERATOR_COUNTED_ELEMENTS)
+        rows_of_a_block = elements // max(1, self.gallery)
+        for block in rows.split(max(1, rows_of_a_block)):
+            relevant = self.masks(block)[0]  # the mask of candidates is freed at once
+            counts[block] = (relevant > 0).sum(1)
+        if queries is not None:
+            counts = queries.total(counts)
+        return counts
 
 
 class ScoreLists(RankedLists):
@@ -144,10 +145,14 @@ class ScoreLists(RankedLists):
         if graded:
             self.levels = tuple(level for level in to_host(relevant.unique()).tolist() if level > 0)
         self.tensors = (scores.to(torch.promote_types(scores.dtype, torch.float32)),)
+        self.gallery = scores.shape[1]
         self._scores = self.tensors[0].detach()
 
     def scores(self, rows: Tensor) -> Tensor:
         return self._scores[rows]
+
+    def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lists.masks(rows)
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         if gradients[0] is not None:
@@ -205,12 +210,12 @@ class EmbeddingLists(RankedLists):
         check_batch(owner, batch)
         check_lists(owner, batch.lists)
         self.owner = owner
-        self.lists: Lists = batch.lists
+        self.lists, self.gallery = batch.lists, batch.lists.gallery
         self.levels = tuple(range(1, batch.lists.levels + 1))
         if not graded:
             self.lists, self.levels = batch.lists.finest, (1,)
         self.in_batch = batch.ref_emb is None
-        self.include_self, self.self_is_positive = include_self, self_is_positive
+        self._self_counts = {"include_self": include_self, "self_is_positive": self_is_positive}
 
         queries = normalize(batch.embeddings)
         references = queries
@@ -229,11 +234,20 @@ class EmbeddingLists(RankedLists):
             queries = queries[rows]
         return queries @ self._references.T
 
+    def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lists.masks(rows, None, **self._self_counts)
+
     def count_positives(self, queries: QueryRange | None = None) -> tuple[Tensor, Tensor]:
-        settings = (self.include_self, self.self_is_positive)
+        settings = tuple(self._self_counts.values())
         if settings not in self.lists.counted:
             self.lists.counted[settings] = super().count_positives(queries)
         return self.lists.counted[settings]
+
+    def _count_on_device(self, queries: QueryRange | None) -> Tensor:
+        """Count by sorting, if the rule allows it: each process counts for all queries."""
+        if not self.lists.can_be_sorted:
+            return super()._count_on_device(queries)
+        return self.lists.sorted_counts(**self._self_counts)
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         if not self.in_batch:

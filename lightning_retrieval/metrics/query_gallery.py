@@ -96,7 +96,7 @@ def query_gallery(images: Images, *, unit: int | None = None) -> QueryGallery:
     column_of_row = torch.full_like(order, -1)
     column_of_row[gallery_rows] = torch.arange(len(gallery_rows), device=order.device)
     self_index = column_of_row[query_rows]
-    lists = Lists(rows.select(query_rows), rows.select(gallery_rows), rule, self_index)
+    lists = Lists(rows.select(query_rows), rows.select(gallery_rows), rule, self_index=self_index)
     if unit is None:
         unit = entries_of(lists).block_rows
     queries = gallery = images.embeddings.select(gallery_rows).sharded(unit)

@@ -300,7 +300,7 @@ class RevisitedMetrics(EmbeddingMetric):
         ranked = super().query_gallery(images, unit=unit)
         queries, gallery = (Rows(ids[:, None], ids) for ids in (ranked.query_ids, ranked.gallery_ids))
         rule = _ByFiles(self.easy, self.hard, self.junk)
-        return replace(ranked, lists=Lists(queries, gallery, rule, ranked.self_index))
+        return replace(ranked, lists=Lists(queries, gallery, rule, self_index=ranked.self_index))
 
     def extra_repr(self) -> str:
         return f"ks={self.ks}"

@@ -4,7 +4,6 @@ Losses, metrics, curves and callbacks ask `Lists`. The lists of a score matrix a
 `lightning_retrieval.ranking.entries` finds the relevant references of `Lists` without a mask of all references.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,72 +12,14 @@ import torch
 from jaxtyping import Bool, Int, Integer, Shaped
 from torch import Tensor
 
-from lightning_retrieval.distributed import size_for
 from lightning_retrieval.ranking.labels import as_levels
 from lightning_retrieval.ranking.relevance import Relevance, SameLabel, label_rule_of
 from lightning_retrieval.ranking.rows import Rows
 
-# Positives are counted in blocks of a mask. These are the largest numbers of elements of a block: on the CPU, and on
-# other devices.
-COUNTED_ELEMENTS = 1 << 22
-ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
-
 Levels = Bool[Tensor, "query gallery"] | Integer[Tensor, "query gallery"]
 
 
-class MaskedLists(ABC):
-    """Base of `Lists` and `GivenLists`: lists whose masks can be computed for a block of queries."""
-
-    @abstractmethod
-    def masks(
-        self,
-        rows: Int[Tensor, " query"],
-        references: Int[Tensor, " gallery"] | None = None,
-        *,
-        include_self: bool = False,
-        self_is_positive: bool = True,
-    ) -> tuple[Levels, Bool[Tensor, "query gallery"]]:
-        """Two masks for these queries: the relevant candidates, or their levels of relevance, and all candidates.
-
-        Args:
-            rows: indices of queries.
-            references: indices of references; None for all.
-            include_self: whether each query is in its own list.
-            self_is_positive: whether a query in its own list is a positive of itself.
-        """
-
-    def counts(
-        self, rows: Int[Tensor, " query"], *, include_self: bool = False, self_is_positive: bool = True
-    ) -> Int[Tensor, " query"]:
-        """Number of relevant candidates of each of these queries, by masks of a block of queries at a time."""
-        counts = [rows[:0]]
-        for block in rows.split(self._rows_of_a_block):
-            relevant = self.masks(block, include_self=include_self, self_is_positive=self_is_positive)[0]
-            counts.append((relevant > 0).sum(1))
-        return torch.cat(counts)
-
-    @property
-    def are_counted_by_sorting(self) -> bool:
-        """Whether `counts` needs no masks, so that counting for all queries takes little time."""
-        return False
-
-    @property
-    @abstractmethod
-    def gallery(self) -> int:
-        """Number of references."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """The device of the masks."""
-
-    @property
-    def _rows_of_a_block(self) -> int:
-        elements = size_for(self.device, cpu=COUNTED_ELEMENTS, accelerator=ACCELERATOR_COUNTED_ELEMENTS)
-        return max(1, elements // max(1, self.gallery))
-
-
-class GivenLists(MaskedLists):
+class GivenLists:
     """Lists that are given as masks, which also say whether a query is in its own list.
 
     Args:
@@ -89,30 +30,16 @@ class GivenLists(MaskedLists):
     def __init__(self, relevant: Levels, candidate: Bool[Tensor, "query gallery"] | None = None) -> None:
         self.relevant, self.candidate = relevant, candidate
 
-    def masks(
-        self,
-        rows: Tensor,
-        references: Tensor | None = None,
-        *,
-        include_self: bool = False,
-        self_is_positive: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        relevant = _chosen(self.relevant[rows], references)
+    def masks(self, rows: Int[Tensor, " query"]) -> tuple[Levels, Bool[Tensor, "query gallery"]]:
+        """Two masks for these queries: the relevant candidates, or their levels of relevance, and all candidates."""
+        relevant = self.relevant[rows]
         if self.candidate is None:
             return relevant, torch.ones_like(relevant, dtype=torch.bool)
-        candidate = _chosen(self.candidate[rows], references)
+        candidate = self.candidate[rows]
         return relevant * candidate, candidate
 
-    @property
-    def gallery(self) -> int:
-        return self.relevant.shape[1]
 
-    @property
-    def device(self) -> torch.device:
-        return self.relevant.device
-
-
-class Lists(MaskedLists):
+class Lists:
     """The lists of queries that rank references: which references are relevant, and which are candidates, by a rule.
 
     A query itself is no candidate, unless masks include it.
@@ -145,6 +72,7 @@ class Lists(MaskedLists):
         queries: Rows,
         references: Rows,
         rule: Relevance | None = None,
+        *,
         self_index: Int[Tensor, " query"] | None = None,
     ) -> None:
         if rule is None:
@@ -161,10 +89,12 @@ class Lists(MaskedLists):
 
     @property
     def gallery(self) -> int:
+        """Number of references."""
         return len(self.references)
 
     @property
     def device(self) -> torch.device:
+        """The device of labels and masks."""
         return self.queries.labels.device
 
     @cached_property
@@ -197,16 +127,24 @@ class Lists(MaskedLists):
         queries = references = self._at_finest_level(self.queries, self.columns)
         if not self.in_batch:
             references = self._at_finest_level(self.references, self.ref_columns)
-        return Lists(queries, references, self.rule, self.self_index)
+        return Lists(queries, references, self.rule, self_index=self.self_index)
 
     def masks(
         self,
-        rows: Tensor,
-        references: Tensor | None = None,
+        rows: Int[Tensor, " query"],
+        references: Int[Tensor, " gallery"] | None = None,
         *,
         include_self: bool = False,
         self_is_positive: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Levels, Bool[Tensor, "query gallery"]]:
+        """Two masks for these queries: the relevant candidates, or their levels of relevance, and all candidates.
+
+        Args:
+            rows: indices of queries.
+            references: indices of references; None for all.
+            include_self: whether each query is in its own list.
+            self_is_positive: whether a query in its own list is a positive of itself.
+        """
         relevant, candidate = self._related(rows, references)
         if not include_self:
             self.exclude_self(candidate, rows, references)
@@ -240,13 +178,17 @@ class Lists(MaskedLists):
             mask &= ids[rows, None] != _chosen(ref_ids, references)
 
     @property
-    def are_counted_by_sorting(self) -> bool:
-        """Whether `counts` sorts labels and ids."""
+    def can_be_sorted(self) -> bool:
+        """Whether sorting labels and ids finds the positives, so that they can be counted without masks."""
         return type(self.rule) is SameLabel and self.self_index is None
 
-    def counts(self, rows: Tensor, *, include_self: bool = False, self_is_positive: bool = True) -> Tensor:
-        if not self.are_counted_by_sorting:
-            return super().counts(rows, include_self=include_self, self_is_positive=self_is_positive)
+    def sorted_counts(self, *, include_self: bool = False, self_is_positive: bool = True) -> Int[Tensor, " query"]:
+        """Number of relevant candidates of each query, which takes less time than one row of masks for each query.
+
+        Args:
+            include_self: as for `masks`.
+            self_is_positive: as for `masks`.
+        """
         # Labels nest: images that share any label share the coarsest one.
         labels = self.columns[:, -1]
         ref_labels = labels
@@ -255,12 +197,12 @@ class Lists(MaskedLists):
         counts = count_equal([labels], [ref_labels])
         ids, ref_ids = self.queries.ids, self.references.ids
         if include_self and self_is_positive:
-            pass
-        elif ids is not None and ref_ids is not None:
-            counts -= count_equal([labels, ids], [ref_labels, ref_ids])
-        elif self.in_batch:
-            counts -= 1
-        return counts[rows]
+            return counts
+        if ids is not None and ref_ids is not None:
+            return counts - count_equal([labels, ids], [ref_labels, ref_ids])
+        if self.in_batch:
+            return counts - 1
+        return counts
 
     def _at_finest_level(self, rows: Rows, columns: Int[Tensor, "row column"]) -> Rows:
         """The rows without the columns of coarser label levels."""

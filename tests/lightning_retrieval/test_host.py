@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import CrossBatchMemory, RetrievalMetrics, RetrievalModule, distributed, losses
-from lightning_retrieval.losses import blockwise, positives
-from lightning_retrieval.losses import lists as loss_lists
-from lightning_retrieval.ranking import lists, ranked_lists, ranks
+from lightning_retrieval.losses import blockwise, lists, positives
+from lightning_retrieval.ranking import ranked_lists, ranks
 from lightning_retrieval.training import gradient_sum as gradient_sum_module
 from lightning_retrieval.training import memory as memory_module
 from lightning_retrieval.training import step as step_module
@@ -163,7 +162,7 @@ def waits(monkeypatch):
 def pretended_accelerator(monkeypatch):
     """A mode in which the library takes the CPU for an accelerator, with blocks of a sixth of the scores or less."""
     mode = Waits()
-    for module in (loss_lists, memory_module, positives, gradient_sum_module, step_module):
+    for module in (lists, memory_module, positives, gradient_sum_module, step_module):
         monkeypatch.setattr(module, "to_host", mode.to_host)
     for module in (distributed, positives):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)

@@ -16,9 +16,9 @@ from lightning_retrieval.losses import (
     SmoothAPLoss,
     WeightedSum,
     blockwise,
+    lists,
 )
 from lightning_retrieval.losses.batch_loss import ranked_batch
-from lightning_retrieval.ranking import lists
 from tests.lightning_retrieval.losses.oracles import TABLE, is_graded
 from tests.lightning_retrieval.relevance_rules import RULES, masks_by_pairs, random_columns
 

@@ -146,8 +146,8 @@ def test_rare_tags_have_short_lists():
     """The longest list of a block limits how many blocks are ranked at a time."""
     tags, ids = torch.stack([torch.arange(600) % 300, torch.arange(600) // 2 + 300], 1), torch.arange(600)
     rows = Rows(tags)
-    assert entries.entries_of(Lists(rows, rows, SharedTags(), ids)).most <= 5
-    assert entries.entries_of(Lists(rows, rows, NearInTime(), ids)).most <= 600
+    assert entries.entries_of(Lists(rows, rows, SharedTags(), self_index=ids)).most <= 5
+    assert entries.entries_of(Lists(rows, rows, NearInTime(), self_index=ids)).most <= 600
 
 
 def test_no_relevant_candidate():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval import GalleryOnly, OtherCamera, Relevance, RetrievalMetrics, SharedTags
-from lightning_retrieval.ranking import entries, lists
+from lightning_retrieval.ranking import entries
 from lightning_retrieval.ranking.lists import GivenLists, Lists
 from lightning_retrieval.ranking.rows import Rows
 from tests.lightning_retrieval.relevance_rules import NearInTime, gallery_only, near_in_time, shared_tags
@@ -106,7 +106,7 @@ def test_entries_and_masks_of_an_evaluation_are_those_of_loops(name, data):
     positions = st.integers(-1, len(gallery) - 1)
     own = torch.tensor(data.draw(st.lists(positions, min_size=1, max_size=9)))
     queries = torch.where(own[:, None] >= 0, gallery[own], columns_of(case, data, len(own)))
-    found = Lists(Rows(queries), Rows(gallery), case.rule, own)
+    found = Lists(Rows(queries), Rows(gallery), case.rule, self_index=own)
     every = torch.arange(len(queries))
     levels, candidates = by_loops(case, queries, gallery, lambda q, r: own[q] == r)
     masks = found.masks(every)
@@ -154,9 +154,9 @@ def test_masks_and_counts_of_a_batch_are_those_of_loops(name, data):
         levels = {q: {r: level for r, level in of_query.items() if not is_self(q, r)} for q, of_query in levels.items()}
     given_settings = {"include_self": include_self, "self_is_positive": self_is_positive}
     assert of_masks(*found.masks(every, **given_settings)) == (levels, candidates)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lists, "COUNTED_ELEMENTS", 20)
-        assert found.counts(every[::2], **given_settings).tolist() == [len(levels[q]) for q in range(0, rows, 2)]
+    assert found.can_be_sorted == (case.rule is None)
+    if found.can_be_sorted:
+        assert found.sorted_counts(**given_settings).tolist() == [len(levels[q]) for q in range(rows)]
     finest = {q: {r: 1 for r, level in of_query.items() if level == case.levels} for q, of_query in levels.items()}
     assert of_masks(*found.finest.masks(every, **given_settings)) == (finest, candidates)
 
@@ -166,13 +166,12 @@ def test_masks_and_counts_of_a_batch_are_those_of_loops(name, data):
 def test_given_lists_are_their_masks(data):
     bits = st.lists(st.booleans(), min_size=12, max_size=12)
     relevant, candidate = (torch.tensor(data.draw(bits)).view(3, 4) for _ in range(2))
-    rows, references = torch.tensor([2, 0]), torch.tensor([3, 1])
+    rows = torch.tensor([2, 0])
     for of_lists in (None, candidate):
         expected = candidate if of_lists is not None else torch.ones(3, 4, dtype=torch.bool)
         found = GivenLists(relevant, of_lists)
         assert torch.equal(found.masks(rows)[0], (relevant & expected)[rows])
-        assert torch.equal(found.masks(rows, references)[1], expected[rows][:, references])
-        assert found.counts(rows).tolist() == (relevant & expected)[rows].sum(1).tolist()
+        assert torch.equal(found.masks(rows)[1], expected[rows])
 
 
 @settings(max_examples=25, deadline=None)

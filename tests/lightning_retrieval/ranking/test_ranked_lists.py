@@ -82,7 +82,7 @@ def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
     else:
         of_queries += 10  # no image has their camera
     expected = by_loops(queries, gallery, *labels, of_queries, of_gallery)
-    assert ranked(queries, gallery, Lists(*rows, rule, own)) == expected
+    assert ranked(queries, gallery, Lists(*rows, rule, self_index=own)) == expected
     assert any(not positives for positives in expected.values())  # queries without a positive are among them
 
 
