@@ -22,7 +22,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, finfo, float32, promote_types
 from torch.linalg import vector_norm
 
-from lightning_retrieval.checks import as_int64, is_traced
+from lightning_retrieval.checks import is_traced
 from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
 
 _GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are gathered
@@ -120,10 +120,6 @@ class Rows:
 
     labels: Int[Tensor, "row ..."]
     ids: Int[Tensor, " row"] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("labels", "ids"):
-            object.__setattr__(self, name, as_int64("Rows", name, getattr(self, name)))
 
     def __len__(self) -> int:
         return len(self.labels)

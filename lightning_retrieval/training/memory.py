@@ -150,7 +150,7 @@ class CrossBatchMemory(nn.Module):
         stored = self._stored_like(batch)
         others = stored.select(_indices(~_occurs(stored.ids, batch.ids), embeddings))
         references = batch.followed_by(others)
-        lists = Lists(Rows(labels, batch.ids), Rows(references.labels, references.ids), relevance)
+        lists = Lists(Rows(batch.labels, batch.ids), Rows(references.labels, references.ids), relevance)
         return RankedBatch(embeddings, lists, references.embeddings)
 
     def update(

@@ -61,7 +61,6 @@ from lightning_retrieval.training.sides import (
     unpack_sides,
 )
 from lightning_retrieval.training.step import (
-    GATHER_DTYPES,
     ChunkSizeSearch,
     Dimensions,
     GatherDtype,
@@ -476,7 +475,7 @@ class RetrievalModule(ManualTraining):
             batches: the batch of each side, as the loader yields it.
             unpacked: inputs, labels and ids of each side.
         """
-        sides, check_batch = [], None
+        sides, check_rows = [], None
         for batch, (inputs, labels, ids) in zip(batches, unpacked):
             columns = labels
             if self.relevance is not None:
@@ -485,27 +484,9 @@ class RetrievalModule(ManualTraining):
         owner, hash_of_batch = type(self).__name__, self._equal_batches.add(sides)
         gathered = gather_labels(owner, sides, gather=self.gather, hash_of_batch=hash_of_batch)
         self._equal_batches.compare(owner, gathered)
-        rows, *candidates = gathered
         if self._is_first_step:
-            check_batch = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked])
-        return TrainingStep(
-            owner,
-            self.loss,
-            rows,
-            self.global_step,
-            self.seed,
-            gather=self.gather,
-            gather_dtype=GATHER_DTYPES[self.gather_dtype],
-            memory=self.memory,
-            memory_mode=self.memory_mode,
-            memory_weight=self.memory_weight,
-            fraction=self._advance_fraction(),
-            relevance=self.relevance,
-            check_batch=check_batch,
-            candidates=candidates[0] if candidates else None,
-            directions=self.directions,
-            dimensions=self._dimensions,
-        )
+            check_rows = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked], gathered)
+        return TrainingStep(self, gathered, self._advance_fraction(), self._dimensions, check_rows)
 
     def _advance_fraction(self) -> float:
         """The fraction of the training that is done; it never decreases, also in a run resumed with more steps."""
