@@ -208,6 +208,7 @@ class EmbeddingLists(RankedLists):
         graded: bool = False,
     ) -> None:
         check_batch(owner, batch)
+        _check_ids_of_both(owner, batch.lists)
         check_lists(owner, batch.lists)
         self.owner = owner
         self.lists, self.gallery = batch.lists, batch.lists.gallery
@@ -353,11 +354,15 @@ def check_batch(owner: str, batch: RankedBatch) -> None:
             f"against {tuple(batch.embeddings.shape)}."
         )
     _check_rows(owner, lists.references, batch.ref_emb, "ref_emb", device)
-    if (lists.queries.ids is None) != (lists.references.ids is None):
-        missing, given = "ref_ids", "ids"
-        if lists.queries.ids is None:
-            missing, given = given, missing
-        raise ValueError(f"{owner}: `{given}` was given without `{missing}`; with `ref_emb` give both or neither.")
+
+
+def _check_ids_of_both(owner: str, lists: Lists) -> None:
+    if (lists.queries.ids is None) == (lists.references.ids is None):
+        return
+    missing, given = "ref_ids", "ids"
+    if lists.queries.ids is None:
+        missing, given = given, missing
+    raise ValueError(f"{owner}: `{given}` was given without `{missing}`; with `ref_emb` give both or neither.")
 
 
 def _check_rows(owner: str, rows: Rows, embeddings: Tensor, of: str, device: torch.device) -> None:
