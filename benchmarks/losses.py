@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.losses.batch_loss import QueryRange, ranked_batch
 from lightning_retrieval.losses.lists import EmbeddingLists
 
 DIM, PER_CLASS, MIB = 512, 4, 1 << 20
@@ -248,7 +248,7 @@ def of_one_process(processes: int, batch: int, device: str) -> dict[str, Callabl
     prepared: list[EmbeddingLists] = []
 
     def prepare() -> None:
-        ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
+        ranked = ranked_batch(embeddings, labels, ids=ids, queries=queries)
         prepared.append(EmbeddingLists("losses.py", ranked, include_self=False))
 
     def count() -> None:

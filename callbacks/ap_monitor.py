@@ -28,12 +28,13 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
+from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch, ranked_batch
 from lightning_retrieval.losses.third_party import ThirdPartyLoss
 from lightning_retrieval.metrics.definitions import average_precision
-from lightning_retrieval.metrics.gathering import Rows, unit_rows
+from lightning_retrieval.metrics.gathering import Images, unit_rows
 from lightning_retrieval.metrics.retrieval import QueryMetric, RetrievalMetrics, query_values
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import float64_device, to_float64
 
@@ -68,23 +69,23 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     return gap
 
 
-def _local_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Shard) -> Rows:
+def _local_batch(images: Images, batches: Sequence[Int[Tensor, " batch"]], shard: Shard) -> Images:
     """Send the rows of each batch to the process of the batch, and return the rows of this process's batch.
 
     The returned rows have only their finest labels. With several processes, this is a collective operation.
 
     Args:
-        rows: all rows of the set.
+        images: all images of the set.
         batches: the row numbers of each process's batch. If there are fewer batches than processes, the last processes
             get no rows.
         shard: the shard of this process.
     """
     nothing = batches[0][:0]
     of_process = [batch.sort().values for batch in batches] + [nothing] * (shard.count - len(batches))
-    every = torch.cat(of_process).to(rows.ids.device)
-    embeddings = rows.embeddings.select(every).distribute([len(batch) for batch in of_process])
-    local = rows.select(of_process[shard.index].to(rows.ids.device))
-    return local.at_finest_level()._replace(embeddings=unit_rows([embeddings.to(rows.ids.device)]))
+    every = torch.cat(of_process).to(images.ids.device)
+    embeddings = images.embeddings.select(every).distribute([len(batch) for batch in of_process])
+    local = images.select(of_process[shard.index].to(images.ids.device))
+    return local.at_finest_level()._replace(embeddings=unit_rows([embeddings.to(images.ids.device)]))
 
 
 def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " _"]]:
@@ -167,18 +168,19 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
 
 def _local_queries(batch: RankedBatch) -> RankedBatch:
     """Return a batch of the queries of this process and of all references."""
+    rows, references = batch.lists.queries, batch.lists.references
     if batch.ref_emb is None:
-        ids = batch.ids
+        ids = rows.ids
         if ids is None:
-            ids = torch.arange(len(batch.labels), device=batch.labels.device)
-        batch = replace(batch, ids=ids, ref_emb=batch.embeddings, ref_labels=batch.labels, ref_ids=ids)
-    if batch.queries is None:
-        return batch
-    local = slice(batch.queries.begin, batch.queries.end)
-    ids = batch.ids
-    if ids is not None:
-        ids = ids[local]
-    return replace(batch, embeddings=batch.embeddings[local], labels=batch.labels[local], ids=ids, queries=None)
+            ids = torch.arange(len(rows), device=rows.labels.device)
+        rows = references = replace(rows, ids=ids)
+        batch = replace(batch, ref_emb=batch.embeddings)
+    begin, end = 0, len(rows)
+    if batch.queries is not None:
+        begin, end = batch.queries.begin, batch.queries.end
+    local = torch.arange(begin, end, device=rows.labels.device)
+    lists = Lists(rows.select(local), references, batch.lists.rule)
+    return replace(batch, embeddings=batch.embeddings[local], lists=lists, queries=None)
 
 
 def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " query"]:
@@ -295,7 +297,7 @@ class APMonitor(pl.Callback):
             return
         is_two_sided = batch.ref_emb is not None and batch.ids is None
         if isinstance(loss, ThirdPartyLoss) and not is_two_sided:  # a third-party loss may not rank the references
-            batch = RankedBatch(batch.embeddings, batch.labels)
+            batch = ranked_batch(batch.embeddings, batch.labels)
         if self._classes == 0:
             counts = torch.unique(finest(batch.labels), return_counts=True)[1]
             self._classes = len(counts)

@@ -29,8 +29,7 @@ from lightning_retrieval.models import Embedder
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
-from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
+from lightning_retrieval.ranking.relevance import Relevance, rule_of_evaluation
 
 
 def batches_on_device(trainer: pl.Trainer, loader: Any, description: str, limit: int | None = None) -> Iterator[Any]:

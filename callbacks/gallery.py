@@ -221,34 +221,30 @@ def choose_queries(
     return ids[positions]
 
 
-def nearest_images(
-    metrics: EmbeddingMetric, lists: QueryGallery, chosen: Int[Tensor, " chosen"], k: int
-) -> list[tuple[int, list[Hit]]]:
+def nearest_images(ranked: QueryGallery, chosen: Int[Tensor, " chosen"], k: int) -> list[tuple[int, list[Hit]]]:
     """Return the id and the first k ranked images of each chosen query. The ranking is that of the metrics."""
-    ids = lists.gallery_ids
+    ids, lists = ranked.gallery_ids, ranked.lists.finest
     if len(chosen) == 0 or len(ids) == 0:
         return [(query, []) for query in chosen.tolist()]
-    ascending, order = lists.query_ids.sort()
+    ascending, order = ranked.query_ids.sort()
     queries = order[torch.searchsorted(ascending, chosen)]
-    rows = lists.query_rows.select(queries)
+    rows = ranked.query_rows.select(queries)
     scores = torch.empty(len(queries), 0, dtype=rows.dtype, device=ids.device)
     columns = torch.empty(len(queries), 0, dtype=torch.int64, device=ids.device)
     for begin in range(0, len(ids), _BLOCK_GALLERY):
-        block = slice(begin, min(begin + _BLOCK_GALLERY, len(ids)))
-        gallery = lists.gallery_rows.range(block.start, block.stop)
+        positions = torch.arange(begin, min(begin + _BLOCK_GALLERY, len(ids)), device=ids.device)
+        gallery = ranked.gallery_rows.range(begin, begin + len(positions))
         with ieee_products():
             of_block = (rows.to(gallery.device) @ gallery.T).to(ids.device)  # (chosen, block)
-        of_block.masked_fill_(~metrics.is_candidate(lists, queries, block), -torch.inf)
+        of_block.masked_fill_(~lists.masks(queries, positions)[1], -torch.inf)
         scores = torch.cat([scores, of_block], 1)
-        positions = torch.arange(block.start, block.stop, device=ids.device)
         columns = torch.cat([columns, positions.expand_as(of_block)], 1)
         scores, best = scores.topk(min(k, scores.shape[1]), dim=1)
         columns = columns.gather(1, best)
     results = []
-    for row, query in enumerate(queries.tolist()):
+    for row, query in enumerate(queries.split(1)):
         found = columns[row][scores[row] > -torch.inf]
-        label = lists.query_labels[query : query + 1]
-        relevant = metrics.is_relevant(chosen[row : row + 1], label, ids[found], lists.gallery_labels[found])
+        relevant, _ = lists.masks(query, found)
         hits = zip(ids[found].tolist(), relevant[0].tolist())
         results.append((int(chosen[row]), [Hit(*hit) for hit in hits]))
     return results
@@ -323,7 +319,7 @@ class RetrievalGallery(EvaluationFigure):
         lists = metrics.query_gallery(rows)
         ids, ap = query_ap(metrics, lists.query_ids)
         chosen = choose_queries(ids, ap, self.queries, self.order).to(lists.query_ids.device)
-        hits_of_queries = nearest_images(metrics, lists, chosen, self.k)
+        hits_of_queries = nearest_images(lists, chosen, self.k)
         if not trainer.is_global_zero or not hits_of_queries:
             return None
         captions = {}

@@ -16,7 +16,9 @@ from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.models.sides import is_two_sided
 from lightning_retrieval.random_state import step_random_state
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.rows import Rows
 from lightning_retrieval.training.memory import CrossBatchMemory
 
 DRIFT = "train/memory_drift"
@@ -230,10 +232,8 @@ def sums_of_cosines(
         relevance: a rule of relevance; None for equal labels.
     """
     same = (before * now).sum()
-    if relevance is None:
-        is_negative = labels[:, None] != labels
-    else:
-        relevant, candidate = relevance.lists(labels, labels)
-        is_negative = (candidate & ~relevant).fill_diagonal_(False)
+    rows = Rows(labels)
+    relevant, candidate = Lists(rows, rows, relevance).masks(torch.arange(len(labels), device=labels.device))
+    is_negative = candidate & ~relevant
     negatives = (now @ now.T)[is_negative].sum()
     return torch.stack([same, same.new_tensor(len(now)), negatives, is_negative.sum().to(same)])

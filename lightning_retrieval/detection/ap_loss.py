@@ -121,8 +121,8 @@ class DetectionAPLoss(nn.Module):
         check_class_labels("DetectionAPLoss", labels, 0, class_logits.shape[1] - 1)
         check_finite("DetectionAPLoss", "class_logits", class_logits)
         if self.gather:
-            batch = gather_batch("DetectionAPLoss", class_logits, labels, None, gather=True, local_queries=False)
-            class_logits, labels = batch.embeddings, batch.labels
+            gathered = gather_batch("DetectionAPLoss", class_logits, labels, None, gather=True, local_queries=False)
+            class_logits, labels = gathered[0], gathered[1].labels
         scores, targets = foreground_lists(class_logits, labels)
         if len(scores) == 0:
             return 0 * scores.sum()

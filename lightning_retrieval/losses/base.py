@@ -22,7 +22,7 @@ from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedB
 from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
 from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
 from lightning_retrieval.losses.positives import ScoreBlock, true_indices
-from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.relevance import Relevance, SameLabel
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -82,8 +82,8 @@ class RetrievalLoss(BatchLoss, ABC):
 
     def of_batch(self, batch: RankedBatch) -> Float[Tensor, "..."]:
         """The loss of a batch. For the contents of a batch and the errors, see `forward`."""
-        if batch.relevance is not None:
-            self.check_relevance(batch.relevance)
+        if not isinstance(batch.lists.rule, SameLabel):
+            self.check_relevance(batch.lists.rule)
         lists = EmbeddingLists(
             self.name,
             batch,

@@ -6,34 +6,16 @@ The inputs of one call of a loss are packed once, as a `RankedBatch`, and passed
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import as_int64, check_no_transform
+from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
-
-T = TypeVar("T")
-
-
-class SharedReads:
-    """Numbers that were copied from the device to the host, shared by batches that differ only in their embeddings.
-
-    One example is the number of positives of each query, which depends on labels and ids only. Without this cache, a
-    loss of several such batches would copy the same numbers for each of them, and wait for the device each time.
-    """
-
-    def __init__(self) -> None:
-        self._results: dict[object, Any] = {}
-
-    def get(self, settings: object, read: Callable[[], T]) -> T:
-        """The result of `read`, cached for each value of `settings`. The result must depend on nothing else."""
-        if settings not in self._results:
-            self._results[settings] = read()
-        result: T = self._results[settings]
-        return result
+from lightning_retrieval.ranking.rows import Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,37 +41,83 @@ class QueryRange:
 
 @dataclass(frozen=True, eq=False)
 class RankedBatch:
-    """The queries of one call, the references that are ranked for them, and the labels and ids of both.
+    """The queries of one call, the references that are ranked for them, and the lists of both.
 
     Args:
         embeddings: one row for each query.
-        labels: label of each query, or its labels of several levels, finest first. With `relevance`, the columns that
-            the rule reads.
+        lists: labels and ids of queries and references, and which references are relevant and in which list. The
+            positives are counted once for all losses of the same lists, and only the first of them checks that the
+            embeddings are finite; batches of other embeddings need other lists.
         ref_emb: the references; None ranks the batch itself.
-        ref_labels: labels of the references.
-        ids: dataset index of each query; a reference with the query's id is not in the query's list.
-        ref_ids: dataset index of each reference.
         queries: the queries that this process computes; None computes all of them.
-        shared: cache of numbers that depend only on labels and ids; None if no other batch has the same labels and ids.
         fraction: fraction of the training steps that are done, from 0 to 1; 1 for a call outside of a training.
-        relevance: which references are relevant to a query, and which are in its list; None: those with the same label
-            are relevant, and all are in its list.
     """
 
     embeddings: Float[Tensor, "query dim"]
-    labels: Int[Tensor, "query ..."]
+    lists: Lists
     ref_emb: Float[Tensor, "gallery dim"] | None = None
-    ref_labels: Int[Tensor, "gallery ..."] | None = None
-    ids: Int[Tensor, " query"] | None = None
-    ref_ids: Int[Tensor, " gallery"] | None = None
     queries: QueryRange | None = None
-    shared: SharedReads | None = None
     fraction: float = 1.0
-    relevance: Relevance | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("labels", "ref_labels", "ids", "ref_ids"):
-            object.__setattr__(self, name, as_int64("RankedBatch", name, getattr(self, name)))
+    @property
+    def labels(self) -> Int[Tensor, "query ..."]:
+        """Label of each query, or what the rule of relevance reads."""
+        return self.lists.queries.labels
+
+    @property
+    def ids(self) -> Int[Tensor, " query"] | None:
+        """Dataset index of each query."""
+        return self.lists.queries.ids
+
+
+def ranked_batch(
+    embeddings: Any,
+    labels: Any,
+    ref_emb: Any = None,
+    ref_labels: Any = None,
+    *,
+    ids: Any = None,
+    ref_ids: Any = None,
+    relevance: Relevance | None = None,
+    owner: str = "RankedBatch",
+    **settings: Any,
+) -> RankedBatch:
+    """A batch from the arguments of a loss, which `BatchLoss.forward` explains.
+
+    Args:
+        embeddings: one row for each query.
+        labels: labels of the queries.
+        ref_emb: the references.
+        ref_labels: labels of the references.
+        ids: ids of the queries.
+        ref_ids: ids of the references.
+        relevance: the rule of relevance.
+        owner: prefix of error messages.
+        settings: `queries` and `fraction` of `RankedBatch`.
+    """
+    columns = {"labels": labels, "ids": ids, "ref_labels": ref_labels, "ref_ids": ref_ids}
+    columns = {name: as_int64(owner, name, values) for name, values in columns.items()}
+    of_queries = Rows(columns["labels"], columns["ids"])
+    references = of_queries
+    if ref_emb is not None:
+        _check_references(owner, ref_emb, ref_labels)
+        references = Rows(columns["ref_labels"], columns["ref_ids"])
+    else:
+        for name in ("ref_labels", "ref_ids"):
+            if columns[name] is not None:
+                raise ValueError(f"{owner}: `{name}` was given without `ref_emb`; give both or neither.")
+    return RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
+
+
+def _check_references(owner: str, ref_emb: Any, ref_labels: Any) -> None:
+    if isinstance(ref_emb, tuple):
+        raise TypeError(
+            f"{owner}: `ref_emb` must be a tensor, got a tuple of {len(ref_emb)}, as the miners of "
+            "pytorch-metric-learning return; the losses of this library rank all pairs and need no miner, so call "
+            "loss(embeddings, labels)."
+        )
+    if ref_labels is None:
+        raise ValueError(f"{owner}: `ref_emb` was given without `ref_labels`; give both or neither.")
 
 
 class BatchLoss(nn.Module):
@@ -143,8 +171,9 @@ class BatchLoss(nn.Module):
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
         check_no_transform(type(self).__name__, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
-        batch = RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries, relevance=relevance)
-        return self.of_batch(batch)
+        columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
+        owner = type(self).__name__
+        return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns, owner=owner))
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""

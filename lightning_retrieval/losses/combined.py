@@ -28,10 +28,11 @@ from lightning_retrieval.checks import (
     check_sequence,
     short_repr,
 )
-from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch, SharedReads
+from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss
 from lightning_retrieval.ranking.labels import check_dims, check_dims_fit
+from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.rows import normalize
 
 
@@ -109,7 +110,7 @@ class NestedLoss(BatchLoss):
         """The weighted sum over `dims`."""
         check_batch(type(self.loss).__name__, batch)
         check_dims_fit(type(self).__name__, self.dims, batch.embeddings)
-        # The largest of `dims` comes first: only the first call checks, in a shared read, that embeddings are finite.
+        # The largest of `dims` comes first: only the first call checks that embeddings are finite.
         values = [self.part.of_batch(shortened) for shortened in self._shortened(batch)]
         values.reverse()
         self.terms = {f"{dim}d": value.detach() for dim, value in zip(self.dims, values)}
@@ -126,13 +127,13 @@ class NestedLoss(BatchLoss):
 
     def _shortened(self, batch: RankedBatch) -> Iterator[RankedBatch]:
         """The batch with each number of dimensions, in descending order."""
-        shared = SharedReads()
+        lists = Lists(batch.lists.queries, batch.lists.references, batch.lists.rule)
         for dim in reversed(self.dims):
             ref_emb = batch.ref_emb
             if ref_emb is not None:
                 ref_emb = normalize(ref_emb[:, :dim])
             embeddings = normalize(batch.embeddings[:, :dim])
-            yield replace(batch, embeddings=embeddings, ref_emb=ref_emb, shared=shared)
+            yield replace(batch, embeddings=embeddings, ref_emb=ref_emb, lists=lists)
 
 
 def _checked_weights(owner: str, weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:
@@ -329,8 +330,8 @@ class WeightedSum(BatchLoss):
         logs weights that change as `train/weight/<name>`. `RetrievalModule` computes the fraction of the training from
         `max_epochs` and `max_steps` of the Trainer; it never decreases, so a finished run that is resumed with
         more epochs remains in its last phase. A training loop of your own calls
-        `loss.of_batch(RankedBatch(embeddings, labels, fraction=step / steps))`. All other calls, and `from_scores`, use
-        the weights with which the training ends.
+        `loss.of_batch(ranked_batch(embeddings, labels, fraction=step / steps))`. All other calls, and `from_scores`,
+        use the weights with which the training ends.
     """
 
     def __init__(self, losses: Mapping[str, tuple[float | Schedule, nn.Module]]) -> None:

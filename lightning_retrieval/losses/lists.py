@@ -1,13 +1,10 @@
-"""The ranked lists of one call, one for each query: scores, relevance and candidates, block by block.
+"""The ranked lists of one call, one for each query: their scores, block by block, and the gradient of the scores.
 
-Lists are made from embeddings with labels (`EmbeddingLists`: cosine scores, relevance by label or by a rule, the query
-itself excluded) or from a score matrix with masks (`ScoreLists`).
+Lists are made from embeddings (`EmbeddingLists`: cosine scores) or from a score matrix with masks (`ScoreLists`).
+`lightning_retrieval.ranking.lists` says which references are relevant and which are in a list.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,10 +23,11 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.distributed import size_for, to_host
-from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch, SharedReads
-from lightning_retrieval.ranking.labels import check_nesting, finest
-from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.ranking.rows import normalize
+from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.ranking.labels import as_levels, check_nesting
+from lightning_retrieval.ranking.lists import GivenLists, Lists
+from lightning_retrieval.ranking.relevance import SameLabel
+from lightning_retrieval.ranking.rows import Rows, normalize
 
 # Positives are counted in blocks of a mask. These are the largest numbers of elements of a block: on the CPU, and on
 # other devices.
@@ -142,7 +140,7 @@ class ScoreLists(RankedLists):
         if candidate is not None:
             _check_mask(owner, "candidate", candidate, scores)
         self.owner, self.given = owner, {"scores": scores}
-        self.relevant, self.candidate = relevant, candidate
+        self.lists = GivenLists(relevant, candidate)
         self.levels = (1,)
         if graded:
             self.levels = tuple(level for level in to_host(relevant.unique()).tolist() if level > 0)
@@ -154,11 +152,7 @@ class ScoreLists(RankedLists):
         return self._scores[rows]
 
     def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        relevant = self.relevant[rows]
-        if self.candidate is None:
-            return relevant, torch.ones_like(relevant, dtype=torch.bool)
-        candidate = self.candidate[rows]
-        return relevant * candidate, candidate
+        return self.lists.masks(rows)
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         if gradients[0] is not None:
@@ -214,32 +208,15 @@ class EmbeddingLists(RankedLists):
         graded: bool = False,
     ) -> None:
         check_batch(owner, batch)
-        _check_ids_of_both(owner, batch)
+        _check_ids_of_both(owner, batch.lists)
+        check_lists(owner, batch.lists)
         self.owner = owner
-        self._shared = batch.shared or SharedReads()
+        self.lists, self.gallery = batch.lists, batch.lists.gallery
+        self.levels = tuple(range(1, batch.lists.levels + 1))
+        if not graded:
+            self.lists, self.levels = batch.lists.finest, (1,)
         self.in_batch = batch.ref_emb is None
-        self.include_self, self.self_is_positive = include_self, self_is_positive
-
-        ref_labels = batch.labels
-        if batch.ref_labels is not None:
-            ref_labels = batch.ref_labels
-        self.labels = finest(batch.labels)
-        self.levels = (1,)
-        self._relevance, self._graded = batch.relevance, graded
-        self._columns, self._ref_columns = self.labels, finest(ref_labels)
-        if batch.relevance is None:
-            check_label_levels(owner, replace(batch, shared=self._shared))
-        if graded:
-            self._columns, self._ref_columns = _as_levels(batch.labels), _as_levels(ref_labels)
-            self.levels = tuple(range(1, self._columns.shape[1] + 1))
-        if batch.relevance is not None:
-            self._columns, self._ref_columns = batch.labels.long(), ref_labels.long()
-            relevance = batch.relevance
-            self._shared.get("columns", lambda: _check_columns(owner, batch, relevance))
-
-        self.ids, self.ref_ids = batch.ids, batch.ref_ids
-        if self.in_batch:
-            self.ref_ids = batch.ids
+        self._self_counts = {"include_self": include_self, "self_is_positive": self_is_positive}
 
         queries = normalize(batch.embeddings)
         references = queries
@@ -250,7 +227,6 @@ class EmbeddingLists(RankedLists):
         self.tensors: tuple[Tensor, ...] = (queries, references)
         if self.in_batch:
             self.tensors = (queries,)
-        self.gallery = len(references)
         self._queries, self._references = queries.detach(), references.detach()
 
     def scores(self, rows: Tensor) -> Tensor:
@@ -260,39 +236,19 @@ class EmbeddingLists(RankedLists):
         return queries @ self._references.T
 
     def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        relevant, candidate = self._related(rows)
-        if not self.include_self:
-            self._exclude_self(rows, candidate)
-            return relevant * candidate, candidate
-        if not self.self_is_positive:
-            others = torch.ones_like(candidate)
-            self._exclude_self(rows, others)
-            return relevant * others, candidate
-        return relevant, candidate
+        return self.lists.masks(rows, None, **self._self_counts)
 
     def count_positives(self, queries: QueryRange | None = None) -> tuple[Tensor, Tensor]:
-        settings = (self.include_self, self.self_is_positive, self.levels)
-        count = super().count_positives
-        return self._shared.get(settings, lambda: count(queries))
+        settings = tuple(self._self_counts.values())
+        if settings not in self.lists.counted:
+            self.lists.counted[settings] = super().count_positives(queries)
+        return self.lists.counted[settings]
 
-    def _count_on_device(self, queries: QueryRange | None) -> Int[Tensor, " query"]:
-        """Count by sorting labels and ids, which takes less time than one row of masks for each query.
-
-        Each process counts for all queries. A rule of relevance needs masks.
-        """
-        if self._relevance is not None:
+    def _count_on_device(self, queries: QueryRange | None) -> Tensor:
+        """Count by sorting, if the rule allows it: each process counts for all queries."""
+        if not self.lists.can_be_sorted:
             return super()._count_on_device(queries)
-        labels, ref_labels = self._columns, self._ref_columns
-        if self._graded:  # labels nest: images that share any label share the coarsest one
-            labels, ref_labels = labels[:, -1], ref_labels[:, -1]
-        counts = count_equal([labels], [ref_labels])
-        if self.include_self and self.self_is_positive:
-            return counts
-        if self.ids is not None and self.ref_ids is not None:
-            return counts - count_equal([labels, self.ids], [ref_labels, self.ref_ids])
-        if self.in_batch:
-            return counts - 1
-        return counts
+        return self.lists.sorted_counts(**self._self_counts)
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         if not self.in_batch:
@@ -312,61 +268,13 @@ class EmbeddingLists(RankedLists):
             of_embeddings.addmm_(gradient.T, self._queries[rows])
 
     def class_weights(self, valid: Tensor) -> Tensor:
-        labels = self.labels.contiguous()
+        labels = self.lists.columns[:, 0].contiguous()
         ordered, order = labels.sort()
         before = pad(valid[order].cumsum(0), (1, 0))  # number of valid queries before each position
         begin, end = torch.searchsorted(ordered, labels), torch.searchsorted(ordered, labels, right=True)
         sizes = before[end] - before[begin]  # valid queries of the query's class
         weights = valid / sizes.clamp(min=1).to(self.dtype)
         return weights * (valid.sum() / weights.sum().clamp(min=torch.finfo(self.dtype).tiny))
-
-    def _related(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The masks of these queries before the query itself is excluded; levels instead of the first, if graded."""
-        if self._relevance is not None:
-            return self._relevance.lists(self._columns[rows], self._ref_columns)
-        if self._graded:
-            relevant = self._shared_levels(rows)
-        else:
-            relevant = self._columns[rows, None] == self._ref_columns
-        return relevant, torch.ones_like(relevant, dtype=torch.bool)
-
-    def _shared_levels(self, rows: Tensor) -> Tensor:
-        """The number of label levels that each reference shares with the query."""
-        shared = torch.zeros(len(rows), self.gallery, dtype=torch.uint8, device=rows.device)
-        for of_queries, of_references in zip(self._columns.unbind(1), self._ref_columns.unbind(1)):
-            shared += of_queries[rows, None] == of_references
-        return shared
-
-    def _exclude_self(self, rows: Tensor, mask: Tensor) -> None:
-        """Set the elements of a mask to False where the reference is the query itself, by its position or its id."""
-        if self.in_batch:
-            mask.scatter_(1, rows[:, None], False)
-        if self.ids is not None and self.ref_ids is not None:
-            mask &= self.ids[rows, None] != self.ref_ids
-
-
-def count_equal(columns: Sequence[Int[Tensor, " n"]], ref_columns: Sequence[Int[Tensor, " m"]]) -> Int[Tensor, " n"]:
-    """How many references have the same values as each query in all columns, found by sorting."""
-    references = len(ref_columns[0])
-    in_batch = all(values is of_references for values, of_references in zip(columns, ref_columns))
-    if not in_batch:
-        columns = [
-            torch.cat([of_references.long(), values.long()]) for values, of_references in zip(columns, ref_columns)
-        ]
-    order = columns[0].argsort()
-    for values in columns[1:]:
-        order = order[values[order].argsort(stable=True)]
-    begins_run = torch.zeros_like(order, dtype=torch.bool)  # whether a row differs from the one before, in this order
-    for values in columns:
-        ordered = values[order]
-        begins_run[1:] |= ordered[1:] != ordered[:-1]
-    run = begins_run.cumsum(0)
-    sizes = torch.zeros_like(order).index_add_(0, run, (order < references).long())
-    counts = torch.empty_like(order)
-    counts[order] = sizes[run]
-    if in_batch:
-        return counts
-    return counts[references:]
 
 
 def add_transposed(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
@@ -382,39 +290,35 @@ def add_transposed(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     return matrix
 
 
-def _check_columns(owner: str, batch: RankedBatch, relevance: Relevance) -> None:
-    relevance.check_columns(owner, "labels", batch.labels)
-    if batch.ref_labels is None:
-        return
-    relevance.check_columns(owner, "ref_labels", batch.ref_labels)
-    if batch.labels.shape[1] != batch.ref_labels.shape[1]:
-        raise ValueError(
-            f"{owner}: `ref_labels` must have as many columns as `labels`, got {tuple(batch.ref_labels.shape)} against "
-            f"{tuple(batch.labels.shape)}; make both with {relevance.name}.columns(labels, batch)."
-        )
+def check_lists(owner: str, lists: Lists) -> None:
+    """Raise if labels of several levels do not nest, such as multi-hot labels, or columns do not suit the rule.
 
-
-def _as_levels(labels: Tensor) -> Tensor:
-    if labels.ndim == 1:
-        return labels[:, None]
-    return labels
-
-
-def check_label_levels(owner: str, batch: RankedBatch) -> None:
-    """Raise if labels of a batch with several levels do not nest, such as multi-hot labels, or their levels differ.
+    The labels are copied to the host, once for all losses of the same lists.
 
     Args:
         owner: prefix of error messages.
-        batch: a batch without a rule of relevance. Its labels are copied to the host, once for all batches that share
-            `batch.shared`.
+        lists: the lists of a batch, whose labels are integers.
     """
-    ref_labels = batch.labels
-    if batch.ref_labels is not None:
-        ref_labels = batch.ref_labels
-    if batch.labels.ndim == 1 and ref_labels.ndim == 1:
+    if lists.is_checked:
         return
-    shared = batch.shared or SharedReads()
-    shared.get("levels", lambda: _check_levels(owner, _as_levels(batch.labels), _as_levels(ref_labels)))
+    labels, ref_labels = lists.queries.labels, lists.references.labels
+    if not isinstance(lists.rule, SameLabel):
+        lists.rule.check_columns(owner, "labels", labels)
+        if not lists.in_batch:
+            _check_ref_columns(owner, lists)
+    elif labels.ndim > 1 or ref_labels.ndim > 1:
+        _check_levels(owner, as_levels(labels), as_levels(ref_labels))
+    lists.is_checked = True
+
+
+def _check_ref_columns(owner: str, lists: Lists) -> None:
+    labels, ref_labels, rule = lists.queries.labels, lists.references.labels, lists.rule
+    rule.check_columns(owner, "ref_labels", ref_labels)
+    if labels.shape[1] != ref_labels.shape[1]:
+        raise ValueError(
+            f"{owner}: `ref_labels` must have as many columns as `labels`, got {tuple(ref_labels.shape)} against "
+            f"{tuple(labels.shape)}; make both with {rule.name}.columns(labels, batch)."
+        )
 
 
 def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
@@ -432,51 +336,40 @@ def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
 def check_batch(owner: str, batch: RankedBatch) -> None:
     """Raise unless the tensors of a batch have matching shapes and types. Whether they are finite is not checked."""
     check_matrix(owner, "embeddings", batch.embeddings)
-    rows = len(batch.embeddings)
-    if rows == 0:
+    if len(batch.embeddings) == 0:
         raise ValueError(
             f"{owner}: `embeddings` must hold at least one row, got shape {tuple(batch.embeddings.shape)}."
         )
-    device = batch.embeddings.device
-    check_integers(owner, "labels", batch.labels, rows, "embeddings", device=device, levels=True)
-    if batch.ids is not None:
-        check_integers(owner, "ids", batch.ids, rows, "embeddings", device=device)
+    device, lists = batch.embeddings.device, batch.lists
+    _check_rows(owner, lists.queries, batch.embeddings, "embeddings", device)
     if batch.queries is not None and not isinstance(batch.queries, QueryRange):
         raise TypeError(f"{owner}: `queries` must be a QueryRange or None, got {short_repr(batch.queries)}.")
-    if batch.ref_emb is not None:
-        _check_references(owner, batch, batch.ref_emb)
+    if batch.ref_emb is None:
         return
-    for name, value in (("ref_labels", batch.ref_labels), ("ref_ids", batch.ref_ids)):
-        if value is not None:
-            raise ValueError(f"{owner}: `{name}` was given without `ref_emb`; give both or neither.")
-
-
-def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
-    if isinstance(ref_emb, tuple):
-        raise TypeError(
-            f"{owner}: `ref_emb` must be a tensor, got a tuple of {len(ref_emb)}, as the miners of "
-            "pytorch-metric-learning return; the losses of this library rank all pairs and need no miner, so call "
-            "loss(embeddings, labels)."
-        )
-    if batch.ref_labels is None:
-        raise ValueError(f"{owner}: `ref_emb` was given without `ref_labels`; give both or neither.")
-    device = batch.embeddings.device
-    check_device(owner, "ref_emb", ref_emb, device, "embeddings")
-    check_matrix(owner, "ref_emb", ref_emb)
-    if ref_emb.shape[1] != batch.embeddings.shape[1]:
+    check_device(owner, "ref_emb", batch.ref_emb, device, "embeddings")
+    check_matrix(owner, "ref_emb", batch.ref_emb)
+    if batch.ref_emb.shape[1] != batch.embeddings.shape[1]:
         raise ValueError(
-            f"{owner}: `ref_emb` must have the dimension of `embeddings`, got {tuple(ref_emb.shape)} "
+            f"{owner}: `ref_emb` must have the dimension of `embeddings`, got {tuple(batch.ref_emb.shape)} "
             f"against {tuple(batch.embeddings.shape)}."
         )
-    check_integers(owner, "ref_labels", batch.ref_labels, len(ref_emb), "ref_emb", device=device, levels=True)
-    if batch.ref_ids is not None:
-        check_integers(owner, "ref_ids", batch.ref_ids, len(ref_emb), "ref_emb", device=device)
+    _check_rows(owner, lists.references, batch.ref_emb, "ref_emb", device)
 
 
-def _check_ids_of_both(owner: str, batch: RankedBatch) -> None:
-    if batch.ref_emb is None or (batch.ids is None) == (batch.ref_ids is None):
+def _check_ids_of_both(owner: str, lists: Lists) -> None:
+    if (lists.queries.ids is None) == (lists.references.ids is None):
         return
     missing, given = "ref_ids", "ids"
-    if batch.ids is None:
+    if lists.queries.ids is None:
         missing, given = given, missing
     raise ValueError(f"{owner}: `{given}` was given without `{missing}`; with `ref_emb` give both or neither.")
+
+
+def _check_rows(owner: str, rows: Rows, embeddings: Tensor, of: str, device: torch.device) -> None:
+    """Raise unless labels and ids have one row for each embedding. `of` is the name of the embeddings."""
+    prefix = ""
+    if of == "ref_emb":
+        prefix = "ref_"
+    check_integers(owner, f"{prefix}labels", rows.labels, len(embeddings), of, device=device, levels=True)
+    if rows.ids is not None:
+        check_integers(owner, f"{prefix}ids", rows.ids, len(embeddings), of, device=device)

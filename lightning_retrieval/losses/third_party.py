@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_finite, check_instance
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
-from lightning_retrieval.losses.lists import check_batch, check_label_levels
-from lightning_retrieval.ranking.labels import finest
-from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.losses.lists import check_batch, check_lists
+from lightning_retrieval.ranking.lists import Lists
+from lightning_retrieval.ranking.relevance import Relevance, SameLabel
 
 # The losses of pytorch-metric-learning that rank references in any order and use only the pairs in `indices_tuple`.
 # Not in the list: NCALoss, which accepts references but always counts the query's own copy among them;
@@ -106,33 +106,28 @@ class ThirdPartyLoss(BatchLoss):
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss."""
-        if batch.relevance is not None:
-            self.check_relevance(batch.relevance)
+        if not isinstance(batch.lists.rule, SameLabel):
+            self.check_relevance(batch.lists.rule)
         if batch.queries is not None:
             raise TypeError(
                 f"{type(self.loss).__name__}: a third-party loss is not a sum over queries, so it cannot be computed "
                 "for a range of them; omit `queries`."
             )
         check_batch(type(self.loss).__name__, batch)
-        check_label_levels(type(self.loss).__name__, batch)
+        check_lists(type(self.loss).__name__, batch.lists)
         check_finite(type(self.loss).__name__, "embeddings", batch.embeddings)
         if batch.ref_emb is not None:
             check_finite(type(self.loss).__name__, "ref_emb", batch.ref_emb)
-        self._check_classes("labels", finest(batch.labels))
-        if batch.ref_emb is None or batch.ref_labels is None:
-            return self.loss(batch.embeddings, finest(batch.labels))
+        labels, ref_labels = batch.lists.columns[:, 0], batch.lists.ref_columns[:, 0]
+        self._check_classes("labels", labels)
+        if batch.ref_emb is None:
+            return self.loss(batch.embeddings, labels)
         if self.terms_without_references:
             raise TypeError(
                 f"{self.terms_without_references[0]}: the loss cannot rank references without the query's own copy; "
                 f"{USE_OTHER_LOSS}."
             )
-        return self.loss(
-            batch.embeddings,
-            finest(batch.labels),
-            _pairs(batch, batch.ref_labels),
-            batch.ref_emb,
-            finest(batch.ref_labels),
-        )
+        return self.loss(batch.embeddings, labels, _pairs(batch.lists.finest), batch.ref_emb, ref_labels)
 
     def _check_classes(self, name: str, labels: Tensor) -> None:
         """Raise if a loss of pytorch-metric-learning has no weights for the class of a label."""
@@ -237,10 +232,7 @@ def _is_of_pytorch_metric_learning(cls: type) -> bool:
     return cls.__module__.startswith("pytorch_metric_learning.")
 
 
-def _pairs(batch: RankedBatch, ref_labels: Tensor) -> tuple[Tensor, ...]:
+def _pairs(lists: Lists) -> tuple[Tensor, ...]:
     """Indices of (anchors, positives, anchors, negatives), without the pairs of a query and its own copy."""
-    same_label = finest(batch.labels)[:, None] == finest(ref_labels)
-    another_image = torch.ones_like(same_label)
-    if batch.ids is not None and batch.ref_ids is not None:
-        another_image = batch.ids[:, None] != batch.ref_ids
-    return *torch.where(same_label & another_image), *torch.where(~same_label & another_image)
+    relevant, candidate = lists.masks(torch.arange(len(lists.queries), device=lists.device))
+    return *torch.where(relevant), *torch.where(candidate & ~relevant)

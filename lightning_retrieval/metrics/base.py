@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
@@ -22,8 +22,8 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, unshared, world_size
 from lightning_retrieval.metrics.gathering import (
     CollectedRows,
+    Images,
     Report,
-    Rows,
     gather_over_processes,
     given_only_sometimes,
     merge_duplicates,
@@ -31,11 +31,10 @@ from lightning_retrieval.metrics.gathering import (
 )
 from lightning_retrieval.metrics.plot import Results, plot_results
 from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processed, post_processing, query_gallery
-from lightning_retrieval.ranking.labels import Role, check_roles, finest
+from lightning_retrieval.ranking.labels import Role, check_roles
 from lightning_retrieval.ranking.relevance import Relevance
 
 _STATES = ("embeddings", "labels", "ids", "roles", "instances", "cameras")
-Indices = Int[Tensor, " chosen"] | slice
 
 
 class EmbeddingMetric(Metric):
@@ -43,8 +42,8 @@ class EmbeddingMetric(Metric):
 
     With several processes, each process holds a shard of about equal size, and gathers other rows block by block.
 
-    Subclasses and callbacks may use `gather`, `query_gallery`, `is_relevant`, `is_candidate`, `must_defer_errors` and
-    `defer_error`. A subclass may override `is_relevant` and `is_candidate`.
+    Subclasses and callbacks may use `gather`, `query_gallery`, `must_defer_errors` and `defer_error`. A subclass whose
+    lists follow another rule may override `query_gallery`.
 
     Args:
         query_expansion: maps (queries, gallery, self_index) to new queries, such as
@@ -119,7 +118,7 @@ class EmbeddingMetric(Metric):
             labels: any integers; images with the same label are relevant for each other. Labels of several levels have
                 shape (batch, L), finest level first, and must nest. With `relevance`, the columns that the rule reads,
                 as its method `columns` returns them.
-            ids: dataset index of each image. Rows with the same id are the same image and are counted once. Required
+            ids: dataset index of each image. Images with the same id are the same image and are counted once. Required
                 with several processes.
             roles: role of each image: 1 query, 2 gallery, 3 both, 0 neither; 3 if None.
             instances: the instance of each image, any integers. The images of an instance, such as the frames of a
@@ -176,7 +175,7 @@ class EmbeddingMetric(Metric):
             val = self.compute()
         return plot_results(type(self).__name__, val, ax)
 
-    def gather(self) -> tuple[Rows, Shard]:
+    def gather(self) -> tuple[Images, Shard]:
         """The images of all processes, each once, and the shard of this process.
 
         Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `query_gallery`
@@ -208,50 +207,16 @@ class EmbeddingMetric(Metric):
             raise ValueError(nothing_to_compute(owner))
         return collected, shard
 
-    def query_gallery(self, rows: Rows, *, unit: int | None = None) -> QueryGallery:
+    def query_gallery(self, images: Images, *, unit: int | None = None) -> QueryGallery:
         """Queries and gallery of these rows, ready to be ranked: in the order of their lists, and post-processed.
 
         Args:
-            rows: the images of an evaluation set.
+            images: the images of an evaluation set.
             unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
                 that `positive_ranks` needs.
         """
-        lists = query_gallery(rows, unit=unit)
+        lists = query_gallery(images, unit=unit)
         return post_processed(type(self).__name__, lists, self.query_expansion, self.database_augmentation)
-
-    def is_relevant(
-        self,
-        query_ids: Int[Tensor, " query"],
-        query_labels: Int[Tensor, "query ..."],
-        ids: Int[Tensor, " row"],
-        labels: Int[Tensor, "row ..."],
-    ) -> Bool[Tensor, "query row"]:
-        """Whether each row is relevant for each query: by `relevance`, or if it shares the query's finest label."""
-        if self.relevance is not None:
-            return self.relevance.lists(query_labels, labels)[0]
-        return finest(query_labels)[:, None] == finest(labels)
-
-    def is_candidate(
-        self, lists: QueryGallery, queries: Indices, gallery: Indices = slice(None)
-    ) -> Bool[Tensor, "query row"]:
-        """Whether each of these gallery images is in the list of each of these queries, relevant or not.
-
-        The query itself is excluded, and images that are no candidates by `relevance` or, if there are cameras, images
-        with the query's (finest) label and camera.
-
-        Args:
-            lists: queries and gallery.
-            queries: indices of queries.
-            gallery: indices of gallery images; by default all.
-        """
-        is_other = lists.query_ids[queries, None] != lists.gallery_ids[gallery]
-        if self.relevance is not None:
-            return is_other & self.relevance.lists(lists.query_labels[queries], lists.gallery_labels[gallery])[1]
-        if lists.query_cameras is None or lists.gallery_cameras is None:
-            return is_other
-        other_label = lists.query_labels[queries, :1] != lists.gallery_labels[gallery, 0]
-        other_camera = lists.query_cameras[queries, None] != lists.gallery_cameras[gallery]
-        return is_other & (other_label | other_camera)
 
     @property
     def must_defer_errors(self) -> bool:

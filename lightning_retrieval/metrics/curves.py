@@ -60,7 +60,7 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
     rows, shard = metrics.gather()
     lists = metrics.query_gallery(rows)
     counts = torch.zeros(2 * bins, dtype=torch.int64, device=rows.ids.device)
-    for _, scores, is_relevant, is_candidate in score_blocks(metrics, lists):
+    for _, scores, is_relevant, is_candidate in score_blocks(lists):
         bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
         bin_index += bins * ~is_relevant
         counts += torch.bincount(bin_index[is_candidate], minlength=2 * bins)
@@ -69,31 +69,28 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
 
 
 def score_blocks(
-    metrics: EmbeddingMetric, lists: QueryGallery
+    ranked: QueryGallery,
 ) -> Iterator[
     tuple[slice, Float[Tensor, "query gallery"], Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]
 ]:
     """The scores of this process's queries with the gallery, block by block.
 
     Args:
-        metrics: the metric that defines relevance and candidates.
-        lists: queries and gallery.
+        ranked: queries and gallery.
 
     Returns:
-        For each block, its queries, their scores, and whether each pair is relevant and whether it is a candidate.
+        For each block, its queries, their scores, and two masks: the relevant candidates, which share the finest label
+            with labels of several levels, and all candidates.
     """
-    device = lists.query_ids.device
+    device = ranked.query_ids.device
+    lists = ranked.lists.finest
     # The blocks do not depend on the number of processes, so neither do the last digits of the scores.
-    for begin in range(0, len(lists.gallery_ids), _BLOCK_GALLERY):
-        images = slice(begin, min(begin + _BLOCK_GALLERY, len(lists.gallery_ids)))
-        gallery = lists.gallery_rows.range(images.start, images.stop).to(device)
-        for queries, block in lists.query_rows.blocks():
+    for begin in range(0, len(ranked.gallery_ids), _BLOCK_GALLERY):
+        end = min(begin + _BLOCK_GALLERY, len(ranked.gallery_ids))
+        images = torch.arange(begin, end, device=device)
+        gallery = ranked.gallery_rows.range(begin, end).to(device)
+        for queries, block in ranked.query_rows.blocks():
             with ieee_products():
                 scores = queries.to(device) @ gallery.T
-            is_relevant = metrics.is_relevant(
-                lists.query_ids[block],
-                lists.query_labels[block],
-                lists.gallery_ids[images],
-                lists.gallery_labels[images],
-            )
-            yield block, scores, is_relevant, metrics.is_candidate(lists, block, images)
+            rows = torch.arange(block.start, block.stop, device=device)
+            yield block, scores, *lists.masks(rows, images)

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from lightning_retrieval.checks import first_of
 from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gather_rows
 from lightning_retrieval.ranking.labels import Role, check_nesting
-from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.ranking.rows import Layout, ShardedRows, normalize, unsharded
+from lightning_retrieval.ranking.relevance import OtherCamera, Relevance, SameLabel
+from lightning_retrieval.ranking.rows import Layout, Rows, ShardedRows, normalize, unsharded
 
 _BLOCK_NUMBERS = 1 << 18  # numbers in a block of rows; each process normalises and sends one block at a time
 _COMPARED_ROWS = 1 << 16  # maximum number of repeated images that a process compares at a time
@@ -192,7 +192,7 @@ def _normalized(block: Float[Tensor, "row dim"]) -> Float[Tensor, "padded dim"]:
     return normalize(pad(block, (0, 0, 0, missing)))
 
 
-class Rows(NamedTuple):
+class Images(NamedTuple):
     """The images of an evaluation set, each once, in the order of their ids.
 
     If there is a rule of relevance, the labels are the columns that the rule reads.
@@ -205,7 +205,7 @@ class Rows(NamedTuple):
     cameras: Int[Tensor, " row"] | None = None
     relevance: Relevance | None = None
 
-    def select(self, chosen: Shaped[Tensor, " row"]) -> "Rows":
+    def select(self, chosen: Shaped[Tensor, " row"]) -> "Images":
         """The rows that a mask or a tensor of indices selects."""
         cameras = self.cameras
         if cameras is not None:
@@ -218,7 +218,23 @@ class Rows(NamedTuple):
             cameras=cameras,
         )
 
-    def at_finest_level(self) -> "Rows":
+    @property
+    def rule(self) -> Relevance:
+        """The rule that says which images are relevant and which are in a list."""
+        if self.relevance is not None:
+            return self.relevance
+        if self.cameras is None:
+            return SameLabel()
+        return OtherCamera()
+
+    @property
+    def listed(self) -> Rows:
+        """The ids of the images, and what the rule reads of them."""
+        if self.cameras is None:
+            return Rows(self.labels, self.ids)
+        return Rows(torch.cat([self.labels, self.cameras[:, None]], 1), self.ids)
+
+    def at_finest_level(self) -> "Images":
         """The rows with only their finest labels; the same rows if there is a rule, which reads all columns."""
         if self.relevance is not None:
             return self
@@ -336,7 +352,7 @@ def gather_over_processes(
     return rows._replace(**columns, counts=counts, shard=shard)
 
 
-def merge_duplicates(collected: CollectedRows) -> Rows:
+def merge_duplicates(collected: CollectedRows) -> Images:
     """Sort the rows by id, merge rows with the same id, and average the images of each instance.
 
     Of the rows with the same id, the first is kept, with the union of their roles. They must be equal up to rounding,
@@ -361,7 +377,7 @@ def merge_duplicates(collected: CollectedRows) -> Rows:
     if len(first) < len(ids) and not collected.are_compared:
         _check_one_image_per_id(collected, ids, first)
     embeddings = collected.unit_rows().select(first)
-    rows = Rows(embeddings, labels[first], ids[first], roles, relevance=collected.relevance)
+    rows = Images(embeddings, labels[first], ids[first], roles, relevance=collected.relevance)
     if collected.cameras is not None:
         rows = rows._replace(cameras=collected.cameras[first])
     if collected.instances is None:
@@ -534,8 +550,8 @@ def _squared_distances(
 
 
 def _average_instances(
-    rows: Rows, instances: Int[Tensor, " row"], first: Int[Tensor, " value"], roles: Int[Tensor, " value"]
-) -> Rows:
+    rows: Images, instances: Int[Tensor, " row"], first: Int[Tensor, " value"], roles: Int[Tensor, " value"]
+) -> Images:
     """One row for each instance: the normalised mean of its unit rows, with the smallest of its ids.
 
     Args:

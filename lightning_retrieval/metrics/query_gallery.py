@@ -9,50 +9,43 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_matrix
-from lightning_retrieval.metrics.gathering import Rows
+from lightning_retrieval.metrics.gathering import Images
+from lightning_retrieval.ranking.entries import entries_of
 from lightning_retrieval.ranking.expansion import (
     DatabaseAugmentation,
     QueryExpansion,
     augmented_gallery,
     expanded_queries,
 )
-from lightning_retrieval.ranking.labels import LabelledLists, PositiveLists, Role, has_role
+from lightning_retrieval.ranking.labels import Role, has_role
+from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
 from lightning_retrieval.ranking.ranks import PositiveRanks
-from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.relevance import label_rule_of
 from lightning_retrieval.ranking.rows import ShardedRows
-from lightning_retrieval.ranking.rule_lists import RuleLists
 
 
 @dataclass(frozen=True)
 class QueryGallery:
     """Queries and gallery after post-processing.
 
-    Both are sorted by their labels, the coarsest level first, or by their ids if there is a rule of relevance.
+    Both are sorted by their labels, the coarsest level first, or by their ids if relevant images do not share labels.
 
     Attributes:
         query_rows: unit rows of the queries, distributed over the processes.
         query_ids: dataset index of each query.
-        query_labels: finest level first.
         gallery_rows: unit rows of the gallery, distributed over the processes.
         gallery_ids: dataset index of each image of the gallery.
-        gallery_labels: finest level first.
         self_index: for each query, the index of the query itself in the gallery, or -1 if it is not there.
-        query_cameras: the camera of each query, or None.
-        gallery_cameras: the camera of each image of the gallery, or None.
-        relevance: the rule of relevance, which reads the labels, or None.
+        lists: the list of each query: which images are relevant, and which are candidates.
     """
 
     query_rows: ShardedRows
     query_ids: Int[Tensor, " query"]
-    query_labels: Int[Tensor, "query level"]
     gallery_rows: ShardedRows
     gallery_ids: Int[Tensor, " gallery"]
-    gallery_labels: Int[Tensor, "gallery level"]
     self_index: Int[Tensor, " query"]
-    query_cameras: Int[Tensor, " query"] | None = None
-    gallery_cameras: Int[Tensor, " gallery"] | None = None
-    relevance: Relevance | None = None
+    lists: Lists
 
     @property
     def queries(self) -> Float[Tensor, "query dim"]:
@@ -75,73 +68,48 @@ class QueryGallery:
         """Whether there is no query or no image in the gallery."""
         return len(self.query_rows) == 0 or len(self.gallery_rows) == 0
 
-    @property
-    def lists(self) -> PositiveLists:
-        """The list of each query: its positives, and the images that are excluded."""
-        cameras = (self.query_cameras, self.gallery_cameras)
-        return _positive_lists(self.relevance, self.query_labels, self.gallery_labels, self.self_index, *cameras)
-
     def positive_ranks(self) -> Iterator[PositiveRanks]:
         """The ranks of the positives of this process's queries, one block of queries at a time.
 
         With several processes, this is a collective operation.
         """
-        return positive_ranks(self.query_rows, self.gallery_rows, self.lists)
+        return positive_ranks(self.query_rows, self.gallery_rows, entries_of(self.lists))
 
 
-def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
-    """Split rows into queries and gallery, and sort both by label, unless there is a rule of relevance.
+def query_gallery(images: Images, *, unit: int | None = None) -> QueryGallery:
+    """Split images into queries and gallery, and sort both by label if relevant images share labels.
 
     Args:
-        rows: the images of an evaluation set.
+        images: the images of an evaluation set.
         unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
             that `positive_ranks` needs.
     """
-    order = torch.arange(len(rows.labels), device=rows.labels.device)
-    if rows.relevance is None:
-        order = _order_by_label(rows.labels)
-    query_rows = order[has_role(rows.roles[order], Role.QUERY)]
-    gallery_rows = order[has_role(rows.roles[order], Role.GALLERY)]
+    rule, rows = images.rule, images.listed
+    order = torch.arange(len(rows), device=images.ids.device)
+    label_rule = label_rule_of(rule)
+    if label_rule is not None:
+        order = _order_by_label(label_rule.labels(rows.labels))
+    query_rows = order[has_role(images.roles[order], Role.QUERY)]
+    gallery_rows = order[has_role(images.roles[order], Role.GALLERY)]
     if torch.equal(query_rows, gallery_rows):
         query_rows = gallery_rows
     column_of_row = torch.full_like(order, -1)
     column_of_row[gallery_rows] = torch.arange(len(gallery_rows), device=order.device)
     self_index = column_of_row[query_rows]
-    labels = (rows.labels[query_rows], rows.labels[gallery_rows])
+    lists = Lists(rows.select(query_rows), rows.select(gallery_rows), rule, self_index=self_index)
     if unit is None:
-        unit = _positive_lists(rows.relevance, *labels, self_index).block_rows
-    queries = gallery = rows.embeddings.select(gallery_rows).sharded(unit)
+        unit = entries_of(lists).block_rows
+    queries = gallery = images.embeddings.select(gallery_rows).sharded(unit)
     if query_rows is not gallery_rows:
-        queries = rows.embeddings.select(query_rows).sharded(unit)
-    cameras: tuple[Tensor | None, Tensor | None] = (None, None)
-    if rows.cameras is not None:
-        cameras = (rows.cameras[query_rows], rows.cameras[gallery_rows])
+        queries = images.embeddings.select(query_rows).sharded(unit)
     return QueryGallery(
         query_rows=queries,
-        query_ids=rows.ids[query_rows],
-        query_labels=labels[0],
+        query_ids=images.ids[query_rows],
         gallery_rows=gallery,
-        gallery_ids=rows.ids[gallery_rows],
-        gallery_labels=labels[1],
+        gallery_ids=images.ids[gallery_rows],
         self_index=self_index,
-        query_cameras=cameras[0],
-        gallery_cameras=cameras[1],
-        relevance=rows.relevance,
+        lists=lists,
     )
-
-
-def _positive_lists(
-    relevance: Relevance | None,
-    query_labels: Int[Tensor, "query level"],
-    gallery_labels: Int[Tensor, "gallery level"],
-    self_index: Int[Tensor, " query"],
-    query_cameras: Int[Tensor, " query"] | None = None,
-    gallery_cameras: Int[Tensor, " gallery"] | None = None,
-) -> PositiveLists:
-    """The lists of all queries, by the rule of relevance if there is one, else by labels and cameras."""
-    if relevance is None:
-        return LabelledLists(query_labels, gallery_labels, self_index, query_cameras, gallery_cameras)
-    return RuleLists(relevance, query_labels, gallery_labels, self_index)
 
 
 def post_processing(query_expansion: Any, database_augmentation: Any) -> str:

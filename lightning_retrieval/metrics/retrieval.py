@@ -27,7 +27,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
-from lightning_retrieval.metrics.gathering import CollectedRows, Rows, merge_duplicates
+from lightning_retrieval.metrics.gathering import CollectedRows, Images, merge_duplicates
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
@@ -139,13 +139,13 @@ def metrics_table(
     return table
 
 
-def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
+def query_values(ranked: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
     """The values of each query, in the order of the queries' ids.
 
     With several processes, this is a collective operation, and each process gets the values of all queries.
 
     Args:
-        lists: queries and gallery.
+        ranked: queries and gallery.
         metrics: the metrics to compute.
 
     Returns:
@@ -153,26 +153,26 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
             are no labels if a rule of relevance has no classes. All are on the CPU if the device of the ids does not
             support float64.
     """
-    shape = (len(metrics), len(lists.query_ids))
-    device = float64_device(lists.query_ids.device)
+    shape = (len(metrics), len(ranked.query_ids))
+    device = float64_device(ranked.query_ids.device)
     table = torch.zeros(shape, dtype=torch.float64, device=device)
-    by_id = lists.query_ids.argsort()
-    columns = {"ids": lists.query_ids[by_id].to(device)}
-    if lists.relevance is None or lists.relevance.has_classes:
-        columns["labels"] = lists.query_labels[by_id, 0].to(device)
+    by_id = ranked.query_ids.argsort()
+    columns = {"ids": ranked.query_ids[by_id].to(device)}
+    if ranked.lists.rule.has_classes:
+        columns["labels"] = ranked.lists.columns[by_id, 0].to(device)
     for metric, row in zip(metrics, table):
         columns[metric.per_query] = row
-    if lists.is_empty:
+    if ranked.is_empty:
         table.fill_(torch.nan)
         return columns
     position = by_id.argsort().to(device)
-    hidden = lists.query_rows.shard.index > 0
-    with Progress("Ranking", total=len(lists.query_rows.local), units="queries", hidden=hidden) as progress:
-        for ranks in lists.positive_ranks():
+    hidden = ranked.query_rows.shard.index > 0
+    with Progress("Ranking", total=len(ranked.query_rows.local), units="queries", hidden=hidden) as progress:
+        for ranks in ranked.positive_ranks():
             for metric in metrics:
                 columns[metric.per_query][position[ranks.queries]] = metric.values(ranks)
             progress.update(len(ranks.queries))
-    lists.query_rows.shard.add_up(table)  # for each query, all other processes have zeros, so the sum is exact
+    ranked.query_rows.shard.add_up(table)  # for each query, all other processes have zeros, so the sum is exact
     return columns
 
 
@@ -337,7 +337,7 @@ class RetrievalMetrics(EmbeddingMetric):
         check_dims_fit(type(self).__name__, self.dims, embeddings)
         super()._append(embeddings, *arguments)
 
-    def _means(self, rows: Rows, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _means(self, rows: Images, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The means over the queries that have a value, by name. All metrics of a level have values for the same."""
         means = {}
         with_value: dict[int | None, Tensor] = {}  # by level: the host waits for each of these sizes
@@ -349,13 +349,13 @@ class RetrievalMetrics(EmbeddingMetric):
                 means[metric.mean] = of_queries[with_value[metric.level]].mean()
         return means
 
-    def _table(self, rows: Rows) -> list[QueryMetric]:
+    def _table(self, rows: Images) -> list[QueryMetric]:
         levels = rows.labels.shape[1]
         if self.relevance is not None:
             levels = 1
         return metrics_table(self.ks, self.map_ks, self.map_divisor, self._extra, alpha=self.alpha, levels=levels)
 
-    def _query_values(self, rows: Rows) -> dict[str, Tensor]:
+    def _query_values(self, rows: Images) -> dict[str, Tensor]:
         """The results of `per_query` for these rows."""
         lists = self.query_gallery(rows)
         if not lists.is_empty:
@@ -363,7 +363,7 @@ class RetrievalMetrics(EmbeddingMetric):
             self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)
         return query_values(lists, self._table(rows))
 
-    def _warn_of_no_positive(self, queries: int, rows: Rows, collected: CollectedRows) -> None:
+    def _warn_of_no_positive(self, queries: int, rows: Images, collected: CollectedRows) -> None:
         cause = _cause_of_no_positive(rows, collected)
         warnings.warn(
             f"{type(self).__name__}: none of the {queries} queries has a relevant candidate, so the metrics are NaN; "
@@ -372,7 +372,7 @@ class RetrievalMetrics(EmbeddingMetric):
         )
 
 
-def _cause_of_no_positive(rows: Rows, collected: CollectedRows) -> str:
+def _cause_of_no_positive(rows: Images, collected: CollectedRows) -> str:
     """Why no query has a relevant candidate, and what to change.
 
     Args:
@@ -489,12 +489,12 @@ class RandomGalleryMetrics(RetrievalMetrics):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"
 
-    def _warn_of_no_positive(self, queries: int, rows: Rows, collected: CollectedRows) -> None:
+    def _warn_of_no_positive(self, queries: int, rows: Images, collected: CollectedRows) -> None:
         of_images = rows.select(has_role(rows.roles, Role.BOTH))
         both = torch.full_like(of_images.roles, int(Role.BOTH))  # each image is drawn into a gallery, or is a query
         super()._warn_of_no_positive(queries, of_images._replace(roles=both), collected)
 
-    def _query_values(self, rows: Rows) -> dict[str, Tensor]:
+    def _query_values(self, rows: Images) -> dict[str, Tensor]:
         """The results of `per_query`, concatenated over the draws."""
         rows = rows.select(has_role(rows.roles, Role.BOTH))  # images with any role
         generator = torch.Generator().manual_seed(self.seed)

@@ -21,6 +21,7 @@ skipped in the means of this setup, and the number of skipped queries is reporte
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -31,10 +32,13 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer, short_repr
-from lightning_retrieval.metrics.base import EmbeddingMetric, Indices
+from lightning_retrieval.metrics.base import EmbeddingMetric
+from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.ranks import count_at_least, ieee_products
-from lightning_retrieval.ranking.rows import ShardedRows, float64_device
+from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.rows import Rows, ShardedRows, float64_device
 
 
 class Kind(IntEnum):
@@ -178,6 +182,29 @@ def setup_values(
     return values
 
 
+class _ByFiles(Relevance):
+    """Relevant are the images that a file calls easy or hard for the query; junk is in no list. Reads the ids."""
+
+    reads = ("ids",)
+    has_classes = False
+
+    def __init__(
+        self, easy: Mapping[int, Sequence[int]], hard: Mapping[int, Sequence[int]], junk: Mapping[int, Sequence[int]]
+    ) -> None:
+        self.easy, self.hard, self.junk = easy, hard, junk
+
+    def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
+        ids = references[:, 0]
+        relevant = torch.zeros(len(queries), len(ids), dtype=torch.bool, device=ids.device)
+        candidate = torch.ones_like(relevant)
+        for row, query in enumerate(queries[:, 0].tolist()):
+            positives = [*self.easy.get(query, ()), *self.hard.get(query, ())]
+            junk = list(self.junk.get(query, ()))
+            relevant[row] = torch.isin(ids, torch.tensor(positives, dtype=torch.int64, device=ids.device))
+            candidate[row] = ~torch.isin(ids, torch.tensor(junk, dtype=torch.int64, device=ids.device))
+        return relevant, candidate
+
+
 class RevisitedMetrics(EmbeddingMetric):
     """mAP and mP@k in the setups easy, medium and hard of Revisited Oxford and Paris.
 
@@ -268,30 +295,12 @@ class RevisitedMetrics(EmbeddingMetric):
             )
         return {"mAP": results["mAP/medium"], **results}
 
-    def is_relevant(
-        self,
-        query_ids: Int[Tensor, " query"],
-        query_labels: Int[Tensor, "query ..."],
-        ids: Int[Tensor, " row"],
-        labels: Int[Tensor, "row ..."],
-    ) -> Bool[Tensor, "query row"]:
-        """Whether each row is easy or hard for each query. Labels are ignored."""
-        found = torch.zeros(len(query_ids), len(ids), dtype=torch.bool, device=ids.device)
-        for row, query in enumerate(query_ids.tolist()):
-            relevant = [*self.easy.get(query, ()), *self.hard.get(query, ())]
-            found[row] = torch.isin(ids, torch.tensor(relevant, dtype=torch.int64, device=ids.device))
-        return found
-
-    def is_candidate(
-        self, lists: QueryGallery, queries: Indices, gallery: Indices = slice(None)
-    ) -> Bool[Tensor, "query row"]:
-        """Whether each of these images is in the list of each of these queries: all but junk and the query itself."""
-        query_ids, ids = lists.query_ids[queries], lists.gallery_ids[gallery]
-        found = query_ids[:, None] != ids
-        for row, query in enumerate(query_ids.tolist()):
-            junk = torch.tensor(list(self.junk.get(query, ())), dtype=torch.int64, device=ids.device)
-            found[row] &= ~torch.isin(ids, junk)
-        return found
+    def query_gallery(self, images: Images, *, unit: int | None = None) -> QueryGallery:
+        """Queries and gallery, with the lists of the files instead of those of labels."""
+        ranked = super().query_gallery(images, unit=unit)
+        queries, gallery = (Rows(ids[:, None], ids) for ids in (ranked.query_ids, ranked.gallery_ids))
+        rule = _ByFiles(self.easy, self.hard, self.junk)
+        return replace(ranked, lists=Lists(queries, gallery, rule, self_index=ranked.self_index))
 
     def extra_repr(self) -> str:
         return f"ks={self.ks}"

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.distributed import size_for
-from lightning_retrieval.ranking.labels import Extent, PositiveLists
+from lightning_retrieval.ranking.entries import Entries, Extent
 from lightning_retrieval.ranking.ranks import (
     PositiveRanks,
     ascending,
@@ -189,15 +189,15 @@ def columns_of_a_gallery_block(gallery: ShardedRows, positives: int, device: tor
     return math.ceil(wanted / unit) * unit
 
 
-def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: PositiveLists) -> Iterator[PositiveRanks]:
+def positive_ranks(queries: ShardedRows, gallery: ShardedRows, entries: Entries) -> Iterator[PositiveRanks]:
     """Count the ranks of all positives of the queries of this process, one block of queries at a time.
 
     If the gallery is sharded, this is a collective operation: every process must consume all blocks.
 
     Args:
-        queries: unit rows, in blocks of `lists.block_rows`.
-        gallery: unit rows, in the order of `lists`; sharded over the same processes, or not at all.
-        lists: the lists of all queries.
+        queries: unit rows, in blocks of `entries.block_rows`.
+        gallery: unit rows, in the order of the references of the lists; sharded over the same processes, or not at all.
+        entries: the positives of all queries, and the images excluded from their lists.
 
     Yields:
         The ranks of some queries of a block, on the labels' device, or on the CPU if that device does not support
@@ -213,18 +213,18 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: PositiveLi
     """
     if len(queries) == 0:
         return
-    device = lists.query_labels.device
-    columns = columns_of_a_gallery_block(gallery, lists.most_positives, device)
+    device = entries.lists.device
+    columns = columns_of_a_gallery_block(gallery, entries.most, device)
     tiles = ScoreTiles(
-        rows=lists.block_rows,
+        rows=entries.block_rows,
         dim=queries.local.shape[1],
-        columns=min(columns, columns_of_a_tile(device, lists.most_positives)),
+        columns=min(columns, columns_of_a_tile(device, entries.most)),
         dtype=queries.local.dtype,
         device=device,
     )
-    extents = lists.extents()
-    for first, last in _groups(queries, gallery, extents, lists.block_rows):
-        blocks = _blocks_of_group(queries, lists, extents, range(first, last))
+    extents = entries.extents()
+    for first, last in _groups(queries, gallery, extents, entries.block_rows):
+        blocks = _blocks_of_group(queries, entries, extents, range(first, last))
         in_group = extents[first * queries.shard.count : last * queries.shard.count]
         begin = min(extent.begin for extent in in_group)
         end = max(extent.end for extent in in_group)
@@ -248,14 +248,14 @@ class RankedBlock:
         queries: unit rows.
         index: index of each query among all queries.
         extent: range of the gallery that holds the positives.
-        lists: the lists of all queries.
+        entries: the positives of all queries, and the images excluded from their lists.
     """
 
     def __init__(
-        self, queries: Float[Tensor, "query dim"], index: Int[Tensor, " query"], *, extent: Extent, lists: PositiveLists
+        self, queries: Float[Tensor, "query dim"], index: Int[Tensor, " query"], *, extent: Extent, entries: Entries
     ) -> None:
-        self._queries, self._index, self._extent, self._levels = queries, index, extent, lists.levels
-        self._listed = lists.of_block(index, extent.width)
+        self._queries, self._index, self._extent, self._levels = queries, index, extent, entries.lists.levels
+        self._listed = entries.of_block(index, extent.width)
         self._scores = queries.new_zeros(len(queries), self._listed.width, device=index.device)
         self._counted: frozenset[int] = frozenset()  # positions of counted tiles
         self._is_sorted = False  # whether the next three attributes are set
@@ -326,14 +326,14 @@ def _groups(
 
 
 def _blocks_of_group(
-    queries: ShardedRows, lists: PositiveLists, extents: Sequence[Extent], numbers: range
+    queries: ShardedRows, entries: Entries, extents: Sequence[Extent], numbers: range
 ) -> list[RankedBlock]:
     """The query blocks of this process with these numbers. This process may lack a block with the last number."""
     blocks = []
     for local, positions in islice(queries.blocks(), numbers.start, numbers.stop):
-        index = torch.arange(positions.start, positions.stop, device=lists.query_labels.device)
+        index = torch.arange(positions.start, positions.stop, device=entries.lists.device)
         extent = extents[positions.start // queries.layout.unit]
-        blocks.append(RankedBlock(local, index, extent=extent, lists=lists))
+        blocks.append(RankedBlock(local, index, extent=extent, entries=entries))
     return blocks
 
 

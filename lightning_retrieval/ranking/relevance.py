@@ -1,8 +1,8 @@
 """Rules of relevance: which images are relevant to a query, and which images are in its list.
 
 Losses and metrics share these rules, so that training and evaluation cannot disagree. A rule reads some integers of
-each image, its columns, and is evaluated for a block of queries at a time. Without a rule, images with the same label
-are relevant, and all other images are candidates.
+each image, its columns, and is evaluated for a block of queries at a time. Losses and metrics that are given no rule
+follow `SameLabel`.
 """
 
 from abc import ABC, abstractmethod
@@ -191,7 +191,63 @@ def _check_masks(owner: str, masks: Any, shape: tuple[int, int]) -> None:
             raise ValueError(f"{rule} the shape {tuple(mask.shape)}.")
 
 
-class OtherCamera(Relevance):
+def shared_levels(
+    queries: Int[Tensor, "*query level"], references: Int[Tensor, "*reference level"]
+) -> Bool[Tensor, "..."] | UInt8[Tensor, "..."]:
+    """The number of label levels that pairs of images share; a bool for labels of one level.
+
+    All dimensions but the last are broadcast.
+    """
+    of_each_level = zip(queries.unbind(-1), references.unbind(-1))
+    of_queries, of_references = next(of_each_level)
+    shared = of_queries == of_references
+    if queries.shape[-1] == 1:
+        return shared
+    level = shared.to(torch.uint8)
+    for of_queries, of_references in of_each_level:
+        level += of_queries == of_references
+    return level
+
+
+class LabelRule(Relevance):
+    """Base of the rules by which relevant images share labels, so that sorting by label finds them.
+
+    Labels may have several levels, finest first, each of which lies within one label of the next. The first mask then
+    is the number of shared levels, instead of a bool.
+    """
+
+    @abstractmethod
+    def labels(self, columns: Int[Tensor, "row column"]) -> Int[Tensor, "row level"]:
+        """The columns that are label levels."""
+
+    @abstractmethod
+    def of_pairs(
+        self, queries: Int[Tensor, "*query column"], references: Int[Tensor, "*reference column"]
+    ) -> tuple[Integer[Tensor, "..."] | Bool[Tensor, "..."], Bool[Tensor, "..."] | None]:
+        """`masks` of any pairs of images: all dimensions but the last are broadcast."""
+
+    def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.of_pairs(queries[:, None], references)
+
+
+class SameLabel(LabelRule):
+    """Relevant are images of the same label; all images are in each list."""
+
+    def labels(self, columns: Tensor) -> Tensor:
+        return columns
+
+    def of_pairs(self, queries: Tensor, references: Tensor) -> tuple[Tensor, None]:
+        return shared_levels(queries, references), None
+
+
+def label_rule_of(rule: Relevance) -> LabelRule | None:
+    """The rule itself if relevant images share labels; None otherwise, since a subclass may define other masks."""
+    if isinstance(rule, LabelRule) and type(rule) in (SameLabel, OtherCamera):
+        return rule
+    return None
+
+
+class OtherCamera(LabelRule):
     """Relevant are images of the same class from other cameras; those from the same camera are not in the list.
 
     This is the rule by which Market-1501 and other data sets for re-identification are evaluated. An image of the
@@ -215,11 +271,14 @@ class OtherCamera(Relevance):
     reads = ("cameras",)
     reads_single = True
 
-    def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
-        relevant = queries[:, None, 0] == references[:, 0]
-        same_camera = queries[:, None, 1] == references[:, 1]
-        candidate = ~(relevant & same_camera)
-        return relevant & candidate, candidate
+    def labels(self, columns: Tensor) -> Tensor:
+        return columns[:, :-1]
+
+    def of_pairs(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
+        other_label = queries[..., 0] != references[..., 0]
+        other_camera = queries[..., -1] != references[..., -1]
+        candidate = other_label | other_camera
+        return shared_levels(queries[..., :-1], references[..., :-1]) * candidate, candidate
 
 
 class GalleryOnly(Relevance):
@@ -335,3 +394,13 @@ def _has_tag(tags: Int[Tensor, " n"], rows: Int[Tensor, "row tag"]) -> UInt8[Ten
     position = position.where(is_found, len(tags))
     table = torch.zeros(len(tags) + 1, len(rows), dtype=torch.uint8, device=rows.device)
     return table.scatter_(0, position.T, 1)
+
+
+def rule_of_evaluation(relevance: Relevance | None) -> Relevance | None:
+    """The rule by which metrics evaluate a module with this rule, or None if they need none.
+
+    Metrics need no rule for `OtherCamera` and `GalleryOnly`, since they get the cameras and the roles of all images.
+    """
+    if type(relevance) in (OtherCamera, GalleryOnly):
+        return None
+    return relevance

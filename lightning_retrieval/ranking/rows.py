@@ -1,4 +1,4 @@
-"""Rows of embeddings: normalisation, and rows of an evaluation set that are sharded over processes.
+"""Rows: what is known of images beside their embeddings, normalisation, and embeddings sharded over processes.
 
 Embeddings are normalised only here (`normalize`).
 
@@ -13,7 +13,7 @@ little time, because there are few ranks compared with scores.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,30 @@ def to_float64(values: Shaped[Tensor, "..."]) -> Float[Tensor, "..."]:
         tensor([1., 2.], dtype=torch.float64)
     """
     return values.to(float64_device(values.device)).double()
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What is known of some images beside their embeddings: columns with one row for each image.
+
+    Args:
+        labels: label of each image, or its labels of several levels, finest first. With a rule of relevance, the
+            columns that the rule reads.
+        ids: dataset index of each image, or None.
+    """
+
+    labels: Int[Tensor, "row ..."]
+    ids: Int[Tensor, " row"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, chosen: Shaped[Tensor, " row"]) -> "Rows":
+        """The rows that a mask or a tensor of indices selects."""
+        ids = self.ids
+        if ids is not None:
+            ids = ids[chosen]
+        return replace(self, labels=self.labels[chosen], ids=ids)
 
 
 @dataclass(frozen=True)

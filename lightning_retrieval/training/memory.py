@@ -33,6 +33,9 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.losses.positives import true_indices
+from lightning_retrieval.ranking.lists import Lists
+from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.rows import Rows
 
 MemoryMode = Literal["one_list", "one_list_detached", "two_terms"]
 
@@ -148,6 +151,7 @@ class CrossBatchMemory(nn.Module):
         ids: Int[Tensor, " batch"] | None,
         *,
         detach: bool = False,
+        relevance: Relevance | None = None,
     ) -> RankedBatch:
         """The batch with its references: the rows of the batch, followed by the stored images that are not in it.
 
@@ -156,6 +160,7 @@ class CrossBatchMemory(nn.Module):
             labels: labels of the batch, as for the loss.
             ids: dataset index of each row; required.
             detach: if True, no reference has a gradient.
+            relevance: the rule of relevance, whose columns the labels are; None for equal labels.
 
         Returns:
             The argument for `loss.of_batch(batch)`.
@@ -167,14 +172,8 @@ class CrossBatchMemory(nn.Module):
         stored = self._stored_like(batch)
         others = stored.select(_indices(~_occurs(stored.ids, batch.ids), embeddings))
         references = batch.followed_by(others)
-        return RankedBatch(
-            embeddings,
-            labels,
-            ref_emb=references.embeddings,
-            ref_labels=references.labels,
-            ids=batch.ids,
-            ref_ids=references.ids,
-        )
+        lists = Lists(Rows(batch.labels, batch.ids), Rows(references.labels, references.ids), relevance)
+        return RankedBatch(embeddings, lists, references.embeddings)
 
     def update(
         self,

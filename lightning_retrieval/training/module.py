@@ -27,8 +27,7 @@ from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.random_state import seed_or_default, step_random_state
-from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.ranking.rule_lists import rule_of_evaluation
+from lightning_retrieval.ranking.relevance import Relevance, rule_of_evaluation
 from lightning_retrieval.training.chunk_size import check_chunk_size
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.equal_batches import EqualBatches
@@ -419,7 +418,7 @@ class RetrievalModule(ManualTraining):
             batches: the batch of each side, as the loader yields it.
             unpacked: inputs, labels and ids of each side.
         """
-        sides, check_batch = [], None
+        sides, check_rows = [], None
         for batch, (inputs, labels, ids) in zip(batches, unpacked):
             columns = labels
             if self.relevance is not None:
@@ -428,25 +427,9 @@ class RetrievalModule(ManualTraining):
         owner, hash_of_batch = type(self).__name__, self._equal_batches.add(sides)
         gathered = gather_labels(owner, sides, gather=self.gather is not False, hash_of_batch=hash_of_batch)
         self._equal_batches.compare(owner, gathered)
-        rows, *candidates = gathered
         if self._is_first_step:
-            check_batch = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked])
-        return TrainingStep(
-            owner,
-            self.loss,
-            rows,
-            self.global_step,
-            self.seed,
-            gather=self.gather is not False,
-            gather_dtype=GATHER_DTYPES[self.gather],
-            memory=self.memory,
-            fraction=self._advance_fraction(),
-            relevance=self.relevance,
-            check_batch=check_batch,
-            candidates=candidates[0] if candidates else None,
-            directions=self.sides.directions,
-            dimensions=self._dimensions,
-        )
+            check_rows = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked], gathered)
+        return TrainingStep(self, gathered, self._advance_fraction(), self._dimensions, check_rows)
 
     def _advance_fraction(self) -> float:
         """The fraction of the training that is done; it never decreases, also in a run resumed with more steps."""

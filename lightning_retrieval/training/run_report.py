@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.losses.base import RetrievalLoss
-from lightning_retrieval.losses.batch_loss import RankedBatch
+from lightning_retrieval.losses.batch_loss import ranked_batch
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import logged_settings
@@ -36,7 +36,7 @@ from lightning_retrieval.ranking.labels import Role, finest
 from lightning_retrieval.training.full_sharding import copies_of, is_sharded
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.sides import EmbeddedSide
-from lightning_retrieval.training.step import TrainingStep
+from lightning_retrieval.training.step import GATHER_DTYPES, TrainingStep
 
 # Beginnings of log messages.
 HIDDEN_LOGS = (
@@ -246,16 +246,15 @@ class _FirstStep:
     sides: Sequence[EmbeddedSide]
 
     def __post_init__(self) -> None:
-        batch = self.step.candidate_batch
         self.owner = type(self.module).__name__
-        self.rows = [len(batch.labels) for batch in self.step.batches]
-        self.list_length, self.dim = batch.embeddings.shape
+        self.rows = list(map(len, self.step.rows))
+        self.list_length, self.dim = self.step.embeddings[-1].shape
         if len(self.sides) == 1:  # an image is not in its own list
             self.list_length -= 1
-        self.relevance = self.step.relevance
+        self.relevance = self.module.relevance
         self.class_sizes: list[int] = []  # empty if the rule of relevance has no classes
         if self.relevance is None or self.relevance.has_classes:
-            self.class_sizes = torch.unique(finest(batch.labels), return_counts=True)[1].tolist()
+            self.class_sizes = torch.unique(finest(self.step.rows[-1].labels), return_counts=True)[1].tolist()
         self.without_positive = self._queries_without_positive()
 
     def warn_of_batch_norm(self) -> None:
@@ -278,7 +277,7 @@ class _FirstStep:
 
     def warn_of_early_memory(self) -> None:
         """Warn if a network is trained from random weights and its memory has no warm-up."""
-        memory, embedder = self.step.memory, self.module.embedder
+        memory, embedder = self.module.memory, self.module.embedder
         if memory is None or memory.start_step or memory.steps:
             return
         if self.sides[-1].frozen is not None:  # its embeddings do not age
@@ -297,12 +296,12 @@ class _FirstStep:
         a rule of relevance, a sampler of classes does not draw positives for each query.
         """
         losses = [loss for loss in self.module.loss.modules() if isinstance(loss, RetrievalLoss)]
-        if self.step.memory is not None or self.relevance is not None or not losses:
+        if self.module.memory is not None or self.relevance is not None or not losses:
             return 0
-        queries, candidates = self.step.batch, self.step.candidate_batch
-        batch = RankedBatch(queries.embeddings.detach(), queries.labels, ids=queries.ids)
+        embeddings, rows = [of_side.detach() for of_side in self.step.embeddings], self.step.rows
+        batch = ranked_batch(embeddings[0], rows[0].labels, ids=rows[0].ids)
         if len(self.sides) > 1:
-            batch = replace(batch, ids=None, ref_emb=candidates.embeddings.detach(), ref_labels=candidates.labels)
+            batch = ranked_batch(embeddings[0], rows[0].labels, embeddings[1], rows[1].labels)
         return max(loss.queries_without_value(batch) for loss in losses)
 
     def warn_of_lists_without_positives(self) -> None:
@@ -345,13 +344,13 @@ class _FirstStep:
         text += self._memory()
         if 0 < self.without_positive < self.rows[0]:
             text += f", where {self.without_positive} of {self.rows[0]} queries have no relevant image in their list"
-        if self.step.directions == "both":
+        if self.module.sides.directions == "both":
             text += f", and lists of {self.rows[0]} queries for each candidate"
         return text
 
     def _memory(self) -> str:
         """What the memory adds to the lists; empty without a memory."""
-        memory = self.step.memory
+        memory = self.module.memory
         if memory is None:
             return ""
         text = f" and up to {memory.size} of the memory"
@@ -383,23 +382,23 @@ class _FirstStep:
         """The second part of the report: what each process sends in a step; empty for one process."""
         if world_size() == 1:
             return ""
-        embeddings = self.step.batch.embeddings
+        embeddings, gather_dtype = self.step.embeddings[0], GATHER_DTYPES[self.module.gather]
         traffic = step_traffic(
             sum(self.rows),
             self.dim,
             sum(parameter.numel() for parameter in trainable_parameters(self.module)),
             world_size(),
-            gather=self.step.gather,
+            gather=self.module.gather is not False,
             local_queries=self.step.splits_by_query,
             bytes_=embeddings.element_size(),
-            gathered_bytes=(self.step.gather_dtype or embeddings.dtype).itemsize,
+            gathered_bytes=(gather_dtype or embeddings.dtype).itemsize,
             weights=self._gathered_weights(),
-            columns=self.step.batch.labels[0].numel(),
+            columns=self.step.rows[0].labels[0].numel(),
             copies=max(map(copies_of, self.module.parameters()), default=1),
         )
         parts = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in traffic.items())
         lists_of = "over"
-        if not self.step.gather:
+        if self.module.gather is False:
             lists_of = "on each of"
         total = sum(traffic.values()) / 1e6
         return f", {lists_of} {world_size()} processes; each process sends {total:.3g} MB a step ({parts})"
@@ -415,8 +414,8 @@ class _FirstStep:
     def settings(self) -> dict[str, Any]:
         """The batch and the sampler as plain data."""
         list_length = self.list_length
-        if self.step.memory is not None:
-            list_length += self.step.memory.size
+        if self.module.memory is not None:
+            list_length += self.module.memory.size
         chunk_size: Any = self.sides[0].chunk_size
         if len(self.sides) > 1:
             chunk_size = {name: side.chunk_size for name, side in zip(SIDES, self.sides)}

@@ -19,13 +19,13 @@ from torch.autograd.function import once_differentiable
 from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.checks import as_int64, is_integer, short_repr
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
-from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
-from lightning_retrieval.models.sides import SIDES, Directions
+from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.random_state import step_random_state
-from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.ranking.lists import Lists
+from lightning_retrieval.ranking.rows import Rows
 from lightning_retrieval.training.chunk_size import largest_chunk_size
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import trainable_parameters
 
 # Types to which embeddings are rounded before they are gathered, by the argument `gather` of `RetrievalModule`.
@@ -38,31 +38,36 @@ GATHER_DTYPES: dict[bool | GatherDtype, torch.dtype | None] = {
 }
 
 
-class LocalRows(NamedTuple):
-    """Labels and ids of this process's rows of a batch, or of one side of it."""
+@dataclass(frozen=True, eq=False)
+class LocalRows(Rows):
+    """Labels and ids of this process's rows of a batch, or of one side of it.
 
-    labels: Int[Tensor, "shard ..."]  # with a rule of relevance, the columns that the rule reads
-    ids: Int[Tensor, " shard"] | None
-    inputs: Tensor  # the inputs of the embeddings
+    Args:
+        labels: the labels or, with a rule of relevance, the columns that the rule reads.
+        ids: the ids, or None.
+        inputs: the inputs of the embeddings.
+    """
 
-
-class GlobalRows(NamedTuple):
-    """Labels and ids of the rows that the loss ranks, which are known before the embeddings."""
-
-    labels: Int[Tensor, "batch ..."]
-    ids: Int[Tensor, " batch"] | None
-    counts: list[int]  # number of rows of each process
-    input_shapes: tuple[int, ...] = ()  # hash of the input shape of each process; empty if there is only one process
-    hashes: tuple[int, ...] = ()  # the argument `hash_of_batch` of each process; empty if there is only one process
+    inputs: Any = None
 
 
-class GlobalBatch(NamedTuple):
-    """The batch that the loss ranks: the rows of all processes in rank order, or of this process only."""
+@dataclass(frozen=True, eq=False)
+class GlobalRows(Rows):
+    """Labels and ids of the rows that the loss ranks, which are known before the embeddings.
 
-    embeddings: Float[Tensor, "batch dim"]
-    labels: Int[Tensor, "batch ..."]
-    ids: Int[Tensor, " batch"] | None
-    counts: list[int]  # number of rows of each process
+    The rows are those of all processes in rank order, or of this process only.
+
+    Args:
+        labels: as for `LocalRows`.
+        ids: the ids, or None.
+        counts: number of rows of each process.
+        input_shapes: hash of the input shape of each process; empty if there is only one process.
+        hashes: the argument `hash_of_batch` of each process; empty if there is only one process.
+    """
+
+    counts: Sequence[int] = ()
+    input_shapes: Sequence[int] = ()
+    hashes: Sequence[int] = ()
 
 
 def gather_batch(
@@ -73,7 +78,7 @@ def gather_batch(
     *,
     gather: bool,
     local_queries: bool,
-) -> GlobalBatch:
+) -> tuple[Float[Tensor, "batch dim"], GlobalRows]:
     """Gather the batch of all processes, if nothing of it was gathered before the forward pass. It may have no rows.
 
     Args:
@@ -91,7 +96,7 @@ def gather_batch(
     # The inputs of the embeddings are unknown, but this call compares the dimension in any case.
     (rows,) = gather_labels(owner, [LocalRows(labels, ids, embeddings)], gather=gather, may_be_empty=True)
     Dimensions().compare(owner, [embeddings], [rows])
-    return gather_embeddings(embeddings, rows, gather=gather, local_queries=local_queries)
+    return gather_embeddings(embeddings, rows, gather=gather, local_queries=local_queries), rows
 
 
 def gather_labels(
@@ -132,7 +137,7 @@ def gather_labels(
 
 def _signed(owner: str, rows: LocalRows) -> LocalRows:
     """The rows with labels and ids of signed types."""
-    return rows._replace(labels=as_int64(owner, "labels", rows.labels), ids=as_int64(owner, "ids", rows.ids))
+    return replace(rows, labels=as_int64(owner, "labels", rows.labels), ids=as_int64(owner, "ids", rows.ids))
 
 
 def gather_embeddings(
@@ -142,7 +147,7 @@ def gather_embeddings(
     gather: bool,
     local_queries: bool,
     dtype: torch.dtype | None = None,
-) -> GlobalBatch:
+) -> Float[Tensor, "batch dim"]:
     """Gather the embeddings of all processes. Their gradient flows back to the rows of each process.
 
     Args:
@@ -157,7 +162,7 @@ def gather_embeddings(
     """
     if gather and (world_size() > 1 or dtype is not None):
         embeddings = _GatherEmbeddings.apply(embeddings, rows.counts, local_queries, dtype)
-    return GlobalBatch(embeddings, rows.labels, rows.ids, rows.counts)
+    return embeddings
 
 
 class _Forms(NamedTuple):
@@ -173,7 +178,7 @@ class _Forms(NamedTuple):
 
 def are_integers(rows: LocalRows) -> bool:
     """Whether labels are integers of shape (rows,) or (rows, levels), and any ids are integers of shape (rows,)."""
-    labels, ids, _ = rows
+    labels, ids = rows.labels, rows.ids
     if not is_integer(labels) or labels.ndim not in (1, 2):
         return False
     return ids is None or (is_integer(ids) and ids.shape == labels.shape[:1])
@@ -181,12 +186,12 @@ def are_integers(rows: LocalRows) -> bool:
 
 def _form_of(rows: LocalRows) -> tuple[int, int, bool, bool, int]:
     """The properties of this process's batch, in the order of `_Forms`, without the hash of the batch."""
-    labels, ids, inputs = rows
+    labels, ids = rows.labels, rows.ids
     label_levels = 0
     have_integers = are_integers(rows)
     if have_integers and labels.ndim == 2:
         label_levels = labels.shape[1]
-    shape, number = getattr(inputs, "shape", ()), 1  # what has neither raises where its type is checked
+    shape, number = getattr(rows.inputs, "shape", ()), 1  # what has neither raises where its type is checked
     if _has_rows(labels):
         number = len(labels)
     return number, label_levels, ids is not None, have_integers, hash(shape[1:])
@@ -198,7 +203,7 @@ def _has_rows(labels: Any) -> bool:
 
 def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> GlobalRows:
     """Gather the labels and ids of one side; raise if the processes' batches do not match."""
-    labels, ids, _ = rows
+    labels, ids = rows.labels, rows.ids
     if not forms.are_integers.all():
         raise TypeError(
             f"{owner}: labels must be integers of shape (rows,) or (rows, levels) and ids integers of shape (rows,), "
@@ -359,66 +364,51 @@ class TrainingStep:
     In a batch of two sides, the candidates are ranked for each query. Their ids are not compared with those of queries.
 
     Args:
-        owner: prefix of error messages.
-        batch_loss: the loss.
-        rows: labels and ids of the images or queries or, with `relevance`, the columns that the rule reads.
-        number: the global step.
-        seed: the seed of the run.
-        gather: whether lists rank the global batch.
-        gather_dtype: type to which gathered embeddings are rounded, or None.
-        memory: past batches that are ranked with the current batch, or None.
+        module: the `RetrievalModule` whose loss, memory and settings the step uses.
+        rows: labels and ids of the images, or of the queries and of the candidates.
         fraction: fraction of the training steps that are done.
-        relevance: the rule of relevance; None for equal labels.
-        check_batch: function that is called with the batches of all sides before the loss is computed, or None.
-        candidates: labels and ids of the candidates; None if the batch has one side.
-        directions: `"both"` also ranks the queries for each candidate.
         dimensions: the comparison of dimensions of the run.
+        check_rows: function that is called before the loss is computed, or None.
     """
 
-    owner: str
-    batch_loss: BatchLoss
-    rows: GlobalRows
-    number: int
-    seed: int
-    gather: bool = True
-    gather_dtype: torch.dtype | None = None
-    memory: CrossBatchMemory | None = None
+    module: Any
+    rows: Sequence[GlobalRows]
     fraction: float = 1.0
-    relevance: Relevance | None = None
-    check_batch: Callable[[Sequence[GlobalBatch]], None] | None = None
-    candidates: GlobalRows | None = None
-    directions: Directions = "queries"
     dimensions: Dimensions = field(default_factory=Dimensions)
-    batch: GlobalBatch = field(init=False)  # the images, or the queries of a batch of two sides
-    candidate_batch: GlobalBatch = field(init=False)  # the same as `batch` if the batch has one side
+    check_rows: Callable[[], None] | None = None
+    number: int = field(init=False)  # the global step
+    embeddings: list[Tensor] = field(init=False)  # the gathered embeddings of each side
     terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
 
-    def loss(self, embeddings: Tensor, candidate_embeddings: Tensor | None = None) -> Tensor:
+    def __post_init__(self) -> None:
+        self.number = self.module.global_step
+
+    @property
+    def owner(self) -> str:
+        """The prefix of error messages."""
+        return type(self.module).__name__
+
+    def loss(self, *embeddings: Tensor) -> Tensor:
         """Compute this process's contribution to the loss from its embeddings.
 
         Args:
-            embeddings: embeddings of the images, or of the queries.
-            candidate_embeddings: embeddings of the candidates; None if the batch has one side.
+            embeddings: embeddings of the images, or of the queries and of the candidates.
         """
-        embeddings_of_sides, sides = [embeddings], [self.rows]
-        if self.candidates is not None and candidate_embeddings is not None:
-            embeddings_of_sides, sides = [embeddings, candidate_embeddings], [self.rows, self.candidates]
-        self._check_counts(embeddings_of_sides, sides)
-        self.dimensions.compare(self.owner, embeddings_of_sides, sides)
-        batches = list(map(self._gather, embeddings_of_sides, sides))
-        self.batch, self.candidate_batch = batches[0], batches[-1]
-        if self.check_batch is not None:
-            self.check_batch(self.batches)
-        device = embeddings.device
+        self._check_counts(embeddings)
+        self.dimensions.compare(self.owner, embeddings, self.rows)
+        self.embeddings = list(map(self._gather, embeddings, self.rows))
+        if self.check_rows is not None:
+            self.check_rows()
+        device, loss = embeddings[0].device, self.module.loss
         # `step_random_state` gets rank 0, so that a loss draws the same random numbers on all processes.
-        random_state = step_random_state(self.seed, self.number, 0)
+        random_state = step_random_state(self.module.seed, self.number, 0)
         with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
             values, terms_of_values = [], []
             for ranked in self._ranked_batches():
-                value: Any = self.batch_loss.of_batch(ranked)
+                value: Any = loss.of_batch(ranked)
                 _check_scalar(self.owner, value)
                 values.append(value)
-                terms_of_values.append(dict(self.batch_loss.terms))
+                terms_of_values.append(dict(loss.terms))
             value, terms = self._combined(values, terms_of_values)
         scale = 1.0  # so weighted, the values of all processes add up to the loss
         if not self._divides_queries:
@@ -430,10 +420,10 @@ class TrainingStep:
     def _combined(self, values: list[Tensor], terms: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its terms by name, from the values of `_ranked_batches` and the terms of each value."""
         forward, named = values[0], terms[0]
-        if self.memory is not None and self._has_second_term:
+        if self._has_second_term:
             named = {**named, "batch": values[0].detach(), "memory": values[1].detach()}
-            forward = values[0] + self.memory.weight * values[1]
-        if self.directions == "queries":
+            forward = values[0] + self.module.memory.weight * values[1]
+        if self.module.sides.directions == "queries":
             return forward, named
         named = {**_named("forward", forward, named), **_named("reverse", values[-1], terms[-1])}
         return (forward + values[-1]) / 2, named
@@ -450,7 +440,7 @@ class TrainingStep:
         """
         terms = {"train/loss": part, **self.terms}
         # 0 * x is NaN if x is not finite.
-        zeros = torch.stack([(0 * batch.embeddings.detach()).sum() for batch in self.batches])
+        zeros = torch.stack([(0 * of_side.detach()).sum() for of_side in self.embeddings])
         parts = torch.stack([term.to(part) for term in (*terms.values(), zeros.sum())])
         *totals, zero = gradients.finish(parts).unbind()
         if zero.isnan():
@@ -464,43 +454,38 @@ class TrainingStep:
 
     def remember(self) -> None:
         """Store the batch in the memory."""
-        if self.memory is not None:
-            self.memory.update(*self.candidate_batch[:3])
+        if self.module.memory is not None:
+            rows = self.rows[-1]
+            self.module.memory.update(self.embeddings[-1], rows.labels, rows.ids)
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The weights of terms that change during training, on the CPU, by the names under which they are logged."""
-        weights = self.batch_loss.scheduled_weights(self.fraction)
+        weights = self.module.loss.scheduled_weights(self.fraction)
         return {f"train/weight/{name}": torch.tensor(weight) for name, weight in weights.items()}
 
     @property
     def splits_by_query(self) -> bool:
         """Whether the loss of this step is a sum over queries."""
-        return self.batch_loss.splits_by_query(self.fraction)
-
-    @property
-    def batches(self) -> list[GlobalBatch]:
-        """The batch, or the queries and the candidates."""
-        if self.candidates is None:
-            return [self.batch]
-        return [self.batch, self.candidate_batch]
+        splits: bool = self.module.loss.splits_by_query(self.fraction)
+        return splits
 
     @property
     def images(self) -> int:
         """Number of rows of all processes and sides; without `gather`, processes must have batches of the same size."""
-        rows = sum(len(batch.labels) for batch in self.batches)
-        if self.gather:
+        rows = sum(map(len, self.rows))
+        if self.module.gather is not False:
             return rows
         return rows * world_size()
 
     @property
     def _divides_queries(self) -> bool:
         """Whether each process computes the loss of its local queries only, instead of the loss of all queries."""
-        return self.gather and world_size() > 1 and self.splits_by_query
+        return self.module.gather is not False and world_size() > 1 and self.splits_by_query
 
-    def _check_counts(self, embeddings: Sequence[Tensor], sides: Sequence[GlobalRows]) -> None:
+    def _check_counts(self, embeddings: Sequence[Tensor]) -> None:
         """Raise unless this process has one label for each embedding of a side."""
-        for of_side, rows in zip(embeddings, sides):
+        for of_side, rows in zip(embeddings, self.rows):
             labels = rows.counts[rank()]
             if labels != len(of_side):
                 raise ValueError(
@@ -508,11 +493,12 @@ class TrainingStep:
                     f"{len(of_side)} images."
                 )
 
-    def _gather(self, embeddings: Tensor, rows: GlobalRows) -> GlobalBatch:
-        """The batch of all processes, or one side of it."""
+    def _gather(self, embeddings: Tensor, rows: GlobalRows) -> Tensor:
+        """The embeddings of all processes, of the images or of one side."""
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        module, dtype = self.module, GATHER_DTYPES[self.module.gather]
         return gather_embeddings(
-            embeddings, rows, gather=self.gather, local_queries=self.splits_by_query, dtype=self.gather_dtype
+            embeddings, rows, gather=module.gather is not False, local_queries=self.splits_by_query, dtype=dtype
         )
 
     @contextmanager
@@ -529,15 +515,15 @@ class TrainingStep:
 
     def _check_finite(self) -> None:
         """Raise if an embedding of the batch is not finite."""
-        for number, batch in enumerate(self.batches):
-            finite = torch.isfinite(batch.embeddings).all(1)
+        for number, (embeddings, of_side) in enumerate(zip(self.embeddings, self.rows)):
+            finite = torch.isfinite(embeddings).all(1)
             if bool(finite.all()):
                 continue
             rows = (~finite).nonzero()[:, 0]
             which = f"rows {rows[:5].tolist()}"
-            if batch.ids is not None:
-                which = f"ids {batch.ids[rows][:5].tolist()}"
-            if self.candidates is not None:
+            if of_side.ids is not None:
+                which = f"ids {of_side.ids[rows][:5].tolist()}"
+            if len(self.rows) > 1:
                 which += f" of the {SIDES[number]}"
             cure = "a lower learning rate or gradient_clip_val often helps"
             if self.number == 0:
@@ -550,45 +536,40 @@ class TrainingStep:
     @property
     def _has_second_term(self) -> bool:
         """Whether a second loss ranks the memory at this step."""
-        return self.memory is not None and self.memory.started and self.memory.mode == "two_terms"
+        memory = self.module.memory
+        return memory is not None and memory.started and memory.mode == "two_terms"
 
     def _ranked_batches(self) -> list[RankedBatch]:
         """The batches whose losses are computed: the batch, any second term with the memory, any reverse direction."""
-        embeddings, labels, ids, _ = self.candidate_batch
-        settings = self._settings_of(self.batch)
-        if self.candidates is None:
-            batches = [RankedBatch(embeddings, labels, ids=ids, **settings)]
-        else:
-            settings |= {"embeddings": self.batch.embeddings, "labels": self.batch.labels}
-            batches = [RankedBatch(ref_emb=embeddings, ref_labels=labels, **settings)]
-            settings |= {"ids": None, "ref_ids": None}  # the ids of queries are no ids of candidates
-        if self.memory is not None:
+        queries, candidates, ref_emb = self.rows[0], self.rows[-1], None
+        if len(self.rows) > 1:  # the ids of queries are no ids of candidates
+            queries, candidates = replace(queries, ids=None), replace(candidates, ids=None)
+            ref_emb = self.embeddings[1]
+        batches = [self._ranked(0, queries, candidates, ref_emb)]
+        memory = self.module.memory
+        if memory is not None:
             # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
-            references = self.memory.references(embeddings, labels, ids, detach=self.memory.mode != "one_list")
-            with_memory = replace(references, **settings)
+            rows, detach = self.rows[-1], memory.mode != "one_list"
+            with_memory = memory.references(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
+            references = with_memory.lists.references
+            if len(self.rows) > 1:
+                references = replace(references, ids=None)
+            ranked = self._ranked(0, queries, references, with_memory.ref_emb)
             if self._has_second_term:
-                batches.append(with_memory)
-            elif self.memory.started:
-                batches = [with_memory]
-        if self.directions == "both":
-            batches.append(self._reverse_batch())
+                batches.append(ranked)
+            elif memory.started:
+                batches = [ranked]
+        if self.module.sides.directions == "both":
+            batches.append(self._ranked(1, candidates, queries, self.embeddings[0]))
         return batches
 
-    def _reverse_batch(self) -> RankedBatch:
-        """The batch in which each candidate ranks the queries."""
-        candidates, queries = self.candidate_batch, self.batch
-        settings = self._settings_of(candidates)
-        return RankedBatch(
-            candidates.embeddings, candidates.labels, ref_emb=queries.embeddings, ref_labels=queries.labels, **settings
-        )
-
-    def _settings_of(self, batch: GlobalBatch) -> dict[str, Any]:
-        """The arguments of `RankedBatch` that hold no rows, for lists whose queries are the rows of a batch."""
-        queries = None
+    def _ranked(self, side: int, queries: GlobalRows, references: Rows, ref_emb: Tensor | None) -> RankedBatch:
+        """The batch in which the rows of a side are the queries of lists of these references."""
+        local, lists = None, Lists(queries, references, self.module.relevance)
         if self._divides_queries:
-            begin = sum(batch.counts[: rank()])
-            queries = QueryRange(begin, begin + batch.counts[rank()], sum_over_ranks)
-        return {"queries": queries, "fraction": self.fraction, "relevance": self.relevance}
+            begin = sum(queries.counts[: rank()])
+            local = QueryRange(begin, begin + queries.counts[rank()], sum_over_ranks)
+        return RankedBatch(self.embeddings[side], lists, ref_emb, local, self.fraction)
 
 
 def _named(direction: str, value: Tensor, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.chunk_size import chunk_size_of
 from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
 from lightning_retrieval.training.optimizers import trained_parameters
-from lightning_retrieval.training.step import GlobalBatch
+from lightning_retrieval.training.step import GlobalRows
 
 # Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds
 # the callbacks `LearningRateFinder` and `BatchSizeFinder`.
@@ -357,52 +357,52 @@ def check_draws_images(owner: str, trainer: Any) -> None:
             )
 
 
-def check_first_batch(module: Any, labels: Sequence[Tensor], batches: Sequence[GlobalBatch]) -> None:
+def check_first_batch(module: Any, labels: Sequence[Tensor], rows: Sequence[GlobalRows]) -> None:
     """Compare labels and ids of a run's first batch with what the sampler drew, if the sampler is known.
 
     Labels and ids of a wrong type are not checked here, because the loss raises for them.
 
     Args:
         module: a `RetrievalModule` in a run.
-        labels: for each side, the labels of this process; those of the batches differ if the module has a rule of
+        labels: for each side, the labels of this process; those of the rows differ if the module has a rule of
             relevance.
-        batches: for each side, the batch of all processes or, if the module does not gather, of this process.
+        rows: for each side, the rows of all processes or, if the module does not gather, of this process.
 
     Raises:
         ValueError: if labels or ids contradict the sampler of a `RetrievalDataLoader`. Other loaders cause a warning.
     """
-    if len(batches) == 1:
-        _check_side(module, labels[0], batches[0], {}, is_ranked=True)
+    if len(rows) == 1:
+        _check_side(module, labels[0], rows[0], {}, is_ranked=True)
         return
-    for side, labels_of_side, batch in zip(SIDES, labels, batches):
+    for side, labels_of_side, of_side in zip(SIDES, labels, rows):
         is_ranked = side == "candidates" or module.sides.directions == "both"
-        _check_side(module, labels_of_side, batch, {"side": side}, is_ranked=is_ranked)
+        _check_side(module, labels_of_side, of_side, {"side": side}, is_ranked=is_ranked)
 
 
-def _check_side(module: Any, labels: Tensor, batch: GlobalBatch, side: Mapping[str, str], *, is_ranked: bool) -> None:
+def _check_side(module: Any, labels: Tensor, rows: GlobalRows, side: Mapping[str, str], *, is_ranked: bool) -> None:
     """Check one side of the first batch.
 
     Args:
         module: as for `check_first_batch`.
         labels: labels of this side in this process.
-        batch: the rows of this side.
+        rows: the rows of this side.
         side: the argument `side` of the loader's check, if the batch has two sides.
         is_ranked: whether lists consist of the rows of this side.
     """
-    if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
+    if not is_integer(rows.labels) or rows.labels.ndim not in (1, 2):
         return
     gathered, ranked_by_class = module.gather is not False, True
     if module.relevance is None:
-        labels = batch.labels
+        labels = rows.labels
     else:
         ranked_by_class = module.relevance.has_classes
         if gathered:
-            labels = gather_rows(labels, batch.counts)
+            labels = gather_rows(labels, rows.counts)
     labels, ids = to_host(labels), None
-    if batch.ids is not None:
-        if not is_integer(batch.ids) or batch.ids.shape != labels.shape[:1]:
+    if rows.ids is not None:
+        if not is_integer(rows.ids) or rows.ids.shape != labels.shape[:1]:
             return
-        ids = to_host(batch.ids)
+        ids = to_host(rows.ids)
     owner, loader = type(module).__name__, module.trainer.train_dataloader
     if hasattr(loader, "check_first_batch"):
         loader.check_first_batch(labels, ids, gathered=gathered, **side)

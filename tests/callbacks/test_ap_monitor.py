@@ -27,7 +27,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.losses.batch_loss import QueryRange, ranked_batch
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from tests.csv_logs import logged
 from tests.lightning_retrieval.metrics.helpers import IDS, SIZE, filled, points
@@ -236,13 +236,13 @@ def _sums_of_the_batch(rank, world):
     rows, labels, ids = data(4)[:]
     begin, end = [(0, 15), (15, 24)][rank]
     queries = QueryRange(begin, end, sum_over_ranks)
-    return sum_over_ranks(sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows, labels, ids=ids, queries=queries)))
+    return sum_over_ranks(sums_of_ap(SmoothAPLoss(TAU), ranked_batch(rows, labels, ids=ids, queries=queries)))
 
 
 @pytest.mark.slow
 def test_two_processes_compute_the_same(run_processes):
     rows, labels, _ = data(4)[:]
-    expected = sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows.clone().requires_grad_(), labels))
+    expected = sums_of_ap(SmoothAPLoss(TAU), ranked_batch(rows.clone().requires_grad_(), labels))
     assert not expected.requires_grad
     assert expected[2] == sum(1 for _ in lists(rows, labels)) < 24
     for found in run_processes(_sums_of_the_batch, 2):

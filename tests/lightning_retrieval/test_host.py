@@ -176,11 +176,11 @@ def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, waits):
     images, labels = batch_of(name, 384)
     net, loss = nn.Linear(DIM, 8), LOSSES[name]()
     mark(images, labels, *net.parameters())
-    step = TrainingStep("test", loss, GlobalRows(labels, None, [384]), 1, 0)
+    step = TrainingStep(RetrievalModule(net, loss), [GlobalRows(labels, None, [384])])
     with waits:
         part = chunked_backward(net, images, step.loss)
         step.finish(part, GradientSum(net.parameters()))
-    expected = 3 if name in ("ROADMAP", "HAP") else 2  # two terms, and labels that must nest
+    expected = 3 if name == "HAP" else 2  # labels must nest
     assert waits.found == ["to_host"] * expected
 
 
@@ -265,12 +265,13 @@ def test_a_memory_adds_two_waits_to_a_step(mode, waits):
     """One where its rows are ranked, one where they are replaced; in the second step, images come again."""
     images, labels = batch_of("SmoothAP", 384)
     net, loss, memory = nn.Linear(DIM, 8), losses.SmoothAPLoss(), CrossBatchMemory(1000, mode=mode)
+    module = RetrievalModule(net, loss, memory=memory)
     ids = torch.arange(384)
     mark(images, labels, ids, *net.parameters())
     for number in range(2):
         with waits:
             rows = GlobalRows(labels, ids + 200 * number, [384])
-            step = TrainingStep("test", loss, rows, 1, 0, memory=memory)
+            step = TrainingStep(module, [rows])
             part = chunked_backward(net, images, step.loss)
             step.finish(part, GradientSum(net.parameters()))
             step.remember()

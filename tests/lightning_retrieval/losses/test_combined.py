@@ -26,7 +26,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.batch_loss import RankedBatch
+from lightning_retrieval.losses.batch_loss import ranked_batch
 from lightning_retrieval.losses.third_party import ThirdPartyLoss, as_batch_loss
 from tests.lightning_retrieval.losses.oracles import TABLE, batch, labels_for, make
 
@@ -134,7 +134,7 @@ def test_a_sum_that_changes_is_that_of_the_terms_whose_weight_is_not_zero(fracti
     gradients = []
     for each in (found, expected):
         leaf = X.clone().requires_grad_()
-        each.of_batch(RankedBatch(leaf, Y, fraction=fraction)).backward()
+        each.of_batch(ranked_batch(leaf, Y, fraction=fraction)).backward()
         gradients.append(leaf.grad)
     assert torch.equal(*gradients)
     assert loss.terms.keys() == left[fraction].keys()
@@ -377,7 +377,7 @@ def test_a_sum_that_changes_must_be_told_the_fraction():
     with pytest.raises(ValueError, match=r"^Calling: a WeightedSum whose weights .* weights of pairs, ap, inner/fast;"):
         ThirdPartyLoss(Calling(loss))
     with pytest.raises(ValueError, match=r"^WeightedSum: `fraction` must be from 0 to 1, got 30\."):
-        loss.of_batch(RankedBatch(X, Y, fraction=30))
+        loss.of_batch(ranked_batch(X, Y, fraction=30))
 
 
 @pytest.mark.refusal

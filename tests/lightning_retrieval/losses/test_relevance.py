@@ -18,7 +18,7 @@ from lightning_retrieval.losses import (
     blockwise,
     lists,
 )
-from lightning_retrieval.losses.batch_loss import RankedBatch
+from lightning_retrieval.losses.batch_loss import ranked_batch
 from tests.lightning_retrieval.losses.oracles import TABLE, is_graded
 from tests.lightning_retrieval.relevance_rules import RULES, masks_by_pairs, random_columns
 
@@ -167,4 +167,4 @@ def test_columns_of_a_wrong_form():
     with pytest.raises(
         ValueError, match=r"`ref_labels` must have as many columns as `labels`, got \(3, 1\) against \(3, 2\)"
     ):
-        SmoothAPLoss().of_batch(RankedBatch(x, pairs, x, pairs[:, :1], relevance=SharedTags()))
+        SmoothAPLoss().of_batch(ranked_batch(x, pairs, x, pairs[:, :1], relevance=SharedTags()))

@@ -15,7 +15,7 @@ from lightning_retrieval.metrics import (
     gathering,
 )
 from lightning_retrieval.metrics import revisited as revisited_module
-from lightning_retrieval.ranking import expansion, labels, ranked_lists, rule_lists
+from lightning_retrieval.ranking import entries, expansion, ranked_lists
 from tests.lightning_retrieval.metrics.helpers import LargestTensor
 from tests.lightning_retrieval.relevance_rules import NearInTime
 
@@ -24,8 +24,8 @@ QUERIES = 30  # of the revisited set
 SIZES = [  # small ones, so that there are several pieces of the gallery, rounds of queries, and parts of the batches
     (ranked_lists, "_CPU_PRODUCTS", 1),
     (ranked_lists, "_MAX_GROUP_POSITIVES", 1 << 13),
-    (labels, "_MAX_BLOCK_POSITIVES", 1 << 12),
-    (rule_lists, "_MAX_PAIRS", 20_000),  # 22 queries, which do not divide a block
+    (entries, "_MAX_BLOCK_POSITIVES", 1 << 12),
+    (entries, "_MAX_PAIRS", 20_000),  # 22 queries, which do not divide a block
     (ranked_lists, "_CPU_COLUMNS", 384),
     (revisited_module, "_BLOCK_COLUMNS", 384),
     (curves, "_BLOCK_GALLERY", 200),
@@ -160,7 +160,7 @@ def rows_of_process(this, world, rows):
 def pictures(metrics):
     """What callbacks show of an evaluation set."""
     lists = metrics.query_gallery(metrics.gather()[0])
-    nearest = nearest_images(metrics, lists, lists.query_ids.sort().values[:5], 6)
+    nearest = nearest_images(lists, lists.query_ids.sort().values[:5], 6)
     drawn = {
         "precision": curves.mean_precision(metrics),
         "pairs": curves.pair_counts(metrics, 40),

@@ -7,8 +7,9 @@ from lightning_retrieval import GalleryOnly, OtherCamera, Relevance, SharedTags
 from lightning_retrieval.callbacks.ap_monitor import decomposability_gap
 from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics, curves
-from lightning_retrieval.ranking import labels as labelled_lists
-from lightning_retrieval.ranking import ranked_lists, rule_lists
+from lightning_retrieval.ranking import entries, ranked_lists
+from lightning_retrieval.ranking.lists import Lists
+from lightning_retrieval.ranking.rows import Rows
 from tests.lightning_retrieval.metrics.helpers import LargestTensor, numbers, quarters
 from tests.lightning_retrieval.relevance_rules import RULES, NearInTime, masks_by_pairs, random_columns
 
@@ -63,8 +64,8 @@ def ap_by_loops(x, relevant, candidate):
 def test_against_loops(name, with_roles, small, monkeypatch):
     """The AP of each query, and which of the nearest images are right."""
     if small:
-        monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)  # blocks of 64 queries
-        monkeypatch.setattr(rule_lists, "_MAX_PAIRS", 10 * IMAGES)
+        monkeypatch.setattr(entries, "_MAX_BLOCK_POSITIVES", 1)  # blocks of 64 queries
+        monkeypatch.setattr(entries, "_MAX_PAIRS", 10 * IMAGES)
         monkeypatch.setattr(ranked_lists, "_KEPT_TILES", 0)
     rule, columns, x = RULES[name].rule, random_columns(name, IMAGES), quarters(IMAGES)
     roles = torch.full((IMAGES,), 3)
@@ -81,7 +82,7 @@ def test_against_loops(name, with_roles, small, monkeypatch):
     assert found == pytest.approx(expected, abs=1e-12)
     assert metrics.compute()["skipped_queries"] == (roles & 1).sum() - len(expected)
     assert ("labels" in table) == rule.has_classes
-    for query, hits in nearest_images(metrics, lists, table["ids"], IMAGES):
+    for query, hits in nearest_images(lists, table["ids"], IMAGES):
         assert {hit.id: hit.relevant for hit in hits} == {
             image: relevant[query, image].item() for image in candidate[query].nonzero()[:, 0].tolist()
         }
@@ -132,8 +133,8 @@ def test_roles_that_a_rule_reads_give_what_roles_give():
 @pytest.mark.parametrize(("rule", "columns"), [(SharedTags(), 4), (NearInTime(), 2)])
 def test_no_tensor_is_as_large_as_the_score_matrix(rule, columns, monkeypatch):
     """Also if each image is relevant to each query, by four tags."""
-    monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
-    monkeypatch.setattr(rule_lists, "_MAX_PAIRS", 32 * 1500)  # masks of a rule may have two columns
+    monkeypatch.setattr(entries, "_MAX_BLOCK_POSITIVES", 1)
+    monkeypatch.setattr(entries, "_MAX_PAIRS", 32 * 1500)  # masks of a rule may have two columns
     metrics = RetrievalMetrics(relevance=rule)
     metrics.update(torch.randn(1500, 4), torch.arange(columns).expand(1500, columns))
     with LargestTensor() as largest:
@@ -144,8 +145,9 @@ def test_no_tensor_is_as_large_as_the_score_matrix(rule, columns, monkeypatch):
 def test_rare_tags_have_short_lists():
     """The longest list of a block limits how many blocks are ranked at a time."""
     tags, ids = torch.stack([torch.arange(600) % 300, torch.arange(600) // 2 + 300], 1), torch.arange(600)
-    assert rule_lists.RuleLists(SharedTags(), tags, tags, ids).most_positives <= 5
-    assert rule_lists.RuleLists(NearInTime(), tags, tags, ids).most_positives <= 600
+    rows = Rows(tags)
+    assert entries.entries_of(Lists(rows, rows, SharedTags(), self_index=ids)).most <= 5
+    assert entries.entries_of(Lists(rows, rows, NearInTime(), self_index=ids)).most <= 600
 
 
 def test_no_relevant_candidate():

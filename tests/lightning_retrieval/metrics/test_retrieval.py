@@ -10,8 +10,7 @@ from tqdm import tqdm
 from lightning_retrieval import QueryExpansion, SharedTags
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.retrieval import extra_metric, metrics_table
-from lightning_retrieval.ranking import labels as labelled_lists
-from lightning_retrieval.ranking import ranked_lists
+from lightning_retrieval.ranking import entries, ranked_lists
 from tests.lightning_retrieval.metrics.helpers import LargestTensor, compute, numbers, quarters
 
 KS = (1, 2, 4, 8)
@@ -59,7 +58,7 @@ def test_the_warning_of_queries_without_a_positive_names_the_cause(case):
 
 
 def test_no_tensor_is_as_large_as_the_score_matrix(monkeypatch):
-    monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
+    monkeypatch.setattr(entries, "_MAX_BLOCK_POSITIVES", 1)
     x, labels = torch.randn(1500, 4), torch.arange(1500) % 300
     metrics = RetrievalMetrics()
     metrics.update(x, labels)

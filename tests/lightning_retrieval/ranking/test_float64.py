@@ -7,7 +7,7 @@ from lightning_retrieval import DatabaseAugmentation, PCAWhitening, QueryExpansi
 from lightning_retrieval.callbacks.ap_monitor import decomposability_gap, sums_of_ap
 from lightning_retrieval.callbacks.gallery import choose_queries, nearest_images, query_ap
 from lightning_retrieval.losses import SmoothAPLoss
-from lightning_retrieval.losses.batch_loss import RankedBatch
+from lightning_retrieval.losses.batch_loss import ranked_batch
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.ranking.rows import float64_device, to_float64
@@ -64,14 +64,14 @@ def filled(name, device):
 
 def sums_of_batch(device):
     labels = LABELS.to(device)
-    return sums_of_ap(SmoothAPLoss(), RankedBatch(X.to(device), labels, ids=IDS.to(device)))
+    return sums_of_ap(SmoothAPLoss(), ranked_batch(X.to(device), labels, ids=IDS.to(device)))
 
 
 def drawn_images(device):
     metrics = filled("roles", device)
     lists = metrics.query_gallery(metrics.gather()[0])
     chosen = choose_queries(*query_ap(metrics, lists.query_ids), 5, "hardest").to(lists.query_ids.device)
-    return torch.tensor([[hit.id for hit in hits] for _, hits in nearest_images(metrics, lists, chosen, 4)])
+    return torch.tensor([[hit.id for hit in hits] for _, hits in nearest_images(lists, chosen, 4)])
 
 
 def whitened(device):

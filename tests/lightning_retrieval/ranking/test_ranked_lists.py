@@ -6,22 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_retrieval.ranking import labels as labelled_lists
-from lightning_retrieval.ranking import ranked_lists, ranks
-from lightning_retrieval.ranking.labels import LabelledLists, Role
+from lightning_retrieval.ranking import entries, ranked_lists, ranks
+from lightning_retrieval.ranking.entries import entries_of
+from lightning_retrieval.ranking.labels import Role
+from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
-from lightning_retrieval.ranking.rows import unsharded
+from lightning_retrieval.ranking.relevance import OtherCamera
+from lightning_retrieval.ranking.rows import Rows, unsharded
 from tests.lightning_retrieval.metrics.helpers import quarters
 
 # Largest fraction of scores that are counted one by one; above it, all are sorted.
 PATHS = {"counted": 1.0, "sorted": -1.0, "default": ranks._MAX_COUNTED_FRACTION}
 
 
-def ranked(queries, gallery, **labels):
+def ranked(queries, gallery, lists):
     """{query: [(rank, rank among positives, shared levels) of each positive]}, as the blocks have them."""
-    lists = LabelledLists(**labels)
-    result = {}
-    for block in positive_ranks(unsharded(queries, lists.block_rows), unsharded(gallery, lists.block_rows), lists):
+    found, result = entries_of(lists), {}
+    unit = found.block_rows
+    for block in positive_ranks(unsharded(queries, unit), unsharded(gallery, unit), found):
         for query, *columns in zip(block.queries, block.rank, block.rank_among_positives, block.level):
             real = columns[-1] > 0
             assert real.tolist() == sorted(real.tolist(), reverse=True)  # padding comes last
@@ -60,7 +62,7 @@ def by_loops(queries, gallery, query_labels, gallery_labels, self_index, query_c
 def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
     """Images of the query's label and camera are not in its list."""
     monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
-    monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)  # blocks of 64 queries: one and a part of one
+    monkeypatch.setattr(entries, "_MAX_BLOCK_POSITIVES", 1)  # blocks of 64 queries: one and a part of one
     monkeypatch.setattr(ranked_lists, "_CPU_POSITIVES", 500)  # the ranks of a few queries at a time
     own = torch.where(torch.rand(70) < 0.5, torch.randint(0, 90, (70,)), -1)
     gallery, queries = quarters(90, dtype) / 2, quarters(70, dtype) / 2
@@ -68,15 +70,19 @@ def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
     query_labels = torch.where(own >= 0, gallery_labels[own], torch.randint(0, classes + 1, (70,)))
     coarser = 3 ** torch.arange(levels)
     labels = query_labels[:, None] // coarser, gallery_labels[:, None] // coarser, own
-    given = dict(zip(("query_labels", "gallery_labels", "self_index"), labels))
     of_gallery = torch.randint(0, 3, (90,)) - 1
     of_queries = torch.where(own >= 0, of_gallery[own], torch.randint(0, 3, (70,)) - 1)
+    rows, rule = [Rows(labels[0]), Rows(labels[1])], None
     if with_cameras:
-        given |= {"query_cameras": of_queries, "gallery_cameras": of_gallery}
+        rule = OtherCamera()
+        rows = [
+            Rows(torch.cat([of_rows, cameras[:, None]], 1))
+            for of_rows, cameras in zip(labels, (of_queries, of_gallery))
+        ]
     else:
         of_queries += 10  # no image has their camera
     expected = by_loops(queries, gallery, *labels, of_queries, of_gallery)
-    assert ranked(queries, gallery, **given) == expected
+    assert ranked(queries, gallery, Lists(*rows, rule, self_index=own)) == expected
     assert any(not positives for positives in expected.values())  # queries without a positive are among them
 
 

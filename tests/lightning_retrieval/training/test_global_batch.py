@@ -28,10 +28,10 @@ def gathered(this, world, device="cpu"):
     batch_of_own = (own_rows, labels[own].to(device), own.to(device))
     gradients = {}
     for local in (True, False):
-        batch = gather_batch("Owner", *batch_of_own, gather=True, local_queries=local)
-        weighted = (batch.embeddings * (this + 1)).sum()
+        embeddings, batch = gather_batch("Owner", *batch_of_own, gather=True, local_queries=local)
+        weighted = (embeddings * (this + 1)).sum()
         gradients[local] = torch.autograd.grad(weighted, own_rows)[0].cpu()
-    return gradients, [part.detach().cpu() for part in batch[:3]], batch.counts
+    return gradients, [part.detach().cpu() for part in (embeddings, batch.labels, batch.ids)], batch.counts
 
 
 def assert_gathered(results):
@@ -147,7 +147,7 @@ def test_labels_and_ids_that_are_invalid_on_one_rank_raise_on_every_rank(ranks, 
 
 def test_one_process_keeps_its_batch_as_it_is():
     rows, labels = torch.randn(3, 2, requires_grad=True), torch.arange(3)
-    batch = gather_batch("Owner", rows, labels, None, gather=True, local_queries=True)
-    assert batch.embeddings is rows
+    embeddings, batch = gather_batch("Owner", rows, labels, None, gather=True, local_queries=True)
+    assert embeddings is rows
     assert batch.labels is labels
     assert (batch.ids, batch.counts) == (None, [3])

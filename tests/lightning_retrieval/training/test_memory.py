@@ -51,6 +51,12 @@ def as_rows(embeddings, labels, ids):
     return list(zip(ids.tolist(), labels.tolist(), embeddings.tolist(), strict=True))
 
 
+def rows_of(batch):
+    """The references of a batch."""
+    references = batch.lists.references
+    return as_rows(batch.ref_emb, references.labels, references.ids)
+
+
 def as_batch(rows, levels, dtype):
     """Embeddings are eighths, so exact in every type."""
     embeddings = torch.tensor([row[2] for row in rows], dtype=torch.float64).reshape(len(rows), DIM) / 8
@@ -76,7 +82,7 @@ def assert_remembers(memory, model, like):
     assert len(memory) == len(model.rows)
     assert (memory.steps, memory.started) == (model.steps, model.steps >= model.start_step)
     nothing = memory.references(*(part[:0] for part in like))
-    assert as_rows(nothing.ref_emb, nothing.ref_labels, nothing.ref_ids) == model.rows
+    assert rows_of(nothing) == model.rows
 
 
 def begin_if_due(memory, model):
@@ -92,7 +98,7 @@ def step(memory, model, batch):
     references = memory.references(embeddings, labels, ids)
     own = as_rows(embeddings, labels, ids)
     expected = own + model.others(ids.tolist())
-    assert as_rows(references.ref_emb, references.ref_labels, references.ref_ids) == expected
+    assert rows_of(references) == expected
     assert references.ids is ids
     assert references.ref_emb.dtype == torch.promote_types(embeddings.dtype, torch.float32)
     if len(ids):
@@ -139,7 +145,7 @@ def test_a_smaller_memory_takes_the_newest_rows():
     smaller.load_state_dict(memory.state_dict())
     nothing = torch.zeros(0, 2), *[torch.zeros(0, dtype=torch.int64)] * 2
     ranked = smaller.references(*nothing)
-    assert ranked.ref_ids.tolist() == [6, 7, 8, 3]
+    assert ranked.lists.references.ids.tolist() == [6, 7, 8, 3]
     assert torch.equal(ranked.ref_emb, memory.references(*nothing).ref_emb[:4])
 
 
@@ -166,7 +172,7 @@ def test_rows_are_copies():
     for part in (embeddings, labels, ids):
         part.zero_()
     rows = memory.references(torch.zeros(0, 3), *[torch.zeros(0, dtype=torch.int64)] * 2)
-    assert as_rows(rows.ref_emb, rows.ref_labels, rows.ref_ids) == [(1, 5, [1.0] * 3), (2, 6, [1.0] * 3)]
+    assert rows_of(rows) == [(1, 5, [1.0] * 3), (2, 6, [1.0] * 3)]
 
 
 # --- invalid input
@@ -215,7 +221,7 @@ def test_a_checkpoint_of_another_network_raises():
     full.update(*batch_of())
     with pytest.raises(ValueError, match=r"^CrossBatchMemory: `embeddings` .* the stored ones, 3, got 7"):
         full.load_state_dict(other.state_dict())
-    assert len(full.references(*batch_of(2, first=9)).ref_ids) == 5
+    assert len(full.references(*batch_of(2, first=9)).ref_emb) == 5
     empty.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match=r"^CrossBatchMemory: `embeddings` .* the stored ones, 7, got 3"):
         empty.update(*batch_of())

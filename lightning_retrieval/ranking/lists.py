@@ -1,0 +1,252 @@
+"""Which references are relevant to each query, and which are in its list: the one place that says so.
+
+Losses, metrics, curves and callbacks ask `Lists`. The lists of a score matrix are given as masks (`GivenLists`).
+`lightning_retrieval.ranking.entries` finds the relevant references of `Lists` without a mask of all references.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Int, Integer, Shaped
+from torch import Tensor
+
+from lightning_retrieval.ranking.labels import as_levels
+from lightning_retrieval.ranking.relevance import Relevance, SameLabel, label_rule_of
+from lightning_retrieval.ranking.rows import Rows
+
+Levels = Bool[Tensor, "query gallery"] | Integer[Tensor, "query gallery"]
+
+
+class GivenLists:
+    """Lists that are given as masks, which also say whether a query is in its own list.
+
+    Args:
+        relevant: which references are relevant to each query, or their levels of relevance, 0 for not relevant.
+        candidate: which references are in each query's list; None for all.
+    """
+
+    def __init__(self, relevant: Levels, candidate: Bool[Tensor, "query gallery"] | None = None) -> None:
+        self.relevant, self.candidate = relevant, candidate
+
+    def masks(self, rows: Int[Tensor, " query"]) -> tuple[Levels, Bool[Tensor, "query gallery"]]:
+        """Two masks for these queries: the relevant candidates, or their levels of relevance, and all candidates."""
+        relevant = self.relevant[rows]
+        if self.candidate is None:
+            return relevant, torch.ones_like(relevant, dtype=torch.bool)
+        candidate = self.candidate[rows]
+        return relevant * candidate, candidate
+
+
+class Lists:
+    """The lists of queries that rank references: which references are relevant, and which are candidates, by a rule.
+
+    A query itself is no candidate, unless masks include it.
+
+    Args:
+        queries: labels, or the columns that the rule reads, and ids of the queries.
+        references: the same of the references. If they are the same object as `queries`, each query ranks the others.
+        rule: the rule of relevance; None for `SameLabel`.
+        self_index: index of each query itself among the references, or -1. If None, the references with the query's id
+            are the query itself and, if the references are the queries, the one at the query's own position.
+
+    Attributes:
+        label_rule: the rule, if relevant images share labels.
+        counted: the number of positives of each query, on the device and on the host, by the settings of the losses
+            that have read them.
+        is_checked: whether labels or columns are known to be valid.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.ranking.lists import Lists
+        >>> from lightning_retrieval.ranking.rows import Rows
+        >>> images = Rows(torch.tensor([7, 7, 5]))
+        >>> relevant, candidate = Lists(images, images).masks(torch.tensor([0]))
+        >>> relevant.tolist(), candidate.tolist()
+        ([[False, True, False]], [[False, True, True]])
+    """
+
+    def __init__(
+        self,
+        queries: Rows,
+        references: Rows,
+        rule: Relevance | None = None,
+        *,
+        self_index: Int[Tensor, " query"] | None = None,
+    ) -> None:
+        if rule is None:
+            rule = SameLabel()
+        self.queries, self.references, self.rule, self.self_index = queries, references, rule, self_index
+        self.label_rule = label_rule_of(rule)
+        self.counted: dict[object, tuple[Tensor, Tensor]] = {}
+        self.is_checked = False
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether the queries themselves are the references."""
+        return self.queries is self.references
+
+    @property
+    def gallery(self) -> int:
+        """Number of references."""
+        return len(self.references)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of labels and masks."""
+        return self.queries.labels.device
+
+    @cached_property
+    def columns(self) -> Int[Tensor, "query column"]:
+        """What the rule reads of the queries."""
+        return as_levels(self.queries.labels).long()
+
+    @cached_property
+    def ref_columns(self) -> Int[Tensor, "gallery column"]:
+        """What the rule reads of the references."""
+        if self.in_batch:
+            return self.columns
+        return as_levels(self.references.labels).long()
+
+    @property
+    def levels(self) -> int:
+        """The number of levels of relevance."""
+        if self.label_rule is None:
+            return 1
+        return self.label_rule.labels(self.columns).shape[1]
+
+    @cached_property
+    def finest(self) -> "Lists":
+        """The lists in which only references with the finest label of the query are relevant.
+
+        References with labels of several levels are no longer sorted by label.
+        """
+        if self.levels == 1:
+            return self
+        queries = references = self._at_finest_level(self.queries, self.columns)
+        if not self.in_batch:
+            references = self._at_finest_level(self.references, self.ref_columns)
+        return Lists(queries, references, self.rule, self_index=self.self_index)
+
+    def masks(
+        self,
+        rows: Int[Tensor, " query"],
+        references: Int[Tensor, " gallery"] | None = None,
+        *,
+        include_self: bool = False,
+        self_is_positive: bool = True,
+    ) -> tuple[Levels, Bool[Tensor, "query gallery"]]:
+        """Two masks for these queries: the relevant candidates, or their levels of relevance, and all candidates.
+
+        Args:
+            rows: indices of queries.
+            references: indices of references; None for all.
+            include_self: whether each query is in its own list.
+            self_is_positive: whether a query in its own list is a positive of itself.
+        """
+        relevant, candidate = self._related(rows, references)
+        if not include_self:
+            self.exclude_self(candidate, rows, references)
+            return relevant * candidate, candidate
+        if not self_is_positive:
+            others = torch.ones_like(candidate)
+            self.exclude_self(others, rows, references)
+            return relevant * others, candidate
+        return relevant, candidate
+
+    def exclude_self(
+        self, mask: Bool[Tensor, "query gallery"], rows: Int[Tensor, " query"], references: Tensor | None = None
+    ) -> None:
+        """Set the elements of a mask to False where the reference is the query itself.
+
+        Args:
+            mask: changed in place.
+            rows: as for `masks`.
+            references: as for `masks`.
+        """
+        if self.self_index is not None:
+            positions = torch.arange(self.gallery, device=self.device)
+            mask &= self.self_index[rows, None] != _chosen(positions, references)
+            return
+        if self.in_batch and references is None:
+            mask.scatter_(1, rows[:, None], False)
+        elif self.in_batch:
+            mask &= rows[:, None] != references
+        ids, ref_ids = self.queries.ids, self.references.ids
+        if ids is not None and ref_ids is not None:
+            mask &= ids[rows, None] != _chosen(ref_ids, references)
+
+    @property
+    def can_be_sorted(self) -> bool:
+        """Whether sorting labels and ids finds the positives, so that they can be counted without masks."""
+        return type(self.rule) is SameLabel and self.self_index is None
+
+    def sorted_counts(self, *, include_self: bool = False, self_is_positive: bool = True) -> Int[Tensor, " query"]:
+        """Number of relevant candidates of each query, which takes less time than one row of masks for each query.
+
+        Args:
+            include_self: as for `masks`.
+            self_is_positive: as for `masks`.
+        """
+        # Labels nest: images that share any label share the coarsest one.
+        labels = self.columns[:, -1]
+        ref_labels = labels
+        if not self.in_batch:
+            ref_labels = self.ref_columns[:, -1]
+        counts = count_equal([labels], [ref_labels])
+        ids, ref_ids = self.queries.ids, self.references.ids
+        if include_self and self_is_positive:
+            return counts
+        if ids is not None and ref_ids is not None:
+            return counts - count_equal([labels, ids], [ref_labels, ref_ids])
+        if self.in_batch:
+            return counts - 1
+        return counts
+
+    def _at_finest_level(self, rows: Rows, columns: Int[Tensor, "row column"]) -> Rows:
+        """The rows without the columns of coarser label levels."""
+        return replace(rows, labels=torch.cat([columns[:, :1], columns[:, self.levels :]], 1))
+
+    def _related(self, rows: Tensor, references: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The masks of these queries before the query itself is excluded."""
+        queries, of_references = self.columns[rows], self.ref_columns
+        if references is not None:
+            of_references = of_references[references]
+        if self.label_rule is None:
+            return self.rule.lists(queries, of_references)
+        relevant, candidate = self.label_rule.masks(queries, of_references)
+        if candidate is None:
+            candidate = torch.ones_like(relevant, dtype=torch.bool)
+        return relevant, candidate
+
+
+def _chosen(values: Shaped[Tensor, "..."], references: Int[Tensor, " gallery"] | None) -> Shaped[Tensor, "..."]:
+    """The values of the chosen references, which are the last dimension; all values if None is given."""
+    if references is None:
+        return values
+    return values[..., references]
+
+
+def count_equal(columns: Sequence[Int[Tensor, " n"]], ref_columns: Sequence[Int[Tensor, " m"]]) -> Int[Tensor, " n"]:
+    """How many references have the same values as each query in all columns, found by sorting."""
+    references = len(ref_columns[0])
+    in_batch = all(values is of_references for values, of_references in zip(columns, ref_columns))
+    if not in_batch:
+        columns = [
+            torch.cat([of_references.long(), values.long()]) for values, of_references in zip(columns, ref_columns)
+        ]
+    order = columns[0].argsort()
+    for values in columns[1:]:
+        order = order[values[order].argsort(stable=True)]
+    begins_run = torch.zeros_like(order, dtype=torch.bool)  # whether a row differs from the one before, in this order
+    for values in columns:
+        ordered = values[order]
+        begins_run[1:] |= ordered[1:] != ordered[:-1]
+    run = begins_run.cumsum(0)
+    sizes = torch.zeros_like(order).index_add_(0, run, (order < references).long())
+    counts = torch.empty_like(order)
+    counts[order] = sizes[run]
+    if in_batch:
+        return counts
+    return counts[references:]
