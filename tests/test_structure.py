@@ -13,10 +13,12 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
     {
+        "arguments",
         "checks",
         "compiled",
         "csv_rows",
         "files",
+        "invalid",
         "optional_packages",
         "lazy_names",
         "packed_strings",
