@@ -6,6 +6,7 @@ need no further mark.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -145,3 +146,20 @@ def _check_unless_none(owner: str, name: str, value: Any, *, otherwise: Rule) ->
     if value is None:
         return None
     return otherwise(owner, name, value)
+
+
+def settings_repr(module: object) -> str:
+    """The arguments of a module's constructor with their values. Submodules are left to PyTorch's own `repr`.
+
+    If a constructor takes `**settings`, the arguments of the next base class follow.
+    """
+    names: dict[str, None] = {}
+    for cls in type(module).__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        names |= dict.fromkeys(parameter.name for parameter in parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    values = {name: getattr(module, name) for name in names if name in vars(module)}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

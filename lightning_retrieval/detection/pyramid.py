@@ -71,16 +71,16 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
         score_thresh: NotNegative = 0.05,
         detections_per_image: PositiveInt = 100,
     ) -> None:
-        owner = type(self).__name__
         checked(self, num_classes=num_classes)
         checked(self, backbone_name=backbone_name)
         checked(self, pretrained=pretrained)
         checked(self, min_size=min_size)
-        check_integer(owner, "max_size", max_size, least=min_size)
+        check_integer(type(self).__name__, "max_size", max_size, least=min_size)
         checked(self, pyramid_channels=pyramid_channels)
         checked(self, head_features=head_features)
         checked(self, rois_per_image=rois_per_image)
         checked(self, score_thresh=score_thresh)
+        checked(self, detections_per_image=detections_per_image)
         super().__init__(
             TimmPyramid(backbone_name, pretrained=pretrained, channels=pyramid_channels),
             min_size=min_size,
@@ -96,7 +96,7 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
         self.min_size, self.max_size = min_size, max_size
         self.pyramid_channels, self.head_features = pyramid_channels, head_features
         self.rois_per_image, self.score_thresh = rois_per_image, score_thresh
-        self.detections_per_image = checked(self, detections_per_image=detections_per_image)
+        self.detections_per_image = detections_per_image
 
 
 class TimmPyramid(nn.Module):

@@ -56,6 +56,7 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
         checked(self, image_size=image_size)
         checked(self, rois_per_image=rois_per_image)
         checked(self, score_thresh=score_thresh)
+        checked(self, detections_per_image=detections_per_image)
         checked(self, width=width)
         levels = ["0", "1"]
         super().__init__(
@@ -77,7 +78,7 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
         )
         self.num_classes, self.width, self.image_size = num_classes, width, image_size
         self.rois_per_image, self.score_thresh = rois_per_image, score_thresh
-        self.detections_per_image = checked(self, detections_per_image=detections_per_image)
+        self.detections_per_image = detections_per_image
 
 
 class TinyPyramid(nn.Module):

@@ -19,12 +19,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers
+from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers, settings_repr
 from lightning_retrieval.checks import (
     SMALLEST,
     check_finite,
 )
-from lightning_retrieval.losses.batch_loss import settings_repr
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.lists import ScoreLists
 from lightning_retrieval.losses.positives import ScoreBlock

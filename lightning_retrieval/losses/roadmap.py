@@ -38,12 +38,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lightning_retrieval.arguments import Fraction, NotNegative, Number, Positive, checked
+from lightning_retrieval.arguments import Fraction, NotNegative, Number, Positive, checked, settings_repr
 from lightning_retrieval.checks import (
     check_instance,
 )
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.batch_loss import QueryRange, settings_repr
+from lightning_retrieval.losses.batch_loss import QueryRange
 from lightning_retrieval.losses.blockwise import Block
 from lightning_retrieval.losses.combined import WeightedSum
 from lightning_retrieval.losses.lists import RankedLists

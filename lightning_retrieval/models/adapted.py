@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.arguments import checked
+from lightning_retrieval.arguments import checked, settings_repr
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_bool, check_instance, check_path, first_line, short_repr
 from lightning_retrieval.compiled import keep_plain_names, plain_state, without_wrappers
@@ -116,7 +116,7 @@ class AdaptedEmbedder(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"from_dim={self.from_dim}, embedding_dim={self.embedding_dim}, hidden_dim={self.hidden_dim}"
+        return settings_repr(self)
 
 
 class FrozenEmbedder(nn.Module):

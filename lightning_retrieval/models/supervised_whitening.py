@@ -167,9 +167,6 @@ class SupervisedWhitening(WhiteningOfSums):
                 f"SupervisedWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {self.dim}."
             )
 
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, pairs_per_image={self.pairs_per_image}"
-
 
 def _required(labels: Any) -> Any:
     """The labels, of a signed type."""

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_retrieval.arguments import Fraction, PositiveInt, checked
+from lightning_retrieval.arguments import Fraction, PositiveInt, checked, settings_repr
 from lightning_retrieval.checks import (
     check_finite,
     check_integers,
@@ -203,6 +203,9 @@ class Whitening(nn.Module):
         self.power = checked(self, power=power)
         self.learned: PrincipalComponents | None = None
         self.is_awaited = False  # whether a callback will learn it in the current run
+
+    def extra_repr(self) -> str:
+        return settings_repr(self)
 
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
@@ -426,9 +429,6 @@ class PCAWhitening(WhiteningOfSums):
         if self.power:
             _check_variances(found.variances, from_dim, dtype)
         return found
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, power={self.power}"
 
     def _check_size(self, rows: int, from_dim: int, dim: int) -> None:
         """Raise if `dim` directions cannot be learned from this many rows of this dimension."""
