@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_retrieval.checks import as_int64, check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
-from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.store import conditions
 from lightning_retrieval.search.store.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows
@@ -29,7 +28,7 @@ def integer_ids(owner: str, ids: Any) -> NDArray[np.int64]:
     ids = as_int64(owner, "ids", ids)
     check_tensor(owner, "ids", ids)
     if ids.ndim != 1:
-        raise InvalidValue(f"`ids` must have shape (rows,), got {tuple(ids.shape)}.", owner)
+        raise ValueError(f"{owner}: `ids` must have shape (rows,), got {tuple(ids.shape)}.")
     check_integers(owner, "ids", ids, len(ids), "ids")
     array: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
     return array
@@ -46,13 +45,13 @@ def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
     check_integers(owner, "ids", ids, rows, "embeddings")
     new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64, copy=False)
     if rows > 0 and new.min() < 0:
-        raise InvalidValue(f"`ids` must be >= 0, got {new.min()}.", owner)
+        raise ValueError(f"{owner}: `ids` must be >= 0, got {new.min()}.")
     if _ascend(new):
         return new
     distinct, counts = np.unique(new, return_counts=True)
     repeated = distinct[counts > 1]
     if len(repeated) > 0:
-        raise InvalidValue(f"`ids` must differ, got {repeated[0]} for several rows.", owner)
+        raise ValueError(f"{owner}: `ids` must differ, got {repeated[0]} for several rows.")
     return new
 
 
@@ -63,9 +62,9 @@ def ids_after(owner: str, largest: int, rows: int) -> NDArray[np.int64]:
         ValueError: if the integers do not fit into 64 bits.
     """
     if rows > LARGEST_ID - largest:
-        raise InvalidValue(
-            f"`ids` must be given, because there are no {rows} integers of 64 bits after the largest id, {largest}.",
-            owner,
+        raise ValueError(
+            f"{owner}: `ids` must be given, because there are no {rows} integers of 64 bits after the largest id, "
+            f"{largest}."
         )
     return largest + np.arange(1, rows + 1)
 
@@ -73,16 +72,16 @@ def ids_after(owner: str, largest: int, rows: int) -> NDArray[np.int64]:
 def check_none_known(owner: str, known: NDArray[np.int64]) -> None:
     """Raise if `known`, the new ids that are already in the index, is not empty."""
     if len(known) > 0:
-        raise InvalidValue(
-            f"`ids` must be new, got {len(known)} that are in the index, such as {known.min()}; remove those first.",
-            owner,
+        raise ValueError(
+            f"{owner}: `ids` must be new, got {len(known)} that are in the index, such as {known.min()}; remove those "
+            "first."
         )
 
 
 def check_all_known(owner: str, unknown: NDArray[np.int64]) -> None:
     """Raise if `unknown`, the requested ids that are not in the index, is not empty."""
     if len(unknown) > 0:
-        raise InvalidValue(f"`ids` must be in the index, got {unknown[0]}, which is not.", owner)
+        raise ValueError(f"{owner}: `ids` must be in the index, got {unknown[0]}, which is not.")
 
 
 class IdTable:
