@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_retrieval.arguments import checked
 from lightning_retrieval.backend import (
     CSVLogger,
     ExperimentWriter,
@@ -17,9 +18,10 @@ from lightning_retrieval.backend import (
     rank_zero_only,
 )
 from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_damage, saved_at
-from lightning_retrieval.checks import check_path, check_string
+from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.files import check_regular_file, new_file, writing
+from lightning_retrieval.invalid import InvalidValue
 
 
 def run_folder(trainer: Any) -> Path:
@@ -106,8 +108,8 @@ class ResumableCSVLogger(CSVLogger):
     def __init__(self, folder: str | Path, prefix: str = "") -> None:
         path = check_path("ResumableCSVLogger", "folder", folder)
         if path.is_file():
-            raise ValueError(f"ResumableCSVLogger: `folder` must be the path of a folder, got the file {path}.")
-        check_string("ResumableCSVLogger", "prefix", prefix)
+            raise InvalidValue("must be the path of a folder", "ResumableCSVLogger", "folder", got=f"the file {path}")
+        checked(self, prefix=prefix)
         super().__init__(path.parent, name="", version=path.name, prefix=prefix, flush_logs_every_n_steps=1)
 
     @property

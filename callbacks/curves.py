@@ -17,11 +17,11 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor
 
+from lightning_retrieval.arguments import PositiveInt, Several, checked
 from lightning_retrieval.backend import TensorBoardLogger, pl
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
-from lightning_retrieval.checks import check_integer, check_string
 from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
@@ -87,8 +87,8 @@ class EvaluationFigure(pl.Callback, ABC):
     file_prefix = ""
     ranked_by_label_only = True
 
-    def __init__(self, every_n_epochs: int = 1) -> None:
-        self.every_n_epochs = check_integer(type(self).__name__, "every_n_epochs", every_n_epochs, least=1)
+    def __init__(self, every_n_epochs: PositiveInt = 1) -> None:
+        self.every_n_epochs = checked(self, every_n_epochs=every_n_epochs)
         self._warned: set[str] = set()
 
     @abstractmethod
@@ -238,9 +238,9 @@ class ScoreHistogram(EvaluationFigure):
 
     file_prefix = "scores-"
 
-    def __init__(self, bins: int = 100, every_n_epochs: int = 1) -> None:
+    def __init__(self, bins: Several = 100, every_n_epochs: PositiveInt = 1) -> None:
         super().__init__(every_n_epochs)
-        self.bins = check_integer("ScoreHistogram", "bins", bins, least=2)
+        self.bins = checked(self, bins=bins)
 
     def draw(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: RetrievalMetrics, dataset: Any, prefix: str
@@ -285,7 +285,7 @@ class TrainingCurve(pl.Callback):
     """
 
     def __init__(self, metric: str = "val/mAP") -> None:
-        self.metric = check_string("TrainingCurve", "metric", metric)
+        self.metric = checked(self, metric=metric)
         self.points: list[list[float]] = []  # (step, metric)
         self.losses: list[list[float]] = []  # (step, loss)
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.curves import Drawing, new_figure, save_and_log
-from lightning_retrieval.checks import check_integer
 
 COLUMNS = 4
 FOUND, MISSED = "tab:orange", "tab:green"
@@ -38,9 +38,9 @@ class DetectionPicture(pl.Callback):
         This callback is for `DetectionModule`, whose `test_step` returns the detections.
     """
 
-    def __init__(self, images: int = 8, *, detections: int = 5) -> None:
-        self.images = check_integer("DetectionPicture", "images", images, least=1)
-        self.detections = check_integer("DetectionPicture", "detections", detections, least=1)
+    def __init__(self, images: PositiveInt = 8, *, detections: PositiveInt = 5) -> None:
+        self.images = checked(self, images=images)
+        self.detections = checked(self, detections=detections)
         self._shown: list[tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]] = []
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

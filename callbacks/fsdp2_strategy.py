@@ -2,9 +2,10 @@
 
 from datetime import timedelta
 
+from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import ModelParallelStrategy
 from lightning_retrieval.checkpoints import check_can_be_sharded
-from lightning_retrieval.checks import check_bool, check_integer, short_repr
+from lightning_retrieval.checks import short_repr
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -39,14 +40,16 @@ class FSDP2Strategy(ModelParallelStrategy):
     """
 
     def __init__(
-        self, *, shard_size: int | None = None, sharded_checkpoints: bool = False, timeout: timedelta | None = None
+        self,
+        *,
+        shard_size: PositiveInt | None = None,
+        sharded_checkpoints: bool = False,
+        timeout: timedelta | None = None,
     ) -> None:
         owner = type(self).__name__
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
-        self.shard_size = shard_size
-        if shard_size is not None:
-            self.shard_size = check_integer(owner, "shard_size", shard_size, least=1)
-        self.sharded_checkpoints = check_bool(owner, "sharded_checkpoints", sharded_checkpoints)
+        self.shard_size = checked(self, shard_size=shard_size)
+        self.sharded_checkpoints = checked(self, sharded_checkpoints=sharded_checkpoints)
         if sharded_checkpoints:
             check_can_be_sharded(owner)
         if not isinstance(timeout, timedelta | None):

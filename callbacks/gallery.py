@@ -5,7 +5,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -13,10 +13,10 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.curves import EvaluationFigure
 from lightning_retrieval.callbacks.evaluation import is_ranked_by_label
-from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.models import Preparation
@@ -299,11 +299,13 @@ class RetrievalGallery(EvaluationFigure):
 
     ranked_by_label_only = False
 
-    def __init__(self, queries: int = 8, k: int = 10, *, every_n_epochs: int = 1, order: Order = "spread") -> None:
+    def __init__(
+        self, queries: PositiveInt = 8, k: PositiveInt = 10, *, every_n_epochs: PositiveInt = 1, order: Order = "spread"
+    ) -> None:
         super().__init__(every_n_epochs)
-        self.queries = check_integer("RetrievalGallery", "queries", queries, least=1)
-        self.k = check_integer("RetrievalGallery", "k", k, least=1)
-        self.order = check_choice("RetrievalGallery", "order", order, get_args(Order))
+        self.queries = checked(self, queries=queries)
+        self.k = checked(self, k=k)
+        self.order = checked(self, order=order)
 
     def draw(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: EmbeddingMetric, dataset: Any, prefix: str

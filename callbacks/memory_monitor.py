@@ -1,16 +1,17 @@
 """Measures the difference between the embeddings stored in a memory and embeddings that the network computes now."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_retrieval.arguments import Rule, Several, checked
 from lightning_retrieval.backend import move_data_to_device, pl, rank_zero_info, rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import log_without_sync
-from lightning_retrieval.checks import check_integer, check_positive
+from lightning_retrieval.checks import check_positive
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.models.sides import is_two_sided
@@ -77,9 +78,9 @@ class MemoryMonitor(pl.Callback):
     _measured: int  # number of the step before which the probe was last embedded
     _waits: bool  # whether the memory has start_step="auto" and has not begun
 
-    def __init__(self, probe: int = 64, start_drift: float = 0.01) -> None:
-        self.probe = check_integer("MemoryMonitor", "probe", probe, least=2)
-        self.start_drift = check_positive("MemoryMonitor", "start_drift", start_drift, most=2)
+    def __init__(self, probe: Several = 64, start_drift: Annotated[float, Rule(check_positive, most=2)] = 0.01) -> None:
+        self.probe = checked(self, probe=probe)
+        self.start_drift = checked(self, start_drift=start_drift)
         self._restart()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

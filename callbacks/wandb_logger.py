@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightning_retrieval.arguments import checked
 from lightning_retrieval.backend import (
     ModelCheckpoint,
     WandbLogger,
@@ -19,7 +20,7 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checkpoints import is_checkpoint, saved_at
-from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
+from lightning_retrieval.checks import check_path
 from lightning_retrieval.training.restored_states import is_within
 
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -108,15 +109,13 @@ class RetrievalWandbLogger(WandbLogger):
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        owner = "RetrievalWandbLogger"
-        check_flag(owner, "offline", offline)
-        check_bool(owner, "artifact", artifact)
-        check_path(owner, "save_dir", save_dir)
-        check_string(owner, "project", project)
-        check_string(owner, "prefix", prefix)
-        for setting, value in {"name": name, "id": id}.items():
-            if value is not None:
-                check_string(owner, setting, value)
+        check_path("RetrievalWandbLogger", "save_dir", save_dir)
+        checked(self, name=name)
+        checked(self, project=project)
+        checked(self, id=id)
+        checked(self, prefix=prefix)
+        self.artifact = checked(self, artifact=artifact)
+        checked(self, offline=offline)
         if offline is None:
             offline = not os.environ.get("WANDB_MODE") and not has_wandb_key()
         run_id = id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -126,7 +125,6 @@ class RetrievalWandbLogger(WandbLogger):
         # Lightning gives `save_dir` to `wandb.init`, but saves checkpoints in the folder below.
         self._wandb_init["dir"] = os.path.join(save_dir, str(self.name), str(self.version))
         self.offline = offline
-        self.artifact = artifact
         self.prefix = prefix
         self._checkpoints: dict[int, ModelCheckpoint] = {}
         self._uploaded: set[tuple[str, int]] = set()  # path and time of each uploaded checkpoint

@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_retrieval.arguments import Several, checked
 from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import batches_on_device
 from lightning_retrieval.callbacks.evaluation_sets import loader_list
-from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import kept_integers, rank, unshared, world_size
 from lightning_retrieval.models.sides import is_two_sided
 from lightning_retrieval.models.whitening import Whitening
@@ -60,8 +60,8 @@ class LearnWhitening(pl.Callback):
         data set, `images` must be large enough to include several images of a class.
     """
 
-    def __init__(self, images: int = 20_000) -> None:
-        self.images = check_integer("LearnWhitening", "images", images, least=2)
+    def __init__(self, images: Several = 20_000) -> None:
+        self.images = checked(self, images=images)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size > 1:

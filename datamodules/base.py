@@ -20,8 +20,9 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_retrieval.arguments import NotNegativeInt, PositiveInt, Seed, Several, checked
 from lightning_retrieval.backend import TrainerFn
-from lightning_retrieval.checks import check_flag, check_integer, short_repr
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.datamodules.image_check import Count, DataReport
 from lightning_retrieval.datamodules.image_index import digest_of_arrays
 from lightning_retrieval.datamodules.item_seeds import as_array
@@ -160,10 +161,10 @@ def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any
 class LoaderSettings(TypedDict, total=False):
     """Arguments of `RetrievalDataModule` that have the same defaults in all data modules."""
 
-    classes_per_batch: int
-    samples_per_class: int
-    num_workers: int
-    seed: int | None
+    classes_per_batch: PositiveInt
+    samples_per_class: Several
+    num_workers: NotNegativeInt
+    seed: Seed | None
     sampler: SamplerName | GlobalBatchSampler
     pin_memory: bool | None
     persistent_workers: bool | None
@@ -172,7 +173,7 @@ class LoaderSettings(TypedDict, total=False):
 class RetrievalSettings(LoaderSettings, total=False):
     """Arguments of `RetrievalDataModule`."""
 
-    eval_batch_size: int
+    eval_batch_size: PositiveInt
 
 
 class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
@@ -212,11 +213,11 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     def __init__(
         self,
         *,
-        classes_per_batch: int = 32,
-        samples_per_class: int = 4,
-        eval_batch_size: int = 256,
-        num_workers: int = 0,
-        seed: int | None = None,
+        classes_per_batch: PositiveInt = 32,
+        samples_per_class: Several = 4,
+        eval_batch_size: PositiveInt = 256,
+        num_workers: NotNegativeInt = 0,
+        seed: Seed | None = None,
         sampler: SamplerName | GlobalBatchSampler = "pk",
         pin_memory: bool | None = None,
         persistent_workers: bool | None = None,
@@ -225,14 +226,14 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         check_no_unknown_arguments(type(self), unknown)
         super().__init__()
         owner = type(self).__name__
-        self.classes_per_batch = check_integer(owner, "classes_per_batch", classes_per_batch, least=1)
-        self.samples_per_class = check_integer(owner, "samples_per_class", samples_per_class, least=2)
-        self.eval_batch_size = check_integer(owner, "eval_batch_size", eval_batch_size, least=1)
-        self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
-        self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
+        self.classes_per_batch = checked(self, classes_per_batch=classes_per_batch)
+        self.samples_per_class = checked(self, samples_per_class=samples_per_class)
+        self.eval_batch_size = checked(self, eval_batch_size=eval_batch_size)
+        self.num_workers = checked(self, num_workers=num_workers)
+        self.seed = seed_or_default(checked(self, seed=seed))
         self.sampler = check_sampler(owner, sampler)
-        self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
-        self.persistent_workers = check_flag(owner, "persistent_workers", persistent_workers)
+        self.pin_memory = checked(self, pin_memory=pin_memory)
+        self.persistent_workers = checked(self, persistent_workers=persistent_workers)
         if self.persistent_workers and not self.num_workers:
             raise ValueError(f"{owner}: `persistent_workers` needs workers, got num_workers=0; set it to 1 or more.")
         self._images_of_run: dict[str, Any] | None = None

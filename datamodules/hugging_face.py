@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_integer, check_mapping, check_path, check_string, first_line, short_repr
+from lightning_retrieval.arguments import Seed, checked
+from lightning_retrieval.checks import check_mapping, check_path, check_string, first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import (
     ImageIndex,
@@ -296,29 +297,25 @@ class HuggingFaceImages(ImageDataModule):
         tag_column: str | None = None,
         split_names: Mapping[str, str] | None = None,
         test_fraction: float | None = None,
-        split_seed: int = 0,
+        split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
     ) -> None:
         check_path(OWNER, "path", path)
         super().__init__(path, **settings)
         self.path = path
-        names = {"config": config, "revision": revision}
-        columns = {"image_column": image_column, "category_column": category_column, "tag_column": tag_column}
-        for setting, name in {**names, **columns}.items():
-            if name is not None:
-                check_string(OWNER, setting, name)
-        self.config, self.revision = config, revision
-        self.image_column, self.category_column, self.tag_column = image_column, category_column, tag_column
-        self.label_column = label_column
-        if label_column is not None:
-            check_string(OWNER, "label_column", label_column)
-        elif tag_column is None:
+        self.config = checked(self, config=config)
+        self.revision = checked(self, revision=revision)
+        self.image_column = checked(self, image_column=image_column)
+        self.category_column = checked(self, category_column=category_column)
+        self.tag_column = checked(self, tag_column=tag_column)
+        self.label_column = checked(self, label_column=label_column)
+        if label_column is None and tag_column is None:
             raise ValueError(f"{OWNER}: `label_column` must be given if there is no `tag_column`, got None for both.")
         self.split_names = _checked_split_names(split_names)
         self.test_fraction = test_fraction
         if test_fraction is not None:
             self.test_fraction = check_test_fraction(OWNER, test_fraction)
-        self.split_seed = check_integer(OWNER, "split_seed", split_seed, least=0, most=None)
+        self.split_seed = checked(self, split_seed=split_seed)
 
     @cached_property
     def tables(self) -> dict[str, Any]:

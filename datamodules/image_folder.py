@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_retrieval.checks import check_bool, check_integer
+from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -223,13 +223,13 @@ class ImageFolder(ImageDataModule):
         *,
         test_fraction: float = 0.5,
         categories: bool = False,
-        split_seed: int = 0,
+        split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
     ) -> None:
         super().__init__(root, **settings)
         self.test_fraction = check_test_fraction("ImageFolder", test_fraction)
-        self.categories = check_bool("ImageFolder", "categories", categories)
-        self.split_seed = check_integer("ImageFolder", "split_seed", split_seed, least=0, most=None)
+        self.categories = checked(self, categories=categories)
+        self.split_seed = checked(self, split_seed=split_seed)
 
     def sources(self) -> list[Path]:
         """The root and the folders below it. If a file is added or removed, the modification time of one changes."""

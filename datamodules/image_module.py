@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_flag, check_path
+from lightning_retrieval.arguments import Number, checked
+from lightning_retrieval.checks import check_path
 from lightning_retrieval.datamodules.base import LoaderSettings, RetrievalDataModule, RetrievalSettings, Unpack
 from lightning_retrieval.datamodules.image_check import (
     DataReport,
@@ -31,7 +32,7 @@ from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparat
 from lightning_retrieval.preparation.pixels import Interpolation
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import Transform
-from lightning_retrieval.preparation.training_transforms import PAPER_NAMES, PaperName
+from lightning_retrieval.preparation.training_transforms import PaperName
 
 
 def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> None:
@@ -210,24 +211,22 @@ class ImageDataModule(RetrievalDataModule):
         reduced_scale: bool | None = None,
         on_error: OnError = "raise",
         load_truncated: bool = False,
-        val_fraction: float = 0.0,
+        val_fraction: Number = 0.0,
         cache_dir: str | Path | None = None,
         **settings: Unpack[RetrievalSettings],
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
         self.root = check_path(owner, "root", root)
-        self.transform: PaperName | None = None
-        if transform is not None:
-            self.transform = check_choice(owner, "transform", transform, PAPER_NAMES)
+        self.transform = checked(self, transform=transform)
         self.image_size, self.resize = image_size, resize
         self.mean, self.std = mean, std
         self.interpolation, self.background = interpolation, background
-        self.reduced_scale = check_flag(owner, "reduced_scale", reduced_scale)
+        self.reduced_scale = checked(self, reduced_scale=reduced_scale)
         self._run_preparation = self._prepare_run(train_transform, eval_transform)
-        self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
-        self.load_truncated = check_bool(owner, "load_truncated", load_truncated)
-        self.val_fraction = check_finite_number(owner, "val_fraction", val_fraction)
+        self.on_error = checked(self, on_error=on_error)
+        self.load_truncated = checked(self, load_truncated=load_truncated)
+        self.val_fraction = checked(self, val_fraction=val_fraction)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"{owner}: `val_fraction` must be at least 0 and below 1, got {val_fraction}.")
         self.cache_dir: Path | None = None

@@ -13,10 +13,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import (
-    check_bool,
     check_callable,
-    check_choice,
     check_instance,
     check_path,
     check_tensor,
@@ -96,9 +95,9 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.index = index
         self.root = check_path("ImageSet", "root", root)
         self.transform = check_callable("ImageSet", "transform", transform)
-        self.on_error = check_choice("ImageSet", "on_error", on_error, ("raise", "skip"))
-        self.load_truncated = check_bool("ImageSet", "load_truncated", load_truncated)
-        self.boxes_before_rotation = check_bool("ImageSet", "boxes_before_rotation", boxes_before_rotation)
+        self.on_error = checked(self, on_error=on_error)
+        self.load_truncated = checked(self, load_truncated=load_truncated)
+        self.boxes_before_rotation = checked(self, boxes_before_rotation=boxes_before_rotation)
         self._gives_uint8 = False
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.arguments import PositiveInt, Seed, checked
 from lightning_retrieval.datamodules.base import (
     RetrievalDataModule,
     RetrievalSettings,
@@ -309,11 +309,11 @@ class Pairs(RetrievalDataModule):
         candidates: RetrievalDataModule,
         *,
         classes_per_batch: int = 32,
-        queries_per_class: int = 1,
-        samples_per_class: int = 1,
+        queries_per_class: PositiveInt = 1,
+        samples_per_class: PositiveInt = 1,
         eval_batch_size: int = 256,
         num_workers: int = 0,
-        seed: int | None = None,
+        seed: Seed | None = None,
         pin_memory: bool | None = None,
         persistent_workers: bool | None = None,
         **unknown: Any,
@@ -327,8 +327,8 @@ class Pairs(RetrievalDataModule):
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
         )
-        self.queries_per_class = check_integer("Pairs", "queries_per_class", queries_per_class, least=1)
-        self.samples_per_class = check_integer("Pairs", "samples_per_class", samples_per_class, least=1)
+        self.queries_per_class = checked(self, queries_per_class=queries_per_class)
+        self.samples_per_class = checked(self, samples_per_class=samples_per_class)
         if queries is candidates:
             raise ValueError(
                 f"Pairs: `queries` and `candidates` must be two data modules, got one {type(queries).__name__} for "

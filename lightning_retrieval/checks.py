@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_retrieval.invalid import InvalidType, InvalidValue
+
 # With settings outside this range, a formula overflows or underflows in float32, so that a loss becomes NaN.
 SMALLEST, LARGEST = 1e-12, 1e12
 LARGEST_INTEGER = 2**63 - 1  # limit of int64
@@ -56,14 +58,14 @@ def _with_type(value: Any) -> str:
 def check_positive(owner: str, name: str, value: Any, *, least: float = SMALLEST, most: float = LARGEST) -> float:
     """Return `value`; raise unless it is a number > 0, from `least` to `most`."""
     if _is_number(value) and value <= 0:
-        raise ValueError(f"{owner}: `{name}` must be a finite number > 0, got {short_repr(value)}.")
+        raise InvalidValue("must be a finite number > 0", owner, name, got=short_repr(value))
     return check_finite_number(owner, name, value, least=least, most=most, rule=" > 0")
 
 
 def check_not_negative(owner: str, name: str, value: Any, *, most: float = LARGEST) -> float:
     """Return `value`; raise unless it is a number >= 0, at most `most`."""
     if _is_number(value) and value < 0:
-        raise ValueError(f"{owner}: `{name}` must be a finite number >= 0, got {short_repr(value)}.")
+        raise InvalidValue("must be a finite number >= 0", owner, name, got=short_repr(value))
     return check_finite_number(owner, name, value, least=0, most=most)
 
 
@@ -72,11 +74,11 @@ def check_finite_number(
 ) -> float:
     """Return `value`; raise unless it is a number from `least` to `most`. `rule` follows "a number" in messages."""
     if not _is_number(value):
-        raise TypeError(f"{owner}: `{name}` must be a number{rule}, got {_with_type(value)}.")
+        raise InvalidType(f"must be a number{rule}", owner, name, got=_with_type(value))
     if not _is_finite(value):
-        raise ValueError(f"{owner}: `{name}` must be a finite number{rule}, got {short_repr(value)}.")
+        raise InvalidValue(f"must be a finite number{rule}", owner, name, got=short_repr(value))
     if not least <= value <= most:
-        raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
+        raise InvalidValue(f"must be from {least:g} to {most:g}", owner, name, got=short_repr(value))
     plain: float = _plain(value)
     return plain
 
@@ -108,11 +110,11 @@ def _plain(value: Any) -> Any:
 def check_integer(owner: str, name: str, value: Any, least: int, most: int | None = LARGEST_INTEGER) -> int:
     """Return `value`; raise unless it is an integer from `least` to `most`, or >= `least` if `most` is None."""
     if not _is_integer(value):
-        raise TypeError(f"{owner}: `{name}` must be an integer >= {least}, got {_with_type(value)}.")
+        raise InvalidType(f"must be an integer >= {least}", owner, name, got=_with_type(value))
     if value < least:
-        raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)}.")
+        raise InvalidValue(f"must be an integer >= {least}", owner, name, got=short_repr(value))
     if most is not None and value > most:
-        raise ValueError(f"{owner}: `{name}` must be an integer from {least} to {most}, got {short_repr(value)}.")
+        raise InvalidValue(f"must be an integer from {least} to {most}", owner, name, got=short_repr(value))
     plain: int = _plain(value)
     return plain
 
@@ -122,7 +124,7 @@ def check_auto(owner: str, name: str, value: Any, least: int) -> Any:
     if not isinstance(value, str):
         return check_integer(owner, name, value, least=least)
     if value != "auto":
-        raise TypeError(f"{owner}: `{name}` must be an integer >= {least} or 'auto', got {short_repr(value)}.")
+        raise InvalidType(f"must be an integer >= {least} or 'auto'", owner, name, got=short_repr(value))
     return value
 
 
@@ -130,7 +132,7 @@ def check_counts(owner: str, name: str, values: Sequence[Any], *, may_be_empty: 
     """Return a tuple; raise unless `values` is a sequence of integers >= 1, empty only if `may_be_empty`."""
     is_sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
     if not is_sequence or not (values or may_be_empty):
-        raise ValueError(f"{owner}: `{name}` must hold integers >= 1, such as (1, 10), got {short_repr(values)}.")
+        raise InvalidValue("must hold integers >= 1, such as (1, 10)", owner, name, got=short_repr(values))
     return tuple(check_integer(owner, name, value, least=1) for value in values)
 
 
@@ -144,7 +146,7 @@ def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> A
         if is_same_kind and plain == choice:
             return choice
     listed = ", ".join(map(repr, choices))
-    raise ValueError(f"{owner}: `{name}` must be one of {listed}, got {short_repr(value)}.")
+    raise InvalidValue(f"must be one of {listed}", owner, name, got=short_repr(value))
 
 
 def is_traced() -> bool:
@@ -155,34 +157,34 @@ def is_traced() -> bool:
 def check_bool(owner: str, name: str, value: bool) -> bool:
     """Return `value`; raise unless it is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{owner}: `{name}` must be True or False, got {short_repr(value)}.")
+        raise InvalidType("must be True or False", owner, name, got=short_repr(value))
     return value
 
 
 def check_flag(owner: str, name: str, value: bool | None) -> bool | None:
     """Return `value`; raise unless it is True, False or None."""
     if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{owner}: `{name}` must be True, False or None, got {short_repr(value)}.")
+        raise InvalidType("must be True, False or None", owner, name, got=short_repr(value))
     return value
 
 
 def check_callable(owner: str, name: str, value: Any, *, may_be_none: bool = False) -> Any:
     """Return `value`; raise unless it can be called; `may_be_none` also allows None."""
     if not callable(value) and not (may_be_none and value is None):
-        raise TypeError(f"{owner}: `{name}` must be callable, got {_with_type(value)}.")
+        raise InvalidType("must be callable", owner, name, got=_with_type(value))
     return value
 
 
 def check_instance(owner: str, name: str, value: Any, kind: type) -> None:
     """Raise unless `value` is an instance of a class."""
     if not isinstance(value, kind):
-        raise TypeError(f"{owner}: `{name}` must be an instance of {kind.__name__}, got {_with_type(value)}.")
+        raise InvalidType(f"must be an instance of {kind.__name__}", owner, name, got=_with_type(value))
 
 
 def check_string(owner: str, name: str, value: str) -> str:
     """Return `value`; raise unless it is a string."""
     if not isinstance(value, str):
-        raise TypeError(f"{owner}: `{name}` must be a string, got {_with_type(value)}.")
+        raise InvalidType("must be a string", owner, name, got=_with_type(value))
     return value
 
 
@@ -190,37 +192,37 @@ def check_strings(owner: str, name: str, values: Any) -> None:
     """Raise unless `values` is a sequence of strings. A single string is not accepted."""
     is_sequence = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping, Set, Tensor))
     if not is_sequence or getattr(values, "ndim", 1) != 1:
-        raise TypeError(f"{owner}: `{name}` must be a sequence of strings, got one {type(values).__name__}.")
+        raise InvalidType("must be a sequence of strings", owner, name, got=f"one {type(values).__name__}")
     for value in values:
         if not isinstance(value, str):
-            raise TypeError(f"{owner}: `{name}` must hold strings only, got {_with_type(value)}.")
+            raise InvalidType("must hold strings only", owner, name, got=_with_type(value))
 
 
 def check_sequence(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a sequence, such as a list. A string is not accepted."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise TypeError(f"{owner}: `{name}` must be a list, got {_with_type(value)}.")
+        raise InvalidType("must be a list", owner, name, got=_with_type(value))
 
 
 def check_mapping(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a mapping, such as a dict."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{owner}: `{name}` must be a dict, got {_with_type(value)}.")
+        raise InvalidType("must be a dict", owner, name, got=_with_type(value))
 
 
 def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
     """Return the path, with `~` replaced by the home folder; raise unless it is a non-empty string or path."""
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{owner}: `{name}` must be a string or a path, got {_with_type(value)}.")
+        raise InvalidType("must be a string or a path", owner, name, got=_with_type(value))
     text = os.fspath(value)
     if not text or "\0" in text:
-        raise ValueError(f"{owner}: `{name}` must be the path of a file or a folder, got {text!r}.")
+        raise InvalidValue("must be the path of a file or a folder", owner, name, got=repr(text))
     _check_lengths(owner, name, os.fsdecode(text))
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(
-            f"{owner}: `{name}` must not begin with ~, because the home folder is not known, got {text!r}."
+        raise InvalidValue(
+            "must not begin with ~, because the home folder is not known", owner, name, got=repr(text)
         ) from None
 
 
@@ -229,22 +231,27 @@ def _check_lengths(owner: str, name: str, path: str) -> None:
     longest = max((len(part.encode(errors="replace")) for part in Path(path).parts), default=0)
     length = len(path.encode(errors="replace"))
     if longest > LONGEST_NAME or length > LONGEST_PATH:
-        raise ValueError(
-            f"{owner}: `{name}` must have names of at most {LONGEST_NAME} bytes, and {LONGEST_PATH} in all, got "
-            f"{short_repr(path)}, whose longest name has {longest}; give a shorter one."
+        raise InvalidValue(
+            f"must have names of at most {LONGEST_NAME} bytes, and {LONGEST_PATH} in all",
+            owner,
+            name,
+            got=f"{short_repr(path)}, whose longest name has {longest}",
+            cure="give a shorter one",
         )
 
 
 def check_tensor(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
     if isinstance(value, np.ndarray):
-        raise TypeError(f"{owner}: `{name}` must be a tensor, got a NumPy array; torch.from_numpy converts it.")
+        raise InvalidType("must be a tensor", owner, name, got="a NumPy array", cure="torch.from_numpy converts it")
     if not isinstance(value, Tensor):
-        raise TypeError(f"{owner}: `{name}` must be a tensor, got {type(value).__name__}.")
+        raise InvalidType("must be a tensor", owner, name, got=type(value).__name__)
     if value.layout is not torch.strided:
-        raise TypeError(f"{owner}: `{name}` must be a dense tensor, got the layout {value.layout}; call to_dense().")
+        raise InvalidType(
+            "must be a dense tensor", owner, name, got=f"the layout {value.layout}", cure="call to_dense()"
+        )
     if value.device.type == "meta":
-        raise ValueError(f"{owner}: `{name}` must hold numbers, got a tensor on the device meta, which has none.")
+        raise InvalidValue("must hold numbers", owner, name, got="a tensor on the device meta, which has none")
 
 
 def check_no_transform(owner: str, **values: Any) -> None:
@@ -253,10 +260,12 @@ def check_no_transform(owner: str, **values: Any) -> None:
         return
     for name, value in values.items():
         if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-            raise TypeError(
-                f"{owner}: `{name}` must not be inside of torch.func (grad, vmap, jacrev), because checks and blocks "
-                f"read numbers, got such a tensor; call {owner} for each batch, and torch.autograd.grad for its "
-                "gradient."
+            raise InvalidType(
+                "must not be inside of torch.func (grad, vmap, jacrev), because checks and blocks read numbers",
+                owner,
+                name,
+                got="such a tensor",
+                cure=f"call {owner} for each batch, and torch.autograd.grad for its gradient",
             )
 
 
@@ -269,24 +278,24 @@ def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False)
     if not (is_meta and may_be_meta):
         check_tensor(owner, name, value)
     if not value.is_floating_point():
-        raise TypeError(f"{owner}: `{name}` must be floating point, got {value.dtype}.")
+        raise InvalidType("must be floating point", owner, name, got=str(value.dtype))
     if value.dtype not in FLOAT_TYPES:
         listed = ", ".join(map(str, FLOAT_TYPES))
-        raise TypeError(f"{owner}: `{name}` must have one of the dtypes {listed}, got {value.dtype}.")
+        raise InvalidType(f"must have one of the dtypes {listed}", owner, name, got=str(value.dtype))
 
 
 def check_maps(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a floating-point tensor (N, C, H, W). The meta device is allowed, for finding shapes."""
     check_float(owner, name, value, may_be_meta=True)
     if value.ndim != 4:
-        raise ValueError(f"{owner}: `{name}` must have shape (N, C, H, W), got {tuple(value.shape)}.")
+        raise InvalidValue("must have shape (N, C, H, W)", owner, name, got=str(tuple(value.shape)))
 
 
 def check_device(owner: str, name: str, value: Any, device: torch.device | None, of: str) -> None:
     """Raise if `value` is a tensor and not on `device`, the device of the argument `of`; None allows any device."""
     if device is not None and isinstance(value, Tensor) and value.device != device:
-        raise ValueError(
-            f"{owner}: `{name}` must be on the device of `{of}`, {device}, got {value.device}; move it there."
+        raise InvalidValue(
+            f"must be on the device of `{of}`, {device}", owner, name, got=str(value.device), cure="move it there"
         )
 
 
@@ -297,7 +306,7 @@ def check_matrix(owner: str, name: str, embeddings: Tensor, *, finite: bool = Fa
     """
     check_float(owner, name, embeddings)
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
-        raise ValueError(f"{owner}: `{name}` must have shape (rows, D) with D > 0, got {tuple(embeddings.shape)}.")
+        raise InvalidValue("must have shape (rows, D) with D > 0", owner, name, got=str(tuple(embeddings.shape)))
     if finite:
         check_finite(owner, name, embeddings)
 
@@ -323,9 +332,11 @@ def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = Non
     what = ""
     if ids is not None:
         what, invalid = "ids ", ids[invalid]
-    raise ValueError(
-        f"{owner}: `{name}` must hold finite numbers only, got NaN or inf in {len(invalid)} of {len(values)} rows "
-        f"({what}{first_of(invalid.tolist())})."
+    raise InvalidValue(
+        "must hold finite numbers only",
+        owner,
+        name,
+        got=f"NaN or inf in {len(invalid)} of {len(values)} rows ({what}{first_of(invalid.tolist())})",
     )
 
 
@@ -342,9 +353,7 @@ def as_int64(owner: str, name: str, values: Any) -> Any:
         return values
     converted = values.long()
     if values.dtype == torch.uint64 and bool((converted < 0).any()):
-        raise ValueError(
-            f"{owner}: `{name}` must be below 2**63, got {max(values.flatten().tolist())} of torch.uint64."
-        )
+        raise InvalidValue("must be below 2**63", owner, name, got=f"{max(values.flatten().tolist())} of torch.uint64")
     return converted
 
 
@@ -375,19 +384,22 @@ def check_integers(
     """
     check_device(owner, name, values, device, of)
     if isinstance(values, (tuple, list)) and values and isinstance(values[0], str):
-        raise TypeError(
-            f"{owner}: `{name}` must be integers, got texts such as {short_repr(values[0])}; number them in the data "
-            "set, with the same number for the same text."
+        raise InvalidType(
+            "must be integers",
+            owner,
+            name,
+            got=f"texts such as {short_repr(values[0])}",
+            cure="number them in the data set, with the same number for the same text",
         )
     check_tensor(owner, name, values)
     cure = ""
     if levels and values.ndim == 2 and values.shape[1] > 0:
         if values.shape[1] > 1:
-            cure = f"; {CURE_OF_ONE_HOT}"
+            cure = CURE_OF_ONE_HOT
         values = values[:, 0]
     if not is_integer(values):
-        raise TypeError(f"{owner}: `{name}` must be integers, got {values.dtype}{cure}.")
+        raise InvalidType("must be integers", owner, name, got=str(values.dtype), cure=cure)
     if values.shape != (rows,):
-        raise ValueError(
-            f"{owner}: `{name}` must have shape ({rows},), one for each row of `{of}`, got {tuple(values.shape)}."
+        raise InvalidValue(
+            f"must have shape ({rows},), one for each row of `{of}`", owner, name, got=str(tuple(values.shape))
         )

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from lightning_retrieval.invalid import NotWritten
+
 LOCK = "lock"
 TEMPORARY = ".tmp"  # suffix of a file that is being written
 READ_BYTES = 1 << 20  # bytes read at a time
@@ -231,7 +233,7 @@ def writing(owner: str, what: object) -> Iterator[None]:
         raise not_written(owner, what, error) from None
 
 
-def not_written(owner: str, what: object, error: BaseException) -> OSError:
+def not_written(owner: str, what: object, error: BaseException) -> NotWritten:
     """The error for a file that cannot be written.
 
     Args:
@@ -240,7 +242,7 @@ def not_written(owner: str, what: object, error: BaseException) -> OSError:
         error: the error that has been raised, perhaps because of an error of the operating system.
     """
     cause = error_of_system(error)
-    return OSError(f"{owner}: {what} cannot be written ({reason(cause or error)}); {_unchanged(cause)}.")
+    return NotWritten(f"{what} cannot be written ({reason(cause or error)}); {_unchanged(cause)}.", owner)
 
 
 def _unchanged(error: OSError | None) -> str:

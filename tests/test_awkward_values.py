@@ -78,8 +78,8 @@ def faults(function, valid):
 
 def test_faults_are_seen(monkeypatch):
     assert any(line.startswith("'abc' raised TypeError") for line in faults(without_a_check, 1.0))
-    assert "an array was accepted, though its type is wrong" in faults(without_a_check, 1.0)
-    assert "0 was accepted, though its type is wrong" in faults(with_a_truthy_flag, True)
+    assert "an array was accepted, though its annotation forbids it" in faults(without_a_check, 1.0)
+    assert "0 was accepted, though its annotation forbids it" in faults(with_a_truthy_flag, True)
     assert faults(with_nan, 1.0) == ["nan gave nan", "inf gave inf"]
     monkeypatch.setattr(calls, "SECONDS", 0.05)
     too_large = ["10**30 took more than 0.05 seconds", "2**63 took more than 0.05 seconds"]

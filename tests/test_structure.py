@@ -12,7 +12,7 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    {"checks", "compiled", "csv_rows", "files", "lazy_names", "optional_packages"},
+    {"arguments", "checks", "compiled", "csv_rows", "files", "invalid", "lazy_names", "optional_packages"},
     {"packed_strings", "progress", "random_state", "version"},
     {"backend", "command_line"},
     {"checkpoints", "distributed", "plain_data"},

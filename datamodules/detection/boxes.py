@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional
 
+from lightning_retrieval.arguments import NotNegativeInt, PositiveInt, Seed, checked
 from lightning_retrieval.checks import (
     check_bool,
-    check_flag,
     check_instance,
-    check_integer,
     check_path,
     check_sequence,
     check_strings,
@@ -195,7 +194,7 @@ class BoxSet(Dataset[Item]):
         check_instance("BoxSet", "index", index, BoxIndex)
         self.index = index
         self.root = check_path("BoxSet", "root", root)
-        self.train = check_bool("BoxSet", "train", train)
+        self.train = checked(self, train=train)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -251,10 +250,10 @@ def collate_boxes(items: list[Item]) -> tuple[list[Tensor], list[dict[str, Tenso
 class DetectionSettings(TypedDict, total=False):
     """Arguments of `DetectionDataModule`."""
 
-    batch_size: int
-    eval_batch_size: int
-    num_workers: int
-    seed: int | None
+    batch_size: PositiveInt
+    eval_batch_size: PositiveInt
+    num_workers: NotNegativeInt
+    seed: Seed | None
     pin_memory: bool | None
 
 
@@ -284,21 +283,20 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
     def __init__(
         self,
         *,
-        batch_size: int = 8,
-        eval_batch_size: int = 8,
-        num_workers: int = 0,
-        seed: int | None = None,
+        batch_size: PositiveInt = 8,
+        eval_batch_size: PositiveInt = 8,
+        num_workers: NotNegativeInt = 0,
+        seed: Seed | None = None,
         pin_memory: bool | None = None,
         **unknown: Any,
     ) -> None:
         check_no_unknown_arguments(type(self), unknown)
         super().__init__()
-        owner = type(self).__name__
-        self.batch_size = check_integer(owner, "batch_size", batch_size, least=1)
-        self.eval_batch_size = check_integer(owner, "eval_batch_size", eval_batch_size, least=1)
-        self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
-        self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
-        self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
+        self.batch_size = checked(self, batch_size=batch_size)
+        self.eval_batch_size = checked(self, eval_batch_size=eval_batch_size)
+        self.num_workers = checked(self, num_workers=num_workers)
+        self.seed = seed_or_default(checked(self, seed=seed))
+        self.pin_memory = checked(self, pin_memory=pin_memory)
 
     @property
     @abstractmethod

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_retrieval.checks import check_choice, check_integer, check_not_negative
+from lightning_retrieval.arguments import NotNegativeInt, PositiveInt, Seed, Several, checked, integers, numbers
 from lightning_retrieval.datamodules.base import check_no_unknown_arguments
 from lightning_retrieval.datamodules.detection.boxes import DetectionDataModule, Item
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
@@ -191,8 +191,8 @@ class GlyphSceneSet(Dataset[Item]):
     def __init__(
         self, artist: SceneArtist, split: Literal["train", "val", "test"], *, size: int, scene_seed: int
     ) -> None:
-        check_choice("GlyphSceneSet", "split", split, SPLITS)
-        self.artist, self.split, self.size, self.scene_seed = artist, split, size, scene_seed
+        self.split = checked(self, split=split)
+        self.artist, self.size, self.scene_seed = artist, size, scene_seed
 
     def __len__(self) -> int:
         return self.size
@@ -249,19 +249,19 @@ class GlyphScenes(DetectionDataModule):
     def __init__(
         self,
         *,
-        num_classes: int = 15,
-        image_size: int = 112,
-        max_objects: int = 5,
-        frequency_exponent: float = 0.9,
-        max_rotation: float = 0.0,
-        clutter: int = 24,
-        train_size: int = 4000,
-        eval_size: int = 300,
-        scene_seed: int = 0,
+        num_classes: Annotated[int, integers(1, len(CHARACTERS))] = 15,
+        image_size: Annotated[int, integers(64)] = 112,
+        max_objects: PositiveInt = 5,
+        frequency_exponent: Annotated[float, numbers(0, 100)] = 0.9,
+        max_rotation: Annotated[float, numbers(0, 180)] = 0.0,
+        clutter: NotNegativeInt = 24,
+        train_size: Several = 4000,
+        eval_size: PositiveInt = 300,
+        scene_seed: NotNegativeInt = 0,
         batch_size: int = 8,
         eval_batch_size: int = 20,
         num_workers: int = 0,
-        seed: int | None = None,
+        seed: Seed | None = None,
         pin_memory: bool | None = None,
         **unknown: Any,
     ) -> None:
@@ -273,16 +273,15 @@ class GlyphScenes(DetectionDataModule):
             seed=seed,
             pin_memory=pin_memory,
         )
-        owner = "GlyphScenes"
-        self.num_classes = check_integer(owner, "num_classes", num_classes, least=1, most=len(CHARACTERS))
-        self.image_size = check_integer(owner, "image_size", image_size, least=64)
-        self.max_objects = check_integer(owner, "max_objects", max_objects, least=1)
-        self.frequency_exponent = check_not_negative(owner, "frequency_exponent", frequency_exponent, most=100)
-        self.max_rotation = check_not_negative(owner, "max_rotation", max_rotation, most=180)
-        self.clutter = check_integer(owner, "clutter", clutter, least=0)
-        self.train_size = check_integer(owner, "train_size", train_size, least=2)
-        self.eval_size = check_integer(owner, "eval_size", eval_size, least=1)
-        self.scene_seed = check_integer(owner, "scene_seed", scene_seed, least=0)
+        self.num_classes = checked(self, num_classes=num_classes)
+        self.image_size = checked(self, image_size=image_size)
+        self.max_objects = checked(self, max_objects=max_objects)
+        self.frequency_exponent = checked(self, frequency_exponent=frequency_exponent)
+        self.max_rotation = checked(self, max_rotation=max_rotation)
+        self.clutter = checked(self, clutter=clutter)
+        self.train_size = checked(self, train_size=train_size)
+        self.eval_size = checked(self, eval_size=eval_size)
+        self.scene_seed = checked(self, scene_seed=scene_seed)
 
     @property
     def class_names(self) -> list[str]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import grid_sample
 from torch.utils.data import Dataset
 
-from lightning_retrieval.checks import check_bool, check_choice, check_instance, check_path, check_strings
+from lightning_retrieval.arguments import Seed, checked
+from lightning_retrieval.checks import check_instance, check_path, check_strings
 from lightning_retrieval.datamodules.base import RetrievalDataModule, check_no_unknown_arguments
 from lightning_retrieval.datamodules.glyphs.characters import table_counts, table_differences
 from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
@@ -58,9 +59,9 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         augment: bool = False,
         channels: Literal[1, 3] = 1,
     ) -> None:
-        check_choice("GlyphDataset", "split", split, ("train", "val", "test"))
-        self.channels = check_choice("GlyphDataset", "channels", channels, (1, 3))
-        self.augment = check_bool("GlyphDataset", "augment", augment)
+        checked(self, split=split)
+        self.channels = checked(self, channels=channels)
+        self.augment = checked(self, augment=augment)
         check_instance("GlyphDataset", "glyphs", glyphs, GlyphImages)
         chosen = glyphs.splits == split
         self.images = torch.from_numpy(glyphs.images[chosen])
@@ -125,7 +126,7 @@ class Glyphs(RetrievalDataModule):
         samples_per_class: int = 4,
         eval_batch_size: int = 512,
         num_workers: int = 0,
-        seed: int | None = None,
+        seed: Seed | None = None,
         augment: bool = True,
         channels: Literal[1, 3] = 1,
         fonts: Sequence[str] | None = None,
@@ -140,8 +141,8 @@ class Glyphs(RetrievalDataModule):
             num_workers=num_workers,
             seed=seed,
         )
-        self.augment = check_bool("Glyphs", "augment", augment)
-        self.channels = check_choice("Glyphs", "channels", channels, (1, 3))
+        self.augment = checked(self, augment=augment)
+        self.channels = checked(self, channels=channels)
         self.fonts: tuple[str, ...] | None = None
         if fonts is not None:
             check_strings("Glyphs", "fonts", fonts)

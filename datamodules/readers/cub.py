@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from lightning_retrieval.checks import check_bool
+from lightning_retrieval.arguments import checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -61,7 +61,7 @@ class CUB200(ImageDataModule):
 
     def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
-        self.boxes = check_bool(type(self).__name__, "boxes", boxes)
+        self.boxes = checked(self, boxes=boxes)
 
     def sources(self) -> list[Path]:
         """The lists of images, of their classes and, if `boxes` is True, of their boxes."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import rank_zero_info
-from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -80,9 +80,11 @@ class IJBC(ImageDataModule):
         Brown et al., "Smooth-AP", ECCV 2020; their list of images is not published.
     """
 
-    def __init__(self, root: str | Path, *, least_instances: int = 5, **settings: Unpack[ImageSettings]) -> None:
+    def __init__(
+        self, root: str | Path, *, least_instances: PositiveInt = 5, **settings: Unpack[ImageSettings]
+    ) -> None:
         super().__init__(root, **settings)
-        self.least_instances = check_integer("IJBC", "least_instances", least_instances, least=1)
+        self.least_instances = checked(self, least_instances=least_instances)
 
     def sources(self) -> list[Path]:
         """The three lists and, in the re-pack, the list of the crops."""

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_bool, short_repr
+from lightning_retrieval.arguments import checked
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
@@ -85,8 +86,8 @@ class InShop(ImageDataModule):
     ) -> None:
         super().__init__(root, **settings)
         owner = type(self).__name__
-        self.boxes = check_bool(owner, "boxes", boxes)
-        self.high_res = check_bool(owner, "high_res", high_res)
+        self.boxes = checked(self, boxes=boxes)
+        self.high_res = checked(self, high_res=high_res)
         if boxes and high_res:
             raise ValueError(
                 f"{owner}: `boxes` and `high_res` must not both be True, since the boxes are in pixels "

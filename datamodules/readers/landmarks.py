@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from lightning_retrieval.checks import check_string
+from lightning_retrieval.arguments import checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -79,7 +79,7 @@ class LandmarksClean(ImageDataModule):
 
     def __init__(self, root: str | Path, *, images: str = "images", **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
-        self.images = check_string("LandmarksClean", "images", images)
+        self.images = checked(self, images=images)
 
     def sources(self) -> list[Path]:
         """The lists, and the folders of the images, whose modification times change when a file is added or removed."""

@@ -17,7 +17,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_integer, check_path
+from lightning_retrieval.arguments import PositiveInt, checked
+from lightning_retrieval.checks import check_path
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, ImageIndex
@@ -238,7 +239,7 @@ class _Revisited(ImageDataModule):
         *,
         distractors: str | Path | None = None,
         crop_queries: bool = True,
-        image_size: int = 1024,
+        image_size: PositiveInt = 1024,
         transform: PaperName | None = "ap_gem",
         eval_batch_size: int = 1,
         **settings: Unpack[ReadingSettings],
@@ -253,8 +254,8 @@ class _Revisited(ImageDataModule):
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folder
         self.distractors = distractor_folder
-        self.crop_queries = check_bool(owner, "crop_queries", crop_queries)
-        self.image_size = self.longer_side = check_integer(owner, "image_size", image_size, least=1)
+        self.crop_queries = checked(self, crop_queries=crop_queries)
+        self.image_size = self.longer_side = checked(self, image_size=image_size)
 
     @property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:

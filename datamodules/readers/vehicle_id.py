@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_choice, check_strings
+from lightning_retrieval.arguments import checked
+from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -79,7 +80,8 @@ class VehicleID(ImageDataModule):
         >>> VehicleID("VehicleID_V1.0", sizes=["small", "tiny"])
         Traceback (most recent call last):
             ...
-        ValueError: VehicleID: `sizes` must be one of 'small', 'medium', 'large', got 'tiny'.
+        lightning_retrieval.invalid.InvalidValue: VehicleID: `sizes` must be one of 'small', 'medium', 'large',
+            got 'tiny'.
 
     Relations:
         The test sets share vehicles, so each has separate metrics, such as `val/small/mAP`.
@@ -110,8 +112,8 @@ class VehicleID(ImageDataModule):
         super().__init__(root, **settings)
         owner = type(self).__name__
         self.sizes = _check_sizes(owner, sizes)
-        self.protocol: ProtocolName = check_choice(owner, "protocol", protocol, ("retrieval", "reid"))
-        self.select_by_vid = check_bool(owner, "select_by_vid", select_by_vid)
+        self.protocol = checked(self, protocol=protocol)
+        self.select_by_vid = checked(self, select_by_vid=select_by_vid)
 
     def sources(self) -> list[Path]:
         """The lists; if `select_by_vid` is True, the list of all images; and, if it exists, the list of models."""

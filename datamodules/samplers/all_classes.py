@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.arguments import Seed, Several, checked
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
 from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, shuffled_order, uniform_numbers
 
@@ -71,8 +71,8 @@ class AllClassesSampler(GlobalBatchSampler):
 
     draws_classes = True
 
-    def __init__(self, labels: Labels, *, batch_size: int, seed: int = 0) -> None:
-        self.batch_size = check_integer(self.name, "batch_size", batch_size, 2)
+    def __init__(self, labels: Labels, *, batch_size: Several, seed: Seed = 0) -> None:
+        self.batch_size = checked(self, batch_size=batch_size)
         super().__init__(labels, seed=seed)
         classes = len(self.class_sizes)
         if batch_size < classes:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.distributed import world_size
@@ -127,8 +128,8 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     draws_classes: ClassVar[bool] = False
     group_name: ClassVar[str] = "classes"  # what images are grouped by, for warnings
 
-    def __init__(self, labels: Labels, *, seed: int = 0) -> None:
-        self.seed = check_integer(self.name, "seed", seed, least=0, most=None)
+    def __init__(self, labels: Labels, *, seed: Seed = 0) -> None:
+        self.seed = checked(self, seed=seed)
         self.epoch = 0
         array = integer_array(self.name, "labels", labels)
         self.dataset_size = len(array)
@@ -244,9 +245,9 @@ class RandomBatchSampler(GlobalBatchSampler):
         `RetrievalDataLoader` splits each batch over ranks and workers.
     """
 
-    def __init__(self, num_images: int, *, batch_size: int, seed: int = 0) -> None:
-        self.num_images = check_integer(self.name, "num_images", num_images, 2)
-        self.batch_size = check_integer(self.name, "batch_size", batch_size, 1)
+    def __init__(self, num_images: Several, *, batch_size: PositiveInt, seed: Seed = 0) -> None:
+        self.num_images = checked(self, num_images=num_images)
+        self.batch_size = checked(self, batch_size=batch_size)
         if batch_size > num_images:
             raise ValueError(
                 f"{self.name}: `batch_size` must be at most the number of images, got {batch_size} for "

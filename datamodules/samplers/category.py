@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.datamodules.samplers.base import (
     GlobalBatchSampler,
     Integers,
@@ -155,14 +155,14 @@ class CategorySampler(GlobalBatchSampler):
         labels: Labels,
         categories: Labels | None,
         *,
-        classes_per_batch: int,
-        samples_per_class: int,
-        categories_per_batch: int = 2,
-        seed: int = 0,
+        classes_per_batch: PositiveInt,
+        samples_per_class: Several,
+        categories_per_batch: PositiveInt = 2,
+        seed: Seed = 0,
     ) -> None:
-        self.categories_per_batch = check_integer(self.name, "categories_per_batch", categories_per_batch, 1)
-        self.classes_per_batch = check_integer(self.name, "classes_per_batch", classes_per_batch, 1)
-        self.samples_per_class = check_integer(self.name, "samples_per_class", samples_per_class, 2)
+        self.categories_per_batch = checked(self, categories_per_batch=categories_per_batch)
+        self.classes_per_batch = checked(self, classes_per_batch=classes_per_batch)
+        self.samples_per_class = checked(self, samples_per_class=samples_per_class)
         if classes_per_batch % categories_per_batch:
             raise ValueError(
                 f"{self.name}: `classes_per_batch` must be a multiple of `categories_per_batch`, got "

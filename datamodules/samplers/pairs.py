@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.arguments import PositiveInt, Seed, checked
 from lightning_retrieval.datamodules.samplers.base import (
     GlobalBatchSampler,
     Integers,
@@ -66,14 +66,14 @@ class PairSampler(GlobalBatchSampler):
         query_labels: Labels,
         candidate_labels: Labels,
         *,
-        classes_per_batch: int,
-        queries_per_class: int = 1,
-        samples_per_class: int = 1,
-        seed: int = 0,
+        classes_per_batch: PositiveInt,
+        queries_per_class: PositiveInt = 1,
+        samples_per_class: PositiveInt = 1,
+        seed: Seed = 0,
     ) -> None:
-        self.classes_per_batch = check_integer(self.name, "classes_per_batch", classes_per_batch, 1)
-        self.queries_per_class = check_integer(self.name, "queries_per_class", queries_per_class, 1)
-        self.samples_per_class = check_integer(self.name, "samples_per_class", samples_per_class, 1)
+        self.classes_per_batch = checked(self, classes_per_batch=classes_per_batch)
+        self.queries_per_class = checked(self, queries_per_class=queries_per_class)
+        self.samples_per_class = checked(self, samples_per_class=samples_per_class)
         queries = integer_array(self.name, "query_labels", query_labels)
         candidates = integer_array(self.name, "candidate_labels", candidate_labels)
         shared = np.intersect1d(queries, candidates)

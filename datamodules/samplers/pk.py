@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
 
 # Number of items that are shuffled at a time, so that the sorted arrays fit into the CPU's cache.
@@ -172,9 +172,11 @@ class PKSampler(GlobalBatchSampler):
 
     draws_classes = True
 
-    def __init__(self, labels: Labels, *, classes_per_batch: int, samples_per_class: int, seed: int = 0) -> None:
-        self.classes_per_batch = check_integer(self.name, "classes_per_batch", classes_per_batch, 1)
-        self.samples_per_class = check_integer(self.name, "samples_per_class", samples_per_class, 2)
+    def __init__(
+        self, labels: Labels, *, classes_per_batch: PositiveInt, samples_per_class: Several, seed: Seed = 0
+    ) -> None:
+        self.classes_per_batch = checked(self, classes_per_batch=classes_per_batch)
+        self.samples_per_class = checked(self, samples_per_class=samples_per_class)
         super().__init__(labels, seed=seed)
         classes = len(self.class_sizes)
         if classes_per_batch > classes:

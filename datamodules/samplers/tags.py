@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
 from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, uniform_numbers
@@ -92,9 +92,11 @@ class TagSampler(GlobalBatchSampler):
 
     group_name = "tags"
 
-    def __init__(self, tags: Tags | None, *, tags_per_batch: int, samples_per_tag: int, seed: int = 0) -> None:
-        self.tags_per_batch = check_integer(self.name, "tags_per_batch", tags_per_batch, 1)
-        self.samples_per_tag = check_integer(self.name, "samples_per_tag", samples_per_tag, 2)
+    def __init__(
+        self, tags: Tags | None, *, tags_per_batch: PositiveInt, samples_per_tag: Several, seed: Seed = 0
+    ) -> None:
+        self.tags_per_batch = checked(self, tags_per_batch=tags_per_batch)
+        self.samples_per_tag = checked(self, samples_per_tag=samples_per_tag)
         table = _tag_table(self.name, tags)
         image, tag = _pairs(table)
         if np.unique(tag, return_counts=True)[1].max(initial=0) < 2:

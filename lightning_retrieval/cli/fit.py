@@ -43,6 +43,7 @@ from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, 
 from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
+from lightning_retrieval.invalid import InvalidValue, NotWritten
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
     FORMAT,
@@ -209,8 +210,8 @@ class RetrievalCLI(LightningCLI):
             configured = settings.logger
             try:
                 logger = ResumableCSVLogger(folder)
-            except ValueError as error:
-                self.parser.error(str(error).replace("ResumableCSVLogger: `folder`", f"{self._owner}: `--run_folder`"))
+            except InvalidValue as error:
+                self.parser.error(str(error.of(self._owner, folder="--run_folder")))
             kwargs["logger"] = [logger, *other_loggers(configured)]
         return super().instantiate_trainer(**kwargs)
 
@@ -334,8 +335,8 @@ class RetrievalCLI(LightningCLI):
             return
         try:
             trainer.callbacks.append(callbacks.EmbeddingWriter(self.config_init.predict.output))
-        except ValueError as error:
-            self.parser.error(str(error).replace("EmbeddingWriter: `output`", f"{self._owner}: `--output`"))
+        except InvalidValue as error:
+            self.parser.error(str(error.of(self._owner, output="--output")))
 
     def after_predict(self) -> None:
         """Print where the embeddings are."""
@@ -354,9 +355,9 @@ class RetrievalCLI(LightningCLI):
                 if self.trainer.interrupted:
                     sys.exit(EXIT_CODE)
                 raise
+            except NotWritten as error:
+                self.parser.error(str(error))
             except OSError as error:  # a full disk, or a folder that cannot be written to
-                if _is_ours(error) and "cannot be written" in str(error):
-                    self.parser.error(str(error))
                 if error.errno in (*NO_SPACE, *NOT_PERMITTED):
                     self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
                 raise

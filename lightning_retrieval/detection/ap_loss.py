@@ -10,20 +10,18 @@ is 0.15. At the start of training, softmax scores lie closer together than 0.15,
 """
 
 import warnings
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers
 from lightning_retrieval.checks import (
-    check_bool,
     check_finite,
-    check_integer,
     check_integers,
     check_matrix,
-    check_not_negative,
-    check_positive,
 )
 from lightning_retrieval.detection.targets import check_class_labels
 from lightning_retrieval.distributed import rank
@@ -88,21 +86,21 @@ class DetectionAPLoss(nn.Module):
 
     def __init__(
         self,
-        lambda_: float = 0.5,
-        margin: float = 0.0,
+        lambda_: Positive = 0.5,
+        margin: Annotated[float, numbers(0, LARGEST_MARGIN)] = 0.0,
         *,
-        interclass_coef: float = 1 / 3,
-        batch_memory: int = 7,
-        weight: float = 5.0,
+        interclass_coef: Fraction = 1 / 3,
+        batch_memory: NotNegativeInt = 7,
+        weight: Positive = 5.0,
         gather: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = check_positive("DetectionAPLoss", "weight", weight)
-        self.gather = check_bool("DetectionAPLoss", "gather", gather)
-        self.lambda_ = check_positive("DetectionAPLoss", "lambda_", lambda_)
-        self.margin = check_not_negative("DetectionAPLoss", "margin", margin, most=LARGEST_MARGIN)
-        self.interclass_coef = check_not_negative("DetectionAPLoss", "interclass_coef", interclass_coef, most=1)
-        self.batch_memory = check_integer("DetectionAPLoss", "batch_memory", batch_memory, least=0)
+        self.weight = checked(self, weight=weight)
+        self.gather = checked(self, gather=gather)
+        self.lambda_ = checked(self, lambda_=lambda_)
+        self.margin = checked(self, margin=margin)
+        self.interclass_coef = checked(self, interclass_coef=interclass_coef)
+        self.batch_memory = checked(self, batch_memory=batch_memory)
         self.map_loss = BlackboxMAPLoss(lambda_, margin, interclass_coef=interclass_coef, batch_memory=batch_memory)
         self._warned = False
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
+from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import (
     check_finite,
-    check_integer,
     check_integers,
     check_mapping,
     check_sequence,
@@ -67,9 +67,9 @@ class DetectionMetric(Metric):
     _boxes: list[Tensor]
     _annotations: list[Tensor]
 
-    def __init__(self, classes: int, **kwargs: Any) -> None:
+    def __init__(self, classes: PositiveInt, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.classes = check_integer(type(self).__name__, "classes", classes, least=1)
+        self.classes = checked(self, classes=classes)
         for name in STATES:
             self.add_state(name, default=[], dist_reduce_fx="cat")
         self._begin()

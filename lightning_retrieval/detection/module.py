@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.detection.metric import COCOMetrics
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_heads
 from lightning_retrieval.detection.targets import check_targets, num_classes
@@ -68,7 +68,7 @@ class DetectionModule(OptimizedModule):
         lr_scheduler_frequency: int = 1,
         lr_scheduler_monitor: str = "val/AP50",
         metrics: Metric | None = None,
-        seed: int | None = None,
+        seed: Seed | None = None,
     ) -> None:
         super().__init__()
         objects: dict[str, Any] = {"detector": detector, "loss": loss, "metrics": metrics}
@@ -91,7 +91,7 @@ class DetectionModule(OptimizedModule):
         self.metrics = None
         if metrics is not None:
             self.metrics = rebuild(owner, "metrics", metrics, Metric)  # type: ignore[type-abstract]
-        self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
+        self.seed = seed_or_default(checked(self, seed=seed))
 
     @property
     def loss(self) -> nn.Module | None:

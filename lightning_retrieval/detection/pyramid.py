@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,8 @@ from torchvision.models.detection.faster_rcnn import FasterRCNN, FastRCNNPredict
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_string, first_line
+from lightning_retrieval.arguments import NotNegative, PositiveInt, checked, integers
+from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.models.pretrained import are_skipped
 from lightning_retrieval.optional_packages import optional_import
 
@@ -58,29 +59,28 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: PositiveInt,
         backbone_name: str = "resnet50.tv_in1k",
         *,
         pretrained: bool = True,
-        min_size: int = 600,
+        min_size: Annotated[int, integers(32)] = 600,
         max_size: int = 1000,
-        pyramid_channels: int = 256,
-        head_features: int = 1024,
-        rois_per_image: int = 512,
-        score_thresh: float = 0.05,
-        detections_per_image: int = 100,
+        pyramid_channels: PositiveInt = 256,
+        head_features: PositiveInt = 1024,
+        rois_per_image: PositiveInt = 512,
+        score_thresh: NotNegative = 0.05,
+        detections_per_image: PositiveInt = 100,
     ) -> None:
-        owner = type(self).__name__
-        check_integer(owner, "num_classes", num_classes, least=1)
-        check_string(owner, "backbone_name", backbone_name)
-        check_bool(owner, "pretrained", pretrained)
-        check_integer(owner, "min_size", min_size, least=32)
-        check_integer(owner, "max_size", max_size, least=min_size)
-        check_integer(owner, "pyramid_channels", pyramid_channels, least=1)
-        check_integer(owner, "head_features", head_features, least=1)
-        check_integer(owner, "rois_per_image", rois_per_image, least=1)
-        check_not_negative(owner, "score_thresh", score_thresh)
-        check_integer(owner, "detections_per_image", detections_per_image, least=1)
+        checked(self, num_classes=num_classes)
+        checked(self, backbone_name=backbone_name)
+        checked(self, pretrained=pretrained)
+        checked(self, min_size=min_size)
+        check_integer(type(self).__name__, "max_size", max_size, least=min_size)
+        checked(self, pyramid_channels=pyramid_channels)
+        checked(self, head_features=head_features)
+        checked(self, rois_per_image=rois_per_image)
+        checked(self, score_thresh=score_thresh)
+        checked(self, detections_per_image=detections_per_image)
         super().__init__(
             TimmPyramid(backbone_name, pretrained=pretrained, channels=pyramid_channels),
             min_size=min_size,

@@ -1,6 +1,7 @@
 """A Faster R-CNN that is small enough to train on a CPU in a minute, for images of about 112 pixels."""
 
 from collections import OrderedDict
+from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FasterRCNN, FastRCNNPredictor, TwoMLPHead
 from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 
-from lightning_retrieval.checks import check_integer, check_not_negative
+from lightning_retrieval.arguments import NotNegative, PositiveInt, checked, integers
 
 PYRAMID_CHANNELS = 32
 ROI_SIZE = 5
@@ -43,23 +44,23 @@ class TinyFasterRCNN(FasterRCNN):  # type: ignore[misc]
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: PositiveInt,
         *,
-        width: int = 16,
-        image_size: int = 112,
-        rois_per_image: int = 32,
-        score_thresh: float = 0.01,
-        detections_per_image: int = 100,
+        width: PositiveInt = 16,
+        image_size: Annotated[int, integers(32)] = 112,
+        rois_per_image: PositiveInt = 32,
+        score_thresh: NotNegative = 0.01,
+        detections_per_image: PositiveInt = 100,
     ) -> None:
-        owner = type(self).__name__
-        check_integer(owner, "num_classes", num_classes, least=1)
-        check_integer(owner, "image_size", image_size, least=32)
-        check_integer(owner, "rois_per_image", rois_per_image, least=1)
-        check_integer(owner, "detections_per_image", detections_per_image, least=1)
-        check_not_negative(owner, "score_thresh", score_thresh)
+        checked(self, num_classes=num_classes)
+        checked(self, image_size=image_size)
+        checked(self, rois_per_image=rois_per_image)
+        checked(self, score_thresh=score_thresh)
+        checked(self, detections_per_image=detections_per_image)
+        checked(self, width=width)
         levels = ["0", "1"]
         super().__init__(
-            TinyPyramid(check_integer(owner, "width", width, least=1)),
+            TinyPyramid(width),
             min_size=image_size,
             max_size=image_size,
             rpn_anchor_generator=AnchorGenerator(((14, 20), (28, 40)), ((0.7, 1.0, 1.4),) * 2),

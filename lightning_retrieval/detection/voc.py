@@ -10,14 +10,15 @@ Boxes are (left, top, right, bottom) in continuous coordinates. The kit's boxes 
 """
 
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torchvision.ops import box_iou
 
-from lightning_retrieval.checks import check_bool, check_positive
+from lightning_retrieval.arguments import Rule, checked
+from lightning_retrieval.checks import check_positive
 from lightning_retrieval.detection.metric import DetectionMetric
 
 
@@ -144,13 +145,17 @@ class VOCMetrics(DetectionMetric):
         `COCOMetrics` has COCO's rules.
     """
 
-    def __init__(self, classes: int, *, iou_threshold: float = 0.5, eleven_points: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        classes: int,
+        *,
+        iou_threshold: Annotated[float, Rule(check_positive, most=1)] = 0.5,
+        eleven_points: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(classes, **kwargs)
-        owner = type(self).__name__
-        self.iou_threshold = check_positive(owner, "iou_threshold", iou_threshold)
-        if self.iou_threshold > 1:
-            raise ValueError(f"{owner}: `iou_threshold` must be at most 1, got {iou_threshold}.")
-        self.eleven_points = check_bool(owner, "eleven_points", eleven_points)
+        self.iou_threshold = checked(self, iou_threshold=iou_threshold)
+        self.eleven_points = checked(self, eleven_points=eleven_points)
 
     def compute(self) -> dict[str, Tensor]:
         """`AP50`, the mean over the classes with objects, and `AP50_per_class`, NaN for classes without objects.

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_choice, check_instance
+from lightning_retrieval.arguments import checked
+from lightning_retrieval.checks import check_instance
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
 from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
@@ -57,9 +58,9 @@ class RetrievalLoss(BatchLoss, ABC):
         self, *, reduction: Reduction = "mean", class_balanced: bool = False, include_self: bool = False
     ) -> None:
         super().__init__()
-        self.reduction: Reduction = check_choice(self.name, "reduction", reduction, ("mean", "sum", "none"))
-        self.class_balanced = check_bool(self.name, "class_balanced", class_balanced)
-        self.include_self = check_bool(self.name, "include_self", include_self)
+        self.reduction = checked(self, reduction=reduction)
+        self.class_balanced = checked(self, class_balanced=class_balanced)
+        self.include_self = checked(self, include_self=include_self)
         self._warned_of_no_positive = False
 
     @property

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lightning_retrieval.arguments import settings_repr
 from lightning_retrieval.checks import as_int64, check_no_transform
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
@@ -205,23 +206,6 @@ class BatchLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return settings_repr(self)
-
-
-def settings_repr(module: nn.Module) -> str:
-    """The arguments of a module's constructor with their values. Submodules are left to PyTorch's own `repr`.
-
-    If a constructor takes `**settings`, the arguments of the next base class follow.
-    """
-    names: dict[str, None] = {}
-    for cls in type(module).__mro__:
-        if "__init__" not in vars(cls):
-            continue
-        parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-        names |= dict.fromkeys(parameter.name for parameter in parameters)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    values = {name: getattr(module, name) for name in names if name in vars(module)}
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def _temperature_hint(cls: type) -> str:

@@ -32,14 +32,15 @@ The official code has several defaults: 20 bins on [0, 1] or [-1, 1] and, in dir
 scores below 0 tie in the last bin.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_retrieval.checks import SMALLEST, check_choice, check_finite_number, check_integer
+from lightning_retrieval.arguments import Number, checked, integers
+from lightning_retrieval.checks import SMALLEST
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 
@@ -157,14 +158,14 @@ class FastAPLoss(RetrievalLoss):
 
     def __init__(
         self,
-        num_bins: int = 10,
+        num_bins: Annotated[int, integers(2, MOST_BINS)] = 10,
         *,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2, most=MOST_BINS)
+        self.num_bins = checked(self, num_bins=num_bins)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return elements_of_positions(positives, gallery)
@@ -268,24 +269,24 @@ class QuantizedAPLoss(RetrievalLoss):
 
     def __init__(
         self,
-        num_bins: int = 20,
+        num_bins: Annotated[int, integers(2, MOST_BINS)] = 20,
         *,
-        low: float = -1.0,
-        high: float = 1.0,
+        low: Number = -1.0,
+        high: Number = 1.0,
         tie_aware: TieAware = False,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2, most=MOST_BINS)
-        self.low = check_finite_number(self.name, "low", low)
-        self.high = check_finite_number(self.name, "high", high)
+        self.num_bins = checked(self, num_bins=num_bins)
+        self.low = checked(self, low=low)
+        self.high = checked(self, high=high)
         if not low < high:
             raise ValueError(f"{self.name}: `low` must be below `high`, got {low} and {high}.")
         if high - low < SMALLEST:
             raise ValueError(f"{self.name}: `low` must be at least {SMALLEST:g} below `high`, got {low} and {high}.")
-        self.tie_aware: TieAware = check_choice(self.name, "tie_aware", tie_aware, (False, "simplified", "full"))
+        self.tie_aware = checked(self, tie_aware=tie_aware)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return elements_of_positions(positives, gallery)

@@ -36,20 +36,18 @@ loss divides them by the number of queries).
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, numbers
 from lightning_retrieval.checks import (
-    check_choice,
     check_finite,
     check_float,
-    check_integer,
     check_no_transform,
-    check_not_negative,
     check_positive,
     check_tensor,
 )
@@ -359,16 +357,16 @@ class BlackboxAPLoss(RetrievalLoss):
 
     def __init__(
         self,
-        lambda_: float = 4.0,
-        margin: float = 0.02,
+        lambda_: Positive = 4.0,
+        margin: Annotated[float, numbers(0, LARGEST_MARGIN)] = 0.02,
         *,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.lambda_ = check_positive(self.name, "lambda_", lambda_)
-        self.margin = check_not_negative(self.name, "margin", margin, most=LARGEST_MARGIN)
+        self.lambda_ = checked(self, lambda_=lambda_)
+        self.margin = checked(self, margin=margin)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return blackbox_ap(lists, lambda_=self.lambda_, margin=self.margin)
@@ -441,22 +439,21 @@ class BlackboxRecallLoss(PairLoss):
 
     def __init__(
         self,
-        lambda_: float = 4.0,
-        margin: float = 0.02,
+        lambda_: Positive = 4.0,
+        margin: Annotated[float, numbers(0, LARGEST_MARGIN)] = 0.02,
         *,
         weighting: Weighting = "log",
-        batch_memory: int = 0,
+        batch_memory: NotNegativeInt = 0,
         pair_mean: Literal["query", "all"] = "query",
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
-        check_choice(type(self).__name__, "pair_mean", pair_mean, ("query", "all"))
         super().__init__(pair_mean, reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.lambda_ = check_positive(self.name, "lambda_", lambda_)
-        self.margin = check_not_negative(self.name, "margin", margin, most=LARGEST_MARGIN)
-        self.weighting: Weighting = check_choice(self.name, "weighting", weighting, ("log", "loglog"))
-        self.batch_memory = check_integer(self.name, "batch_memory", batch_memory, least=0)
+        self.lambda_ = checked(self, lambda_=lambda_)
+        self.margin = checked(self, margin=margin)
+        self.weighting = checked(self, weighting=weighting)
+        self.batch_memory = checked(self, batch_memory=batch_memory)
 
     def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
         return blackbox_recall_sums(

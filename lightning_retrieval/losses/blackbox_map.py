@@ -12,22 +12,18 @@ only the lists of L_mAP are extended. Each batch is sorted once, when it is adde
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers, settings_repr
 from lightning_retrieval.checks import (
     SMALLEST,
     check_finite,
-    check_finite_number,
-    check_integer,
-    check_not_negative,
-    check_positive,
 )
-from lightning_retrieval.losses.batch_loss import settings_repr
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.lists import ScoreLists
 from lightning_retrieval.losses.positives import ScoreBlock
@@ -107,19 +103,17 @@ class BlackboxMAPLoss(nn.Module):
 
     def __init__(
         self,
-        lambda_: float = 4.0,
-        margin: float = 0.02,
+        lambda_: Positive = 4.0,
+        margin: Annotated[float, numbers(0, LARGEST_MARGIN)] = 0.02,
         *,
-        interclass_coef: float = 0.0,
-        batch_memory: int = 0,
+        interclass_coef: Fraction = 0.0,
+        batch_memory: NotNegativeInt = 0,
     ) -> None:
         super().__init__()
-        self.lambda_ = check_positive("BlackboxMAPLoss", "lambda_", lambda_)
-        self.margin = check_not_negative("BlackboxMAPLoss", "margin", margin, most=LARGEST_MARGIN)
-        self.interclass_coef = check_finite_number(
-            "BlackboxMAPLoss", "interclass_coef", interclass_coef, least=0, most=1
-        )
-        self.batch_memory = check_integer("BlackboxMAPLoss", "batch_memory", batch_memory, least=0)
+        self.lambda_ = checked(self, lambda_=lambda_)
+        self.margin = checked(self, margin=margin)
+        self.interclass_coef = checked(self, interclass_coef=interclass_coef)
+        self.batch_memory = checked(self, batch_memory=batch_memory)
         self.memory: list[tuple[Tensor, Tensor]] = []
         self._sorted_memory: list[SortedLists] = []
 

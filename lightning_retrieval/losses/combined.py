@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_retrieval.arguments import Fraction, NotNegative, Number, checked
 from lightning_retrieval.checks import (
-    check_bool,
     check_finite_number,
     check_instance,
-    check_not_negative,
     check_positive,
     check_sequence,
     short_repr,
@@ -187,9 +186,9 @@ class Before(Schedule):
         `After` is the complement. `WeightedSum` has the example of a training.
     """
 
-    def __init__(self, end: float, value: float = 1.0) -> None:
-        self.end = check_finite_number("Before", "end", end, least=0, most=1)
-        self.value = check_finite_number("Before", "value", value)
+    def __init__(self, end: Fraction, value: Number = 1.0) -> None:
+        self.end = checked(self, end=end)
+        self.value = checked(self, value=value)
 
     def __call__(self, fraction: float) -> float:
         """The weight at a fraction of the training."""
@@ -224,9 +223,9 @@ class After(Schedule):
         `Before` is the complement. `WeightedSum` has the example of a training.
     """
 
-    def __init__(self, start: float, value: float = 1.0) -> None:
-        self.start = check_finite_number("After", "start", start, least=0, most=1)
-        self.value = check_finite_number("After", "value", value)
+    def __init__(self, start: Fraction, value: Number = 1.0) -> None:
+        self.start = checked(self, start=start)
+        self.value = checked(self, value=value)
 
     def __call__(self, fraction: float) -> float:
         """The weight at a fraction of the training."""
@@ -268,16 +267,22 @@ class Ramp(Schedule):
     """
 
     def __init__(
-        self, first: float, last: float, *, start: float = 0.0, end: float = 1.0, geometric: bool = False
+        self,
+        first: NotNegative,
+        last: NotNegative,
+        *,
+        start: Fraction = 0.0,
+        end: Fraction = 1.0,
+        geometric: bool = False,
     ) -> None:
-        check_weight = check_not_negative
-        if check_bool("Ramp", "geometric", geometric):
-            check_weight = check_positive
-        self.first = check_weight("Ramp", "first", first)
-        self.last = check_weight("Ramp", "last", last)
-        self.start = check_finite_number("Ramp", "start", start, least=0, most=1)
-        self.end = check_finite_number("Ramp", "end", end, least=0, most=1)
-        self.geometric = geometric
+        self.geometric = checked(self, geometric=geometric)
+        self.first = checked(self, first=first)
+        self.last = checked(self, last=last)
+        if geometric:
+            check_positive("Ramp", "first", first)
+            check_positive("Ramp", "last", last)
+        self.start = checked(self, start=start)
+        self.end = checked(self, end=end)
         if self.start >= self.end:
             raise ValueError(f"Ramp: `start` must be below `end`, got {self.start} and {self.end}.")
 

@@ -25,7 +25,8 @@ import torch
 from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite_number, check_positive, short_repr
+from lightning_retrieval.arguments import NotNegative, Positive, checked
+from lightning_retrieval.checks import check_finite_number, short_repr
 from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.roadmap import UpperStepLoss
@@ -166,13 +167,13 @@ class HAPLoss(UpperStepLoss):
 
     def __init__(
         self,
-        alpha: float = 1.0,
+        alpha: Positive = 1.0,
         *,
-        tau: float = 0.01,
-        rho: float = 100.0,
-        delta: float = 0.05,
-        offset: float | None = None,
-        start: float = 0.5,
+        tau: Positive = 0.01,
+        rho: Positive = 100.0,
+        delta: Positive = 0.05,
+        offset: NotNegative | None = None,
+        start: NotNegative = 0.5,
         hrank_slopes: Sequence[float] | None = None,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
@@ -180,7 +181,7 @@ class HAPLoss(UpperStepLoss):
     ) -> None:
         of_base: dict[str, Any] = {"class_balanced": class_balanced, "include_self": include_self}
         super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, reduction=reduction, **of_base)
-        self.alpha = check_positive(self.name, "alpha", alpha)
+        self.alpha = checked(self, alpha=alpha)
         self.hrank_slopes = _check_slopes(self.name, hrank_slopes)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:

@@ -35,7 +35,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_not_negative, check_positive
+from lightning_retrieval.arguments import NotNegative, Positive, checked
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 from lightning_retrieval.losses.smooth_ap import count_above
@@ -121,16 +121,16 @@ class LogRankLoss(RetrievalLoss):
 
     def __init__(
         self,
-        tau: float = 0.01,
+        tau: Positive = 0.01,
         *,
-        lambda_: float = 1.0,
+        lambda_: NotNegative = 1.0,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.tau = check_positive(self.name, "tau", tau)
-        self.lambda_ = check_not_negative(self.name, "lambda_", lambda_)
+        self.tau = checked(self, tau=tau)
+        self.lambda_ = checked(self, lambda_=lambda_)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return log_rank(lists, tau=self.tau, lambda_=self.lambda_)

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_positive, short_repr
+from lightning_retrieval.arguments import Positive, PositiveInts, checked
+from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.smooth_ap import soft_ranks
@@ -82,17 +83,17 @@ class RecallAtKLoss(RetrievalLoss):
 
     def __init__(
         self,
-        ks: Sequence[int] = (1, 2, 4, 8, 16),
+        ks: PositiveInts = (1, 2, 4, 8, 16),
         *,
-        tau_rank: float = 0.01,
+        tau_rank: Positive = 0.01,
         tau_k: float | Sequence[float] = 1.0,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.ks = _check_ks(self.name, ks)
-        self.tau_rank = check_positive(self.name, "tau_rank", tau_rank)
+        self.ks = checked(self, ks=ks)
+        self.tau_rank = checked(self, tau_rank=tau_rank)
         self.tau_k = _check_tau_k(self.name, tau_k, len(self.ks))
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
@@ -100,15 +101,6 @@ class RecallAtKLoss(RetrievalLoss):
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery
-
-
-def _check_ks(owner: str, ks: Sequence[int]) -> tuple[int, ...]:
-    """Return `ks` as a tuple; raise unless it holds at least one integer and all are >= 1."""
-    if not isinstance(ks, Sequence) or isinstance(ks, (str, bytes)):
-        raise TypeError(f"{owner}: `ks` must be a sequence of integers, got {short_repr(ks)}.")
-    if len(ks) == 0:
-        raise ValueError(f"{owner}: `ks` must hold at least one k, got none.")
-    return tuple(check_integer(owner, "ks", k, least=1) for k in ks)
 
 
 def _check_tau_k(owner: str, tau_k: Any, number: int) -> float | tuple[float, ...]:

@@ -38,17 +38,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lightning_retrieval.arguments import Fraction, NotNegative, Number, Positive, checked, settings_repr
 from lightning_retrieval.checks import (
-    check_bool,
-    check_choice,
-    check_finite_number,
     check_instance,
-    check_not_negative,
-    check_positive,
-    check_string,
 )
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.batch_loss import QueryRange, settings_repr
+from lightning_retrieval.losses.batch_loss import QueryRange
 from lightning_retrieval.losses.blockwise import Block
 from lightning_retrieval.losses.combined import WeightedSum
 from lightning_retrieval.losses.lists import RankedLists
@@ -107,16 +102,21 @@ class UpperStepLoss(RetrievalLoss):
     """Base of the losses that count the items above a positive by H^-; for the settings, see `SupAPLoss`."""
 
     def __init__(
-        self, *, tau: float, rho: float, delta: float, offset: float | None, start: float, **settings: Any
+        self,
+        *,
+        tau: Positive,
+        rho: Positive,
+        delta: Positive,
+        offset: NotNegative | None,
+        start: NotNegative,
+        **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        self.tau = check_positive(self.name, "tau", tau)
-        self.rho = check_positive(self.name, "rho", rho)
-        self.delta = check_positive(self.name, "delta", delta)
-        if offset is not None:
-            check_not_negative(self.name, "offset", offset)
-        self.offset = offset
-        self.start = check_not_negative(self.name, "start", start)
+        self.tau = checked(self, tau=tau)
+        self.rho = checked(self, rho=rho)
+        self.delta = checked(self, delta=delta)
+        self.offset = checked(self, offset=offset)
+        self.start = checked(self, start=start)
 
     @property
     def h_minus(self) -> Step:
@@ -165,12 +165,12 @@ class SupAPLoss(UpperStepLoss):
 
     def __init__(
         self,
-        tau: float = 0.01,
+        tau: Positive = 0.01,
         *,
-        rho: float = 100.0,
-        delta: float = 0.05,
-        offset: float | None = None,
-        start: float = 0.5,
+        rho: Positive = 100.0,
+        delta: Positive = 0.05,
+        offset: NotNegative | None = None,
+        start: NotNegative = 0.5,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
@@ -200,7 +200,7 @@ class PairLoss(RetrievalLoss):
 
     def __init__(self, pair_mean: str, *, reduction: Reduction, class_balanced: bool, include_self: bool) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.pair_mean = check_string(self.name, "pair_mean", pair_mean)
+        self.pair_mean = checked(self, pair_mean=pair_mean)
         if pair_mean != "query" and (reduction != "mean" or class_balanced):
             raise ValueError(
                 f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, which gives no value "
@@ -311,18 +311,17 @@ class CalibrationLoss(PairLoss):
 
     def __init__(
         self,
-        alpha: float = 0.9,
-        beta: float = 0.6,
+        alpha: Number = 0.9,
+        beta: Number = 0.6,
         *,
         pair_mean: Literal["query", "all", "nonzero"] = "query",
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
-        check_choice(type(self).__name__, "pair_mean", pair_mean, ("query", "all", "nonzero"))
         super().__init__(pair_mean, reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.alpha = check_finite_number(self.name, "alpha", alpha)
-        self.beta = check_finite_number(self.name, "beta", beta)
+        self.alpha = checked(self, alpha=alpha)
+        self.beta = checked(self, beta=beta)
 
     def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
         only_nonzero = self.pair_mean == "nonzero"
@@ -360,7 +359,7 @@ class ROADMAPLoss(WeightedSum):
 
     def __init__(
         self,
-        lambda_: float = 0.5,
+        lambda_: Fraction = 0.5,
         sup_ap: SupAPLoss | None = None,
         calibration: CalibrationLoss | None = None,
         *,
@@ -368,13 +367,13 @@ class ROADMAPLoss(WeightedSum):
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
-        check_finite_number("ROADMAPLoss", "lambda_", lambda_, least=0, most=1)
         for name, term in (("sup_ap", sup_ap), ("calibration", calibration)):
             if term is not None:
                 check_instance("ROADMAPLoss", name, term, nn.Module)
-        check_choice("ROADMAPLoss", "reduction", reduction, ("mean", "sum", "none"))
-        check_bool("ROADMAPLoss", "class_balanced", class_balanced)
-        check_bool("ROADMAPLoss", "include_self", include_self)
+        lambda_ = checked(self, lambda_=lambda_)
+        checked(self, reduction=reduction)
+        checked(self, class_balanced=class_balanced)
+        checked(self, include_self=include_self)
         settings: dict[str, Any] = {
             "reduction": reduction,
             "class_balanced": class_balanced,

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_retrieval.checks import check_positive
+from lightning_retrieval.arguments import Positive, checked
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 
@@ -137,14 +137,14 @@ class SmoothAPLoss(RetrievalLoss):
 
     def __init__(
         self,
-        tau: float = 0.01,
+        tau: Positive = 0.01,
         *,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.tau = check_positive(self.name, "tau", tau)
+        self.tau = checked(self, tau=tau)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return smooth_ap(lists, tau=self.tau)

@@ -9,18 +9,17 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, integers
 from lightning_retrieval.checks import (
     check_bool,
-    check_choice,
     check_integer,
     check_matrix,
-    check_positive,
     check_strings,
     short_repr,
 )
@@ -232,14 +231,14 @@ class RetrievalMetrics(EmbeddingMetric):
         *,
         map_divisor: Divisor = "min(k, R)",
         extra_metrics: Sequence[str] = (),
-        alpha: float = 1.0,
+        alpha: Positive = 1.0,
         dims: Sequence[int] = (),
         reverse: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
-        self.reverse = check_bool(owner, "reverse", reverse)
+        self.reverse = checked(self, reverse=reverse)
         self.dims = check_dims(owner, dims, may_be_empty=True)
         if not isinstance(ks, Sequence) or len(ks) == 0:
             raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {short_repr(ks)}.")
@@ -247,11 +246,11 @@ class RetrievalMetrics(EmbeddingMetric):
             raise ValueError(f"{owner}: `map_ks` must hold the k of mAP@k, such as (100,), got {short_repr(map_ks)}.")
         self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
         self.map_ks = tuple(check_integer(owner, "map_ks", k, least=1) for k in map_ks)
-        self.map_divisor: Divisor = check_choice(owner, "map_divisor", map_divisor, get_args(Divisor))
+        self.map_divisor = checked(self, map_divisor=map_divisor)
         check_strings(owner, "extra_metrics", extra_metrics)
         self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
         self._extra = [extra_metric(owner, name) for name in self.extra_metrics]
-        self.alpha = check_positive(owner, "alpha", alpha)
+        self.alpha = checked(self, alpha=alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
         self.ranked_queries = 0  # number of queries in the longest list of the other direction
         self._reverse_values: dict[str, Tensor] = {}  # like `_cached_values`, for the other direction
@@ -471,10 +470,17 @@ class RandomGalleryMetrics(RetrievalMetrics):
         Liu, Tian, Wang, Pang and Huang, CVPR 2016: the test protocol of VehicleID.
     """
 
-    def __init__(self, ks: Sequence[int] = (1, 5), *, draws: int = 10, seed: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        ks: Sequence[int] = (1, 5),
+        *,
+        draws: Annotated[int, integers(1, 1000000)] = 10,
+        seed: NotNegativeInt = 0,
+        **settings: Any,
+    ) -> None:
         super().__init__(ks, **settings)
-        self.draws = check_integer(type(self).__name__, "draws", draws, least=1, most=1_000_000)
-        self.seed = check_integer(type(self).__name__, "seed", seed, least=0)
+        self.draws = checked(self, draws=draws)
+        self.seed = checked(self, seed=seed)
         if self.reverse:
             raise ValueError(
                 f"{type(self).__name__}: `reverse` must be False, because galleries are drawn at random, got True; "

@@ -7,10 +7,11 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_retrieval.arguments import checked, settings_repr
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
-from lightning_retrieval.checks import check_bool, check_instance, check_integer, check_path, first_line, short_repr
+from lightning_retrieval.checks import check_bool, check_instance, check_path, first_line, short_repr
 from lightning_retrieval.compiled import keep_plain_names, plain_state, without_wrappers
-from lightning_retrieval.models.embedder import MOST_DIM
+from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
 from lightning_retrieval.plain_data import describe, rebuild
@@ -69,18 +70,21 @@ class AdaptedEmbedder(nn.Module):
     """
 
     def __init__(
-        self, embedder: nn.Module, from_dim: int, embedding_dim: int, *, hidden_dim: int | None = None
+        self,
+        embedder: nn.Module,
+        from_dim: Dim,
+        embedding_dim: Dim,
+        *,
+        hidden_dim: Dim | None = None,
     ) -> None:
         super().__init__()
         owner = type(self).__name__
         embedder = without_wrappers(embedder)
         check_instance(owner, "embedder", embedder, nn.Module)
         keep_plain_names(self)
-        self.from_dim = check_integer(owner, "from_dim", from_dim, 1, MOST_DIM)
-        self.embedding_dim = check_integer(owner, "embedding_dim", embedding_dim, 1, MOST_DIM)
-        if hidden_dim is not None:
-            check_integer(owner, "hidden_dim", hidden_dim, 1, MOST_DIM)
-        self.hidden_dim = hidden_dim
+        self.from_dim = checked(self, from_dim=from_dim)
+        self.embedding_dim = checked(self, embedding_dim=embedding_dim)
+        self.hidden_dim = checked(self, hidden_dim=hidden_dim)
         self.embedder = embedder.requires_grad_(False).eval()
         self.head = Head(from_dim, embedding_dim, hidden_dim)
 
@@ -112,7 +116,7 @@ class AdaptedEmbedder(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"from_dim={self.from_dim}, embedding_dim={self.embedding_dim}, hidden_dim={self.hidden_dim}"
+        return settings_repr(self)
 
 
 class FrozenEmbedder(nn.Module):

@@ -13,11 +13,13 @@ To add a family, add its prefix and its builder to `FAMILIES`. A builder takes a
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_device, check_integer, check_maps, first_line, short_repr
+from lightning_retrieval.arguments import checked, integers
+from lightning_retrieval.checks import check_device, check_maps, first_line, short_repr
 from lightning_retrieval.models.backbone_request import GLYPH_NET, BackboneRequest, BuiltBackbone
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.pretrained import is_rebuilding
@@ -56,10 +58,14 @@ class GlyphNet(nn.Module):
         width. The network is slightly faster after `.to(memory_format=torch.channels_last)`.
     """
 
-    def __init__(self, width: int = 32, in_channels: int = 1) -> None:
+    def __init__(
+        self,
+        width: Annotated[int, integers(1, MOST_CHANNELS)] = 32,
+        in_channels: Annotated[int, integers(1, MOST_CHANNELS)] = 1,
+    ) -> None:
         super().__init__()
-        self.width = check_integer("GlyphNet", "width", width, 1, MOST_CHANNELS)
-        self.in_channels = check_integer("GlyphNet", "in_channels", in_channels, 1, MOST_CHANNELS)
+        self.width = checked(self, width=width)
+        self.in_channels = checked(self, in_channels=in_channels)
         self.layers = nn.Sequential()
         channels = in_channels
         for factor, stride in ((1, 2), (2, 2), (2, 1), (4, 2), (4, 1), (8, 1)):

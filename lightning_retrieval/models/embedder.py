@@ -6,14 +6,16 @@ paper, a learned whitening), L2 normalisation.
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_tensor, short_repr
+from lightning_retrieval.arguments import checked, integers
+from lightning_retrieval.checks import check_bool, check_mapping, check_tensor, short_repr
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
@@ -35,6 +37,7 @@ Pooling = Literal["gem", "avg", "max", "class_token", "own"]
 Self = TypeVar("Self", bound="Embedder")
 
 MOST_DIM = 1 << 20  # largest dimension of embeddings and features
+Dim = Annotated[int, integers(1, MOST_DIM)]
 
 _HAS_LOADED_WEIGHTS = "_has_loaded_weights"  # attribute of a module into which weights have been loaded
 
@@ -121,14 +124,14 @@ class Embedder(PretrainedModule):
     def __init__(
         self,
         backbone: str | nn.Module,
-        embedding_dim: int = 512,
+        embedding_dim: Dim = 512,
         *,
         pooling: Pooling | None = None,
         normalize: bool = True,
         weights: str | None = None,
         layer_norm: bool = False,
         freeze_batch_norm: bool = False,
-        feature_dim: int | None = None,
+        feature_dim: Dim | None = None,
         image_size: int | tuple[int, int] | None = None,
         preparation: dict[str, Any] | Preparation | None = None,
         backbone_args: dict[str, Any] | None = None,
@@ -136,15 +139,14 @@ class Embedder(PretrainedModule):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.embedding_dim = check_integer("Embedder", "embedding_dim", embedding_dim, 1, MOST_DIM)
-        self.normalize = check_bool("Embedder", "normalize", normalize)
+        self.embedding_dim = checked(self, embedding_dim=embedding_dim)
+        self.normalize = checked(self, normalize=normalize)
         self.weights = weights
-        self.layer_norm = check_bool("Embedder", "layer_norm", layer_norm)
-        self.freeze_batch_norm = check_bool("Embedder", "freeze_batch_norm", freeze_batch_norm)
+        self.layer_norm = checked(self, layer_norm=layer_norm)
+        self.freeze_batch_norm = checked(self, freeze_batch_norm=freeze_batch_norm)
         self.lora = check_lora(lora)
-        self.gradient_checkpointing = check_bool("Embedder", "gradient_checkpointing", gradient_checkpointing)
-        if feature_dim is not None:
-            check_integer("Embedder", "feature_dim", feature_dim, 1, MOST_DIM)
+        self.gradient_checkpointing = checked(self, gradient_checkpointing=gradient_checkpointing)
+        feature_dim = checked(self, feature_dim=feature_dim)
         wanted = wanted_settings("Embedder", preparation, image_size)
         if backbone_args is None:
             backbone_args = {}
@@ -312,7 +314,7 @@ class Embedder(PretrainedModule):
             skipping: AbstractContextManager[None] = nullcontext()
             if self.lora is not None:
                 skipping = with_pretrained_weights()
-            with skipping:
+            with skipping, owned_by("Embedder"):
                 built = build_backbone(request)
         else:
             built = of_module(request, backbone)

@@ -12,15 +12,15 @@ overflow and underflow for every p.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_retrieval.arguments import Positive, Rule, checked
 from lightning_retrieval.checks import (
-    check_bool,
     check_device,
     check_float,
     check_maps,
@@ -32,6 +32,7 @@ from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
 # For exponents below LEAST_P, powers round to 1 in float32.
 LEAST_P, MOST_P = 1e-2, 1e6
+Exponent = Annotated[float, Rule(check_positive, least=LEAST_P, most=MOST_P)]
 
 
 def gem(
@@ -115,11 +116,11 @@ class GeM(nn.Module):
 
     p: Float[Tensor, "1"]
 
-    def __init__(self, p: float = 3.0, eps: float = 1e-6, learnable: bool = True) -> None:
+    def __init__(self, p: Exponent = 3.0, eps: Positive = 1e-6, learnable: bool = True) -> None:
         super().__init__()
-        initial_p = torch.tensor([float(check_positive("GeM", "p", p, least=LEAST_P, most=MOST_P))])
-        self.eps = check_positive("GeM", "eps", eps)
-        self.learnable = check_bool("GeM", "learnable", learnable)
+        initial_p = torch.tensor([float(checked(self, p=p))])
+        self.eps = checked(self, eps=eps)
+        self.learnable = checked(self, learnable=learnable)
         if learnable:
             self.p = nn.Parameter(initial_p)
         else:

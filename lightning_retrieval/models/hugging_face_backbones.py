@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
     CLASS_TOKEN,
@@ -113,8 +114,8 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     image_size = _image_size(config)
     main_input = getattr(model, "main_input_name", "pixel_values")
     if main_input != "pixel_values":
-        raise ValueError(
-            f"Embedder: `backbone` must be a model of images, got hf/{request.name}, a {type(model).__name__}, "
+        raise InvalidValue(
+            f"`backbone` must be a model of images, got hf/{request.name}, a {type(model).__name__}, "
             f"which takes {main_input}."
         )
     size = height_and_width(image_size)
@@ -145,22 +146,19 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
         config = _config(transformers, request, "text_config")
         model = _model(transformers, request, config)
     if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:
-        raise ValueError(
-            f"Embedder: `backbone` must be an encoder of texts, got hf/{request.name}, a {type(model).__name__}."
-        )
+        raise InvalidValue(f"`backbone` must be an encoder of texts, got hf/{request.name}, a {type(model).__name__}.")
     return model.train(), _kept(config)
 
 
 def load_transformers(request: BackboneRequest) -> Any:
     """Import and return transformers, unless the arguments of a request would run code of a repository."""
     with optional_import(
-        f"Embedder: transformers must be installed for `backbone` hf/{request.name}: "
-        "pip install 'lightning-retrieval[hf]'."
+        f"transformers must be installed for `backbone` hf/{request.name}: pip install 'lightning-retrieval[hf]'."
     ):
         import transformers
     if request.arguments.get("trust_remote_code"):
-        raise ValueError(
-            f"Embedder: `backbone_args` must not have trust_remote_code, got "
+        raise InvalidValue(
+            f"`backbone_args` must not have trust_remote_code, got "
             f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}; to run code of a repository "
             "that you trust, build the model with transformers and give the module as `backbone`."
         )
@@ -186,9 +184,8 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
     if "model_type" in arguments:
         kind = arguments.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
-            raise ValueError(
-                f"Embedder: `backbone_args` must have a `model_type` of transformers, such as 'dinov2', got "
-                f"{short_repr(kind)}."
+            raise InvalidValue(
+                f"`backbone_args` must have a `model_type` of transformers, such as 'dinov2', got {short_repr(kind)}."
             )
         config = transformers.AutoConfig.for_model(kind, **arguments)
     else:
@@ -205,8 +202,8 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
 def _check_not_quantized(request: BackboneRequest, quantization: Any) -> None:
     """Raise if a config says that weights are integers or numbers of eight bits or less, which cannot be trained."""
     if quantization:
-        raise ValueError(
-            f"Embedder: `backbone` must be a model whose weights are not quantised, got hf/{request.name} with the "
+        raise InvalidValue(
+            f"`backbone` must be a model whose weights are not quantised, got hf/{request.name} with the "
             f"quantization_config {short_repr(quantization)}; take the model from which it was made."
         )
 
@@ -228,8 +225,8 @@ def _dtype(request: BackboneRequest, saved: Any) -> torch.dtype:
         return torch.get_default_dtype()
     dtype = getattr(torch, str(wanted).removeprefix("torch."), None)
     if dtype not in DTYPES:
-        raise ValueError(
-            "Embedder: `backbone_args` must have a `dtype` among float32, float64, float16 and bfloat16, got "
+        raise InvalidValue(
+            "`backbone_args` must have a `dtype` among float32, float64, float16 and bfloat16, got "
             f"{short_repr(wanted)}."
         )
     return dtype  # type: ignore[no-any-return]
@@ -302,8 +299,8 @@ def _check_no_adapters(transformers: Any, request: BackboneRequest) -> None:
     except (OSError, ValueError):  # which loading the weights raises again
         return
     if file is not None:
-        raise ValueError(
-            f"Embedder: `backbone` must be a model with its own weights, got hf/{request.name}, which has the adapters "
+        raise InvalidValue(
+            f"`backbone` must be a model with its own weights, got hf/{request.name}, which has the adapters "
             f"of another model ({Path(file).name}); merge them into the weights and save the model."
         )
 
@@ -317,8 +314,8 @@ def _check_names_of_shards(request: BackboneRequest) -> None:
         for name in names:
             path = PurePath(str(name))
             if path.is_absolute() or ".." in path.parts:
-                raise ValueError(
-                    f"Embedder: `backbone` must be a folder whose files of weights are in it, got hf/{request.name}, "
+                raise InvalidValue(
+                    f"`backbone` must be a folder whose files of weights are in it, got hf/{request.name}, "
                     f"whose {index.name} names {short_repr(name)}; copy the file into the folder and correct the name."
                 )
 
@@ -334,14 +331,14 @@ def _class_of_model(transformers: Any, config: Any) -> Any:
 def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
     """The error for a name whose config cannot be loaded."""
     if "trust_remote_code" in str(error):
-        return ValueError(
-            f"Embedder: `backbone` must be a model whose code is part of transformers, got hf/{request.name}, "
+        return InvalidValue(
+            f"`backbone` must be a model whose code is part of transformers, got hf/{request.name}, "
             "whose config names Python code of its repository; if you trust it, build the model with transformers and "
             "give the module."
         )
     if Path(request.name).is_dir():
-        return ValueError(
-            f"Embedder: `backbone` must be 'hf/' and a folder with the config.json of a model, got "
+        return InvalidValue(
+            f"`backbone` must be 'hf/' and a folder with the config.json of a model, got "
             f"{request.name} ({type(error).__name__})."
         )
     what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
@@ -385,14 +382,14 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
     """
     for name, value in named_values(argument, config):
         if names_kernels(name, value):
-            raise ValueError(
-                f"Embedder: `backbone` must be a model whose code is part of transformers, got "
+            raise InvalidValue(
+                f"`backbone` must be a model whose code is part of transformers, got "
                 f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}; if you trust "
                 "them, build the model with transformers and give the module."
             )
         if name in OTHER_MODELS and isinstance(value, str):
-            raise ValueError(
-                f"Embedder: `{argument}` asks for another model, {short_repr(value)}, in a config of a file "
+            raise InvalidValue(
+                f"`{argument}` asks for another model, {short_repr(value)}, in a config of a file "
                 f"(hf/{request.name}, `{name}`), and a file may not choose what is downloaded; build the model with "
                 "transformers and give the module."
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_retrieval.checks import first_line
+from lightning_retrieval.invalid import InvalidValue
 
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
 # Constructors make more numbers than they keep: random numbers that are scaled, copies, tables of positions.
@@ -26,14 +27,16 @@ class _Limits(TorchDispatchMode):
     """Counts the operations and the numbers of new tensors, and raises before there are too many.
 
     Args:
-        rule: the sentence of the error message, without its end.
+        rule: the sentence of the error messages, without its end.
         tensors: number of tensors of the weights.
         numbers: number of numbers of the weights.
+        owner: prefix of the error messages.
     """
 
-    def __init__(self, rule: str, tensors: int, numbers: int) -> None:
+    def __init__(self, rule: str, tensors: int, numbers: int, *, owner: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rule = rule
+        self.owner = owner
         self.operations = FURTHER_OPERATIONS + OPERATIONS_PER_TENSOR * tensors
         self.numbers = FURTHER_NUMBERS + NUMBERS_PER_WEIGHT * numbers
 
@@ -41,12 +44,12 @@ class _Limits(TorchDispatchMode):
         kwargs = kwargs or {}
         self.operations -= 1
         if self.operations < 0:
-            raise ValueError(f"{self.rule} more layers than its weights have.")
+            raise InvalidValue(f"{self.rule} more layers than its weights have.", self.owner)
         if not func._schema.is_mutable and not func.is_view:
             numbers = _new_numbers(func, args, kwargs)
             self.numbers -= numbers
             if self.numbers < 0:
-                raise ValueError(f"{self.rule} too many numbers, {numbers:,} in one tensor.")
+                raise InvalidValue(f"{self.rule} too many numbers, {numbers:,} in one tensor.", self.owner)
         return func(*args, **kwargs)
 
 
@@ -96,21 +99,22 @@ def limited_to(owner: str, weights: Mapping[str, Any] | None) -> Iterator[None]:
         sizes = [value.numel() for value in weights.values() if isinstance(value, Tensor)]
         tensors, numbers = len(sizes), sum(sizes)
         shown = f"its weights ({tensors:,} tensors with {numbers:,} numbers)"
-    rule = f"{owner}: a file must describe a network of about the size of {shown}, got a description that asks for"
-    with _Limits(rule, tensors, numbers):
+    rule = f"a file must describe a network of about the size of {shown}, got a description that asks for"
+    with _Limits(rule, tensors, numbers, owner=owner):
         try:
             yield
         except (MemoryError, OverflowError) as error:
-            raise ValueError(f"{rule} more than the memory of this machine ({first_line(error)}).") from None
+            raise InvalidValue(f"{rule} more than the memory of this machine ({first_line(error)}).", owner) from None
         except (OSError, ImportError, ValueError):
             raise
         except Exception as error:  # constructors raise errors of many types
             text = first_line(error)
             if any(word in text.lower() for word in ("memory", "overflow")):
-                raise ValueError(f"{rule} more than the memory of this machine ({text}).") from None
+                raise InvalidValue(f"{rule} more than the memory of this machine ({text}).", owner) from None
             if isinstance(error, TypeError):
                 raise
-            raise ValueError(
-                f"{owner}: a file must describe a network that can be built, got one whose constructor raises "
-                f"{type(error).__name__} ({text})."
+            raise InvalidValue(
+                "a file must describe a network that can be built, got one whose constructor raises "
+                f"{type(error).__name__} ({text}).",
+                owner,
             ) from None

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
@@ -113,8 +114,8 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     # Files of older releases of a model also hold buffers with indices. Today's models compute these indices.
     unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
     if unknown:
-        raise ValueError(
-            f"Embedder: `weights` must be a file with the weights of this backbone, got {path}, which has "
+        raise InvalidValue(
+            f"`weights` must be a file with the weights of this backbone, got {path}, which has "
             f"{len(unknown)} more tensors ({first_of(unknown, SHOWN_NAMES)})."
         )
     try:
@@ -161,8 +162,8 @@ def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collecti
     needed += [name for name, _ in backbone.named_buffers() if name.rpartition(".")[2] in RUNNING_STATISTICS]
     absent = [name for name in needed if name in missing]
     if absent:
-        raise ValueError(
-            f"Embedder: `weights` must be a file with the weights of {network}, got {path}, loaded "
+        raise InvalidValue(
+            f"`weights` must be a file with the weights of {network}, got {path}, loaded "
             f"{len(needed) - len(absent)} of {len(needed)} tensors; it has no {first_of(absent, SHOWN_NAMES)}."
         )
 
@@ -176,7 +177,7 @@ def other_weights(path: str, network: str, error: Exception) -> ValueError:
         error: the error of torch.
     """
     reason = " ".join(str(error).split())
-    return ValueError(f"Embedder: `weights` must be a file with the weights of {network}, got {path} ({reason[:300]}).")
+    return InvalidValue(f"`weights` must be a file with the weights of {network}, got {path} ({reason[:300]}).")
 
 
 def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:
@@ -188,7 +189,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     """
     file = check_path("Embedder", "weights", path)
     if not file.is_file():
-        raise FileNotFoundError(f"Embedder: `weights` must be a file of weights, got {path}, which does not exist.")
+        raise MissingFile(f"`weights` must be a file of weights, got {path}, which does not exist.")
     try:
         if file.suffix == ".safetensors":
             content = load_safetensors().load_file(file)
@@ -199,26 +200,26 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     except Exception as error:  # damaged files raise errors of many types
         if is_system_error(error):
             raise
-        raise ValueError(
-            f"Embedder: `weights` must be a file of safetensors or of torch.save with tensors only, got {path} "
+        raise InvalidValue(
+            f"`weights` must be a file of safetensors or of torch.save with tensors only, got {path} "
             f"({type(error).__name__}: {first_line(error)})."
         ) from None
     for key in keys:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping):
-        raise ValueError(f"Embedder: `weights` must be a file of tensors by name, got {path} ({short_repr(content)}).")
+        raise InvalidValue(f"`weights` must be a file of tensors by name, got {path} ({short_repr(content)}).")
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:  # without tensors, timm would download its own weights
         found = ", ".join(sorted(map(str, content))[:SHOWN_NAMES])
-        raise ValueError(
-            f"Embedder: `weights` must be a file of tensors by name, got {path}, which has none, but the entries "
+        raise InvalidValue(
+            f"`weights` must be a file of tensors by name, got {path}, which has none, but the entries "
             f"{found}; save the state_dict of the network."
         )
     quantized = list(filter(lambda name: _is_quantized(tensors[name]), tensors))
     if quantized:
-        raise ValueError(
-            f"Embedder: `weights` must be a file whose tensors are not quantised, got {path} with "
+        raise InvalidValue(
+            f"`weights` must be a file whose tensors are not quantised, got {path} with "
             f"{tensors[quantized[0]].dtype} ({first_of(quantized, SHOWN_NAMES)}); take the weights before quantisation."
         )
     return tensors
@@ -277,8 +278,8 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
             "a file may not choose what is downloaded, so if you trust it, download it yourself (`hf download`), after "
             "which it is read from the cache"
         )
-    return ValueError(
-        f"Embedder: `{argument}` asks for {what}, which could not be loaded ({type(error).__name__}: "
+    return InvalidValue(
+        f"`{argument}` asks for {what}, which could not be loaded ({type(error).__name__}: "
         f"{first_line(error)}); {cure}."
     )
 
@@ -289,7 +290,7 @@ def load_safetensors() -> Any:
     Raises:
         ModuleNotFoundError: if safetensors is not installed.
     """
-    with optional_import("Embedder: safetensors must be installed: pip install 'lightning-retrieval[hub]'."):
+    with optional_import("safetensors must be installed: pip install 'lightning-retrieval[hub]'.", "Embedder"):
         import safetensors.torch
     return safetensors.torch
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.arguments import checked
 from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.sides import Side, TwoSides, side_of_module
@@ -89,7 +89,7 @@ class RetrievalNetwork(nn.Module):
         if whitening is not None:
             self.whitening = rebuild(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
-        self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
+        self.eval_scales_pooling = checked(self, eval_scales_pooling=eval_scales_pooling)
         self.dtype = torch.get_default_dtype()
         # The preparation of images in evaluation, as plain data, and that of queries; None if not recorded.
         self.preparation: dict[str, Any] | None = None

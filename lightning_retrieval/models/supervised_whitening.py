@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import as_int64, check_integer, check_integers, check_matrix
+from lightning_retrieval.arguments import PositiveInt, checked
+from lightning_retrieval.checks import as_int64, check_integers, check_matrix
 from lightning_retrieval.models.whitening import (
     FitRows,
     PrincipalComponents,
@@ -141,9 +142,9 @@ class SupervisedWhitening(WhiteningOfSums):
 
     needs_labels = True
 
-    def __init__(self, dim: int | None = None, pairs_per_image: int = 5) -> None:
+    def __init__(self, dim: PositiveInt | None = None, pairs_per_image: PositiveInt = 5) -> None:
         super().__init__(dim, power=0.0)
-        self.pairs_per_image = check_integer("SupervisedWhitening", "pairs_per_image", pairs_per_image, least=1)
+        self.pairs_per_image = checked(self, pairs_per_image=pairs_per_image)
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         pairs = matching_pairs(finest(_required(labels)).to(rows.local.device), self.pairs_per_image)
@@ -165,9 +166,6 @@ class SupervisedWhitening(WhiteningOfSums):
             raise ValueError(
                 f"SupervisedWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {self.dim}."
             )
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, pairs_per_image={self.pairs_per_image}"
 
 
 def _required(labels: Any) -> Any:

@@ -10,10 +10,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_string, is_traced, short_repr
+from lightning_retrieval.arguments import PositiveInt, checked
+from lightning_retrieval.checks import check_integer, check_mapping, is_traced, short_repr
 from lightning_retrieval.compiled import keep_plain_names
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.backbone_request import BackboneRequest
-from lightning_retrieval.models.embedder import MOST_DIM, has_loaded_weights, note_loaded_weights
+from lightning_retrieval.models.embedder import Dim, has_loaded_weights, note_loaded_weights
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
 from lightning_retrieval.models.pretrained import are_skipped, is_local_file, is_rebuilding
 from lightning_retrieval.models.tokenizers import (
@@ -28,7 +30,6 @@ from lightning_retrieval.ranking.rows import normalize as l2_normalize
 NGRAM_NET = "ngram_net"
 HUGGING_FACE = "hf/"
 NGRAM_SETTINGS = ("buckets", "min_n", "max_n")  # arguments of "ngram_net" that are those of the tokenizer
-PARTS = ("Embedder", "NgramNet", "NgramTokenizer", "JSONTokenizer")  # owners of errors in the user's arguments
 # Text models that were trained without a mask, on texts padded to the full length: they pool the last token.
 PADDED_MODELS = ("siglip_text_model", "siglip2_text_model")
 DEFAULT_LENGTH = 512  # maximum number of tokens of a model that does not name one
@@ -46,10 +47,10 @@ class NgramNet(nn.Module):
         TypeError: if a number is not an integer.
     """
 
-    def __init__(self, buckets: int = 1 << 15, dim: int = 128) -> None:
+    def __init__(self, buckets: PositiveInt = 1 << 15, dim: Dim = 128) -> None:
         super().__init__()
-        self.dim = check_integer("NgramNet", "dim", dim, 1, MOST_DIM)
-        self.buckets = check_integer("NgramNet", "buckets", buckets, 1)
+        self.dim = checked(self, dim=dim)
+        self.buckets = checked(self, buckets=buckets)
         self.vectors = nn.EmbeddingBag(buckets + 1, dim, mode="mean", padding_idx=0)
         self.hidden = nn.Linear(dim, dim)
 
@@ -158,21 +159,19 @@ class TextEmbedder(nn.Module):
     def __init__(
         self,
         backbone: str,
-        embedding_dim: int = 512,
+        embedding_dim: Dim = 512,
         *,
         normalize: bool = True,
         weights: str | None = None,
-        max_length: int | None = None,
+        max_length: PositiveInt | None = None,
         backbone_args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.embedding_dim = check_integer("TextEmbedder", "embedding_dim", embedding_dim, 1, MOST_DIM)
-        self.normalize = check_bool("TextEmbedder", "normalize", normalize)
+        self.embedding_dim = checked(self, embedding_dim=embedding_dim)
+        self.normalize = checked(self, normalize=normalize)
         self.weights = weights
-        if max_length is not None:
-            check_integer("TextEmbedder", "max_length", max_length, least=1)
-        self.max_length = max_length
-        self.backbone_name = check_string("TextEmbedder", "backbone", backbone)
+        self.max_length = checked(self, max_length=max_length)
+        self.backbone_name = checked(self, backbone=backbone)
         self.backbone_args: dict[str, Any] = {}
         if backbone_args is not None:
             check_mapping("TextEmbedder", "backbone_args", backbone_args)
@@ -296,21 +295,14 @@ class TextEmbedder(nn.Module):
             check_plain_data("TextEmbedder", "backbone_args", self.backbone_args)
             check_integers_of_file("TextEmbedder", "backbone_args", self.backbone_args)
         self._tokenizer = None
-        try:
+        with owned_by("TextEmbedder"):
             if name == NGRAM_NET:
                 self._build_ngram_net()
             elif name.startswith(HUGGING_FACE):
                 self._build_hugging_face(name.removeprefix(HUGGING_FACE))
             else:
-                raise ValueError(
-                    "TextEmbedder: `backbone` must be 'ngram_net', or 'hf/' and a Hugging Face hub id or a local "
-                    f"folder, got {name!r}."
-                )
-        except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
-            owner, _, problem = str(error).partition(":")
-            if owner in PARTS:
-                raise type(error)(f"TextEmbedder:{problem}") from None
-            raise
+                rule = "must be 'ngram_net', or 'hf/' and a Hugging Face hub id or a local folder"
+                raise InvalidValue(rule, argument="backbone", got=repr(name))
 
     def _check_tokenizer(self, tokenizer: JSONTokenizer) -> None:
         """Raise unless the model has a vector for each token of a tokenizer, and for each position of its texts."""

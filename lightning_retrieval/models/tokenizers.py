@@ -13,14 +13,16 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
+from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_integer, first_line, short_repr
 from lightning_retrieval.files import check_regular_file
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
 
@@ -45,8 +47,8 @@ class Tokenizer(ABC):
         TypeError: if `max_length` is not an integer; when called, if the texts are not strings.
     """
 
-    def __init__(self, max_length: int) -> None:
-        self.max_length = check_integer(type(self).__name__, "max_length", max_length, 1, MOST_TOKENS)
+    def __init__(self, max_length: Annotated[int, integers(1, MOST_TOKENS)]) -> None:
+        self.max_length = checked(self, max_length=max_length)
 
     def __call__(self, texts: Sequence[str]) -> Int64[Tensor, "rows tokens"]:
         """The tokens of each text, at most `max_length`, padded with -1 to the longest row.
@@ -56,7 +58,7 @@ class Tokenizer(ABC):
         """
         is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
         if not is_list or not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"{type(self).__name__}: `texts` must be a list of strings, got {short_repr(texts)}.")
+            raise InvalidType(f"`texts` must be a list of strings, got {short_repr(texts)}.", type(self).__name__)
         return padded([torch.tensor(self.tokens(text)[: self.max_length], dtype=torch.int64) for text in texts])
 
     @abstractmethod
@@ -99,12 +101,18 @@ class NgramTokenizer(Tokenizer):
                 [785, 455,  98, 157, 901, 317, 291, 204]])
     """
 
-    def __init__(self, *, buckets: int = 1 << 15, min_n: int = 3, max_n: int = 5, max_length: int = 1024) -> None:
+    def __init__(
+        self,
+        *,
+        buckets: Annotated[int, integers(1, MOST_BUCKETS)] = 1 << 15,
+        min_n: int = 3,
+        max_n: Annotated[int, integers(1, MOST_CHARACTERS)] = 5,
+        max_length: int = 1024,
+    ) -> None:
         super().__init__(max_length)
-        owner = type(self).__name__
-        self.buckets = check_integer(owner, "buckets", buckets, 1, MOST_BUCKETS)
-        self.max_n = check_integer(owner, "max_n", max_n, 1, MOST_CHARACTERS)
-        self.min_n = check_integer(owner, "min_n", min_n, 1, max_n)
+        self.buckets = checked(self, buckets=buckets)
+        self.max_n = checked(self, max_n=max_n)
+        self.min_n = check_integer(type(self).__name__, "min_n", min_n, 1, max_n)
 
     def tokens(self, text: str) -> list[int]:
         return [zlib.crc32(ngram.encode("utf-8", "surrogatepass")) % self.buckets for ngram in self._ngrams(text)]
@@ -134,8 +142,9 @@ class JSONTokenizer(Tokenizer):
     def __init__(self, text: str, *, max_length: int) -> None:
         super().__init__(max_length)
         with optional_import(
-            "JSONTokenizer: tokenizers must be installed for the tokenizer of a Hugging Face model: "
-            "pip install 'lightning-retrieval[hf]'."
+            "tokenizers must be installed for the tokenizer of a Hugging Face model: "
+            "pip install 'lightning-retrieval[hf]'.",
+            "JSONTokenizer",
         ):
             import tokenizers
         self.text = text
@@ -145,9 +154,9 @@ class JSONTokenizer(Tokenizer):
             self._tokenizer.no_padding()
             self._tokenizer.enable_truncation(max_length)
         except Exception as error:  # tokenizers raises errors without a type of their own
-            raise ValueError(
-                f"JSONTokenizer: `text` must be the content of a {TOKENIZER_FILE}, got {short_repr(text)} "
-                f"({first_line(error)})."
+            raise InvalidValue(
+                f"`text` must be the content of a {TOKENIZER_FILE}, got {short_repr(text)} ({first_line(error)}).",
+                "JSONTokenizer",
             ) from None
 
     def tokens(self, text: str) -> list[int]:
@@ -206,7 +215,7 @@ def check_growth(owner: str, text: str) -> None:
             regular expression repeats a group.
     """
     if len(text) > LARGEST_STATE:
-        raise ValueError(f"{owner}: `text` must have at most {LARGEST_STATE:,} characters, got {len(text):,}.")
+        raise InvalidValue(f"`text` must have at most {LARGEST_STATE:,} characters, got {len(text):,}.", owner)
     try:
         pending = [json.loads(text)]
     except (ValueError, RecursionError):
@@ -220,9 +229,10 @@ def check_growth(owner: str, text: str) -> None:
         elif isinstance(value, list):
             pending += value
     if growth > MOST_GROWTH:
-        raise ValueError(
-            f"{owner}: `text` must be a tokenizer that makes no text more than {MOST_GROWTH} times longer and whose "
-            f"regular expressions repeat no groups, got {short_repr(text)}; take another tokenizer."
+        raise InvalidValue(
+            f"`text` must be a tokenizer that makes no text more than {MOST_GROWTH} times longer and whose "
+            f"regular expressions repeat no groups, got {short_repr(text)}; take another tokenizer.",
+            owner,
         )
 
 

@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_retrieval.arguments import Fraction, PositiveInt, checked, settings_repr
 from lightning_retrieval.checks import (
     check_finite,
-    check_integer,
     check_integers,
     check_matrix,
-    check_not_negative,
 )
 from lightning_retrieval.distributed import (
     UNSHARDED,
@@ -198,14 +197,15 @@ class Whitening(nn.Module):
         power: exponent of the variance by which each direction is divided.
     """
 
-    def __init__(self, dim: int | None, power: float) -> None:
+    def __init__(self, dim: PositiveInt | None, power: Fraction) -> None:
         super().__init__()
-        if dim is not None:
-            check_integer(type(self).__name__, "dim", dim, least=1)
-        self.dim = dim
-        self.power = power
+        self.dim = checked(self, dim=dim)
+        self.power = checked(self, power=power)
         self.learned: PrincipalComponents | None = None
         self.is_awaited = False  # whether a callback will learn it in the current run
+
+    def extra_repr(self) -> str:
+        return settings_repr(self)
 
     def fit(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
@@ -412,8 +412,8 @@ class PCAWhitening(WhiteningOfSums):
         otherwise.
     """
 
-    def __init__(self, dim: int | None = None, power: float = 0.5) -> None:
-        super().__init__(dim, check_not_negative("PCAWhitening", "power", power, most=1))
+    def __init__(self, dim: PositiveInt | None = None, power: Fraction = 0.5) -> None:
+        super().__init__(dim, power)
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         check_matrix("PCAWhitening", "embeddings", embeddings, finite=True)
@@ -429,9 +429,6 @@ class PCAWhitening(WhiteningOfSums):
         if self.power:
             _check_variances(found.variances, from_dim, dtype)
         return found
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, power={self.power}"
 
     def _check_size(self, rows: int, from_dim: int, dim: int) -> None:
         """Raise if `dim` directions cannot be learned from this many rows of this dimension."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.checks import check_callable
+from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
@@ -198,13 +199,10 @@ class RunPreparation:
     def _changed(self, preparation: Preparation) -> Preparation:
         settings = dict(self.settings)
         image_size = settings.pop("image_size", None)
-        try:
+        with owned_by(self.owner):
             if image_size is not None:
                 preparation = preparation.with_size(image_size)
             return dataclasses.replace(preparation, **settings)
-        except (ValueError, TypeError) as error:
-            message = str(error).replace("Preparation:", f"{self.owner}:", 1)
-            raise type(error)(message) from None
 
 
 def record_preparation(module: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import check_float, check_integer, check_tensor, short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.prepare import Box, Size, colour
 
 Pixels = UInt8[Tensor, "channel height width"]
@@ -31,16 +32,16 @@ UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
 
 def check_colour(owner: str, name: str, value: Any) -> tuple[int, int, int]:
     """Red, green and blue of a colour; raise unless it is a colour name of Pillow or three integers from 0 to 255."""
-    rule = f"{owner}: `{name}` must be the name of a colour, such as 'white' or '#ff8000', or (red, green, blue)"
+    rule = "must be the name of a colour, such as 'white' or '#ff8000', or (red, green, blue)"
     if isinstance(value, str):
         try:
             return colour(value)  # type: ignore[return-value]
         except ValueError:
-            raise ValueError(f"{rule}, got {short_repr(value)}.") from None
+            raise InvalidValue(rule, owner, name, got=short_repr(value)) from None
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{rule}, got {short_repr(value)} ({type(value).__name__}).")
+        raise InvalidType(rule, owner, name, got=f"{short_repr(value)} ({type(value).__name__})")
     if len(value) != 3:
-        raise ValueError(f"{rule}, got {short_repr(value)}.")
+        raise InvalidValue(rule, owner, name, got=short_repr(value))
     red, green, blue = (check_integer(owner, name, part, 0, 255) for part in value)
     return red, green, blue
 
@@ -102,9 +103,9 @@ def check_pixels(owner: str, name: str, pixels: Any) -> None:
     """
     check_tensor(owner, name, pixels)
     if pixels.dtype != torch.uint8:
-        raise TypeError(f"{owner}: `{name}` must be a PIL image or a tensor of uint8, got {pixels.dtype}.")
+        raise InvalidType(f"`{name}` must be a PIL image or a tensor of uint8, got {pixels.dtype}.", owner)
     if pixels.ndim != 3 or len(pixels) != 3:
-        raise ValueError(f"{owner}: `{name}` must have shape (3, height, width), got {tuple(pixels.shape)}.")
+        raise InvalidValue(f"`{name}` must have shape (3, height, width), got {tuple(pixels.shape)}.", owner)
 
 
 def check_normalized(owner: str, images: Tensor) -> None:
@@ -115,9 +116,8 @@ def check_normalized(owner: str, images: Tensor) -> None:
         images: a batch.
     """
     if images.dtype == torch.uint8:
-        raise TypeError(
-            f"{owner}: `images` must be floating point, got torch.uint8; normalise them, as "
-            "`Preparation.normalize` does."
+        raise InvalidType(
+            "`images` must be floating point, got torch.uint8; normalise them, as `Preparation.normalize` does.", owner
         )
     check_float(owner, "images", images, may_be_meta=True)
 
@@ -135,8 +135,8 @@ def check_size(owner: str, name: str, value: Any) -> int | Size | None:
     if not isinstance(value, (list, tuple)):
         return check_integer(owner, name, value, 1, MOST_PIXELS)
     if len(value) != 2:
-        raise ValueError(
-            f"{owner}: `{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}."
+        raise InvalidValue(
+            f"`{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}.", owner
         )
     height, width = (check_integer(owner, name, side, 1, MOST_PIXELS) for side in value)
     return height, width

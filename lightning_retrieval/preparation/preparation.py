@@ -37,6 +37,7 @@ from lightning_retrieval.checks import (
     check_tensor,
     short_repr,
 )
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.pixels import (
     INTERPOLATIONS,
     MOST_PIXELS,
@@ -187,7 +188,7 @@ class Preparation:
         """
         check_tensor("Preparation", "images", images)
         if images.dtype != torch.uint8:
-            raise TypeError(f"Preparation: `images` must be uint8, got {images.dtype}.")
+            raise InvalidType(f"`images` must be uint8, got {images.dtype}.", "Preparation")
         mean, std = self._channel_values(images)
         return images.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
 
@@ -256,9 +257,10 @@ class Preparation:
         if self.crop_size is not None:
             return needed_part((height, width), new_size, centre_box(*new_size, self.crop_size))
         if new_size[0] * new_size[1] > max(MOST_PIXELS**2, height * width):
-            raise ValueError(
-                f"Preparation: `image_size` must be given for an image of {width} x {height} pixels, which resizing "
-                f"would enlarge to {new_size[1]:,} x {new_size[0]:,}; give it, so that images are cropped."
+            raise InvalidValue(
+                f"`image_size` must be given for an image of {width} x {height} pixels, which resizing "
+                f"would enlarge to {new_size[1]:,} x {new_size[0]:,}; give it, so that images are cropped.",
+                "Preparation",
             )
         return NeededPart((0, 0, height, width), new_size, (0, 0, *new_size))
 
@@ -276,9 +278,10 @@ class Preparation:
             check_pixels("Preparation", "image", given)
             image = to_image(given)
         elif not isinstance(given, Image.Image):
-            raise TypeError(
-                f"Preparation: `image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
-                "PIL.Image.fromarray converts an array (height, width, 3) of uint8."
+            raise InvalidType(
+                f"`image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
+                "PIL.Image.fromarray converts an array (height, width, 3) of uint8.",
+                "Preparation",
             )
         background = check_colour("Preparation", "background", self.background)
         return in_colours(image, self.channels, background, self.least_size)
@@ -286,9 +289,9 @@ class Preparation:
     def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """`mean` and `std` in a shape that broadcasts with the images."""
         if images.ndim < 3 or images.shape[-3] != self.channels:
-            raise ValueError(
-                f"Preparation: `images` must have shape (..., {self.channels}, height, width), got "
-                f"{tuple(images.shape)}."
+            raise InvalidValue(
+                f"`images` must have shape (..., {self.channels}, height, width), got {tuple(images.shape)}.",
+                "Preparation",
             )
         values = torch.tensor([self.mean, self.std], device=images.device)  # (2, channel)
         mean, std = values[..., None, None]
@@ -301,9 +304,10 @@ class Preparation:
             return
         height, width = pair(target)
         if crop[0] > height or crop[1] > width:
-            raise ValueError(
-                f"Preparation: `resize` must be at least `image_size`, {self.image_size}, so that the crop lies in the "
-                f"image, got {self.resize}."
+            raise InvalidValue(
+                f"`resize` must be at least `image_size`, {self.image_size}, so that the crop lies in the "
+                f"image, got {self.resize}.",
+                "Preparation",
             )
 
     def _set(self, name: str, value: Any) -> None:
@@ -329,12 +333,12 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 def _check_channels(name: str, values: Any, channels: int, check: Callable[..., float]) -> tuple[float, ...]:
     """Check that there is one number for each channel, and each number, and return the numbers as plain data."""
     if not isinstance(values, (list, tuple)):
-        raise TypeError(
-            f"Preparation: `{name}` must hold one number for each channel, got {short_repr(values)} "
-            f"({type(values).__name__})."
+        raise InvalidType(
+            f"`{name}` must hold one number for each channel, got {short_repr(values)} ({type(values).__name__}).",
+            "Preparation",
         )
     if len(values) != channels:
-        raise ValueError(
-            f"Preparation: `{name}` must hold one number for each channel, {channels}, got {short_repr(values)}."
+        raise InvalidValue(
+            f"`{name}` must hold one number for each channel, {channels}, got {short_repr(values)}.", "Preparation"
         )
     return tuple(float(check("Preparation", name, value)) for value in values)

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Int, Integer, UInt8
 from torch import Tensor
 
-from lightning_retrieval.checks import as_int64, check_integer, check_integers, check_tensor, short_repr
+from lightning_retrieval.arguments import PositiveInt, checked
+from lightning_retrieval.checks import as_int64, check_integers, check_tensor, short_repr
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.ranking.labels import Role, check_nesting, check_roles, finest, has_role
 
@@ -333,8 +334,8 @@ class SharedTags(Relevance):
     reads = ("tags",)
     has_classes = False
 
-    def __init__(self, at_least: int = 1) -> None:
-        self.at_least = check_integer(self.name, "at_least", at_least, least=1)
+    def __init__(self, at_least: PositiveInt = 1) -> None:
+        self.at_least = checked(self, at_least=at_least)
 
     def columns(self, labels: Int[Tensor, "row ..."], batch: Any) -> Int[Tensor, "row tag"]:
         tags = self._entry(batch, "tags")

@@ -37,6 +37,7 @@ from lightning_retrieval.files import (
     write_verified,
     writing,
 )
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 
 FILE_FORMATS = ("parquet", "npy")
@@ -521,9 +522,12 @@ def check_output(owner: str, path: Path) -> None:
         others = [file for file in path.iterdir() if file.name != LOCK and not is_temporary(file)]
         if not others or (path / MANIFEST).is_file():
             return
-    raise ValueError(
-        f"{owner}: `output` must be a new folder, or one with embeddings to continue, got {path}, which is something "
-        "else; give another path."
+    raise InvalidValue(
+        "must be a new folder, or one with embeddings to continue",
+        owner,
+        "output",
+        got=f"{path}, which is something else",
+        cure="give another path",
     )
 
 

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import CombinedLoader, pl
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
-from lightning_retrieval.checks import check_choice, check_integer, check_path, first_line
+from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.distributed import gather_objects, unshared
 from lightning_retrieval.search.embedding_folder import (
-    DTYPES,
-    FILE_FORMATS,
     SHARD_SIZE,
     EmbeddingManifest,
     ShardRows,
@@ -345,15 +344,15 @@ class EmbeddingWriter(pl.Callback):
         output: str | Path | None = None,
         *,
         file_format: Literal["parquet", "npy"] = "parquet",
-        shard_size: int = SHARD_SIZE,
+        shard_size: PositiveInt = SHARD_SIZE,
         dtype: Literal["float32", "float16"] = "float32",
     ) -> None:
         self.output: Path | None = None
         if output is not None:
             self.output = check_path(self.owner, "output", output)
-        self.file_format = check_choice(self.owner, "file_format", file_format, FILE_FORMATS)
-        self.shard_size = check_integer(self.owner, "shard_size", shard_size, least=1)
-        self.dtype = check_choice(self.owner, "dtype", dtype, DTYPES)
+        self.file_format = checked(self, file_format=file_format)
+        self.shard_size = checked(self, shard_size=shard_size)
+        self.dtype = checked(self, dtype=dtype)
         self.written = 0
         """Number of files that the last prediction wrote, in all processes."""
         self.renewed = 0

@@ -18,7 +18,9 @@ import torch
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 
+from lightning_retrieval.arguments import rule_of_argument
 from lightning_retrieval.datamodules.base import ShownArguments
+from lightning_retrieval.invalid import Invalid
 from tests.awkward_values.values import awkward_values
 from tests.test_contracts import PUBLIC, settings_of
 
@@ -100,7 +102,7 @@ def complaints(call):
         for name, value in awkward_values(valid).items():
             if name in call.raises.get(argument, ()):
                 continue
-            fits = is_of_type(value, hints[argument]) or name in call.accepts.get(argument, ())
+            fits = is_valid(call.signed, argument, value, hints) or name in call.accepts.get(argument, ())
             problem = problem_of(call, argument, value, fits)
             if problem:
                 found.append(f"{call.owner}: {argument}={name} {problem}")
@@ -148,7 +150,7 @@ def problem_of(call, argument, value, fits):
         call: the valid call.
         argument: the argument that is replaced.
         value: the awkward value.
-        fits: whether the value is valid as far as its type goes. Others must not be accepted.
+        fits: whether the value is valid as far as its annotation goes. Others must not be accepted.
     """
     arguments = {**call.valid(), argument: value}
     accepted = False
@@ -162,10 +164,10 @@ def problem_of(call, argument, value, fits):
         return f"took more than {SECONDS} seconds"
     except Exception as error:
         if accepted and not fits:
-            return "was accepted, though its type is wrong, and failed later"
+            return "was accepted, though its annotation forbids it, and failed later"
         return problem_of_error(error, call.owner, argument)
     if not fits:
-        return "was accepted, though its type is wrong"
+        return "was accepted, though its annotation forbids it"
     if not is_right(used) and not (call.maps and is_passed_on(value)):
         return f"gave {str(used)[:100]}"
     return None
@@ -175,7 +177,7 @@ def problem_of_error(error, owner, argument):
     """What is wrong with an error, None if it is of an accepted type and names owner and argument."""
     message = " ".join(str(error).split())
     named = owner in message and re.search(rf"\b{argument}\b", message)
-    if type(error) in ERRORS and named:
+    if (type(error) in ERRORS or isinstance(error, Invalid)) and named:
         return None
     return f"raised {type(error).__name__}: {message[:150]}"
 
@@ -189,6 +191,17 @@ def annotations(function):
         if "__init__" in vars(base) and base.__module__.startswith("lightning_retrieval"):
             found |= typing.get_type_hints(base.__init__)
     return found
+
+
+def is_valid(function, argument, value, hints):
+    """Whether a value follows the rule that its parameter declares, or has the annotated type if there is no rule."""
+    try:
+        rule_of_argument(function, argument)("owner", argument, value)
+    except Invalid:
+        return False
+    except LookupError:
+        return is_of_type(value, hints[argument])
+    return True
 
 
 def is_of_type(value, annotation):

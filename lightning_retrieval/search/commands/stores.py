@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, first_line
+from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
@@ -315,7 +316,7 @@ class MilvusCollection:
                 f"{owner}: `shards` must be 1 with a store in Milvus, which distributes rows by itself, got "
                 f"{settings.shards}."
             )
-        with _named_as("output"):
+        with owned_by(OWNER, uri="store", name="output"):
             check_store(uri, name, settings.factory, settings.parameters)
         self._owner = owner
         self._address = (uri, name)
@@ -360,7 +361,7 @@ class MilvusCollection:
     def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
         settings = {"factory": self._settings.factory, "parameters": self._settings.parameters}
-        with _named_as("output"):
+        with owned_by(OWNER, uri="store", name="output"):
             store = MilvusStore.create(*self._address, dim, about=about, columns=rows.column_kinds(), **settings)
         try:
             store.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
@@ -549,7 +550,7 @@ def opened_index(index: Path, store: str | None, *, verify: bool = True) -> Iter
         yield RetrievalIndex.load(index, mapped=True, verify=verify)
         return
     uri = _uri(store)
-    with _named_as("index"):
+    with owned_by(OWNER, uri="store", name="index"):
         opened = MilvusStore(uri, str(index))
     try:
         yield opened
@@ -561,18 +562,6 @@ def close_index(index: EmbeddingStore) -> None:
     """Close the connection of an index in Milvus; a faiss index needs no closing."""
     if isinstance(index, MilvusStore):
         index.close()
-
-
-@contextmanager
-def _named_as(index: str) -> Iterator[None]:
-    """Translate argument names in errors of `MilvusStore` to names of options: `store`, `index` or `output`."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        message = str(error).replace("`uri`", "`store`").replace("`name`", f"`{index}`")
-        if not message.startswith(OWNER):
-            raise
-        raise type(error)(message) from None
 
 
 def _uri(store: str) -> str:

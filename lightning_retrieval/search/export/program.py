@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lightning_retrieval.checks import check_choice, check_instance, first_line
+from lightning_retrieval.arguments import checked
+from lightning_retrieval.checks import check_instance, first_line
 from lightning_retrieval.preparation.preparation import Preparation
 
 OWNER = "export_program"
@@ -45,7 +46,7 @@ class EmbeddingProgram(nn.Module):
 
     def __init__(self, module: nn.Module, preparation: Preparation, input_type: InputType = "uint8") -> None:
         super().__init__()
-        self.input_type = check_choice("EmbeddingProgram", "input_type", input_type, INPUT_TYPES)
+        self.input_type = checked(self, input_type=input_type)
         self.preparation = preparation
         self.module = module
         values = torch.tensor([preparation.mean, preparation.std])

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.files import DigestStream
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
@@ -51,23 +52,24 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     """
     faiss = load_faiss()
     if not isinstance(factory, str):
-        raise TypeError(
-            f"{OWNER}: `factory` must be a string, such as 'Flat', got {short_repr(factory)} "
-            f"({type(factory).__name__})."
+        raise InvalidType(
+            f"`factory` must be a string, such as 'Flat', got {short_repr(factory)} ({type(factory).__name__}).", OWNER
         )
     try:
         if "IDMap" in factory:
             raise RuntimeError("ids are always kept, so omit IDMap")
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        raise ValueError(
-            f"{OWNER}: `factory` must be one of faiss' factory strings, such as 'Flat' or 'IVF1024,PQ16', that fits "
-            f"inner products of {dim} numbers, got {factory!r} ({faiss_reason(error)})."
+        raise InvalidValue(
+            f"`factory` must be one of faiss' factory strings, such as 'Flat' or 'IVF1024,PQ16', that fits "
+            f"inner products of {dim} numbers, got {factory!r} ({faiss_reason(error)}).",
+            OWNER,
         ) from None
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:  # faiss silently ignores the requested metric
-        raise ValueError(
-            f"{OWNER}: `factory` must be one that faiss has inner products for, got {factory!r}, which gives "
-            "Euclidean distances; use another, such as 'HNSW32' or 'IVF1024,PQ16'."
+        raise InvalidValue(
+            f"`factory` must be one that faiss has inner products for, got {factory!r}, which gives "
+            "Euclidean distances; use another, such as 'HNSW32' or 'IVF1024,PQ16'.",
+            OWNER,
         )
     if not isinstance(without_transform(index), faiss.IndexIVF):  # only IVF indexes store ids themselves
         index = faiss.IndexIDMap(index)
@@ -103,9 +105,10 @@ def check_trained_for(trained: str, parameters: str) -> None:
         ValueError: if only the new parameters set `ht`.
     """
     if re.search(HAMMING, parameters) and not re.search(HAMMING, trained):
-        raise ValueError(
-            f"{OWNER}: `parameters` must not set ht in an index that was built without it, because its codes are not "
-            f"ordered for it, got {parameters!r}; build the index again with ht in its parameters."
+        raise InvalidValue(
+            f"`parameters` must not set ht in an index that was built without it, because its codes are not "
+            f"ordered for it, got {parameters!r}; build the index again with ht in its parameters.",
+            OWNER,
         )
 
 
@@ -126,9 +129,10 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
         TypeError: if `parameters` is not a string.
     """
     if not isinstance(parameters, str):
-        raise TypeError(
-            f"{OWNER}: `parameters` must be a string, such as 'nprobe=16', got {short_repr(parameters)} "
-            f"({type(parameters).__name__})."
+        raise InvalidType(
+            f"`parameters` must be a string, such as 'nprobe=16', got {short_repr(parameters)} "
+            f"({type(parameters).__name__}).",
+            OWNER,
         )
     if not parameters:
         return
@@ -136,9 +140,10 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
     try:
         load_faiss().ParameterSpace().set_index_parameters(index, parameters)
     except RuntimeError as error:
-        raise ValueError(
-            f"{OWNER}: `parameters` must be those that faiss has for {factory!r}, such as 'nprobe=16' for IVF "
-            f"or 'efSearch=64' for HNSW, got {parameters!r} ({faiss_reason(error)})."
+        raise InvalidValue(
+            f"`parameters` must be those that faiss has for {factory!r}, such as 'nprobe=16' for IVF "
+            f"or 'efSearch=64' for HNSW, got {parameters!r} ({faiss_reason(error)}).",
+            OWNER,
         ) from None
 
 
@@ -147,8 +152,8 @@ def _check_counts(parameters: str) -> None:
     for assignment in parameters.split(","):
         name, _, value = assignment.partition("=")
         if name.strip().endswith(COUNTS) and not re.fullmatch("0*[1-9][0-9]{0,8}", value.strip()):
-            raise ValueError(
-                f"{OWNER}: `parameters` must set {name.strip()} to an integer from 1 to 999999999, got {parameters!r}."
+            raise InvalidValue(
+                f"`parameters` must set {name.strip()} to an integer from 1 to 999999999, got {parameters!r}.", OWNER
             )
 
 
@@ -179,8 +184,8 @@ def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
         if "training points" in str(error):
             problem = f"{len(embeddings)} rows are not enough"
             cure = "add more rows in the first call, or use Flat or fewer lists"
-        raise ValueError(
-            f"{OWNER}: `factory` {factory!r} must be trained, for which {problem} ({faiss_reason(error)}); {cure}."
+        raise InvalidValue(
+            f"`factory` {factory!r} must be trained, for which {problem} ({faiss_reason(error)}); {cure}.", OWNER
         ) from None
     for number in range(1, len(shards)):
         shards[number] = faiss.clone_index(shards[0])
@@ -200,9 +205,10 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
                 add_block(shards, block, ids[begin : begin + len(block)])
                 progress.update(len(block))
     except RuntimeError as error:
-        raise ValueError(
-            f"{OWNER}: {len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "
-            f"({faiss_reason(error)}); use another factory, such as Flat or HNSW32."
+        raise InvalidValue(
+            f"{len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "
+            f"({faiss_reason(error)}); use another factory, such as Flat or HNSW32.",
+            OWNER,
         ) from None
 
 
@@ -259,13 +265,15 @@ def search_shards(
             block_similarities, block_ids = search(block, k)
         except RuntimeError as error:
             if among is not None and "params" in str(error):
-                raise ValueError(
-                    f"{OWNER}: `where` and `group_by` must be given for an index that faiss can filter, got one that "
-                    "it cannot; use Flat, HNSW, SQ, or IVF with Flat, SQ or PQ, without RFlat."
+                raise InvalidValue(
+                    "`where` and `group_by` must be given for an index that faiss can filter, got one that "
+                    "it cannot; use Flat, HNSW, SQ, or IVF with Flat, SQ or PQ, without RFlat.",
+                    OWNER,
                 ) from None
-            raise ValueError(
-                f"{OWNER}: faiss cannot search for the {k} nearest rows ({faiss_reason(error)}); ask for fewer, or "
-                "change the search parameters with set_parameters."
+            raise InvalidValue(
+                f"faiss cannot search for the {k} nearest rows ({faiss_reason(error)}); ask for fewer, or "
+                "change the search parameters with set_parameters.",
+                OWNER,
             ) from None
         similarities.append(block_similarities)
         ids.append(block_ids)
@@ -335,9 +343,10 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
         why = f"because faiss reports: {faiss_reason(error)}"
         if "not implemented" in str(error):
             why = "because faiss does not support it"
-        raise ValueError(
-            f"{OWNER}: rows cannot be removed from an index of {factory!r}, {why}; build the index again without them, "
-            "or use Flat or IVF."
+        raise InvalidValue(
+            f"rows cannot be removed from an index of {factory!r}, {why}; build the index again without them, "
+            "or use Flat or IVF.",
+            OWNER,
         ) from None
 
 
@@ -360,9 +369,10 @@ def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[T
             else:
                 rows[here] = _rebuild_from_lists(shard, ids[here])
         except RuntimeError as error:
-            raise ValueError(
-                f"{OWNER}: faiss cannot give rows of this index back ({faiss_reason(error)}); keep the embeddings in "
-                "files, as `lightning-retrieval embed` writes them."
+            raise InvalidValue(
+                f"faiss cannot give rows of this index back ({faiss_reason(error)}); keep the embeddings in "
+                "files, as `lightning-retrieval embed` writes them.",
+                OWNER,
             ) from None
     return torch.from_numpy(rows)
 
@@ -425,4 +435,4 @@ def read_shard(path: Path, mapped: bool) -> Any:
     try:
         return faiss.read_index(os.fspath(path), flags)
     except RuntimeError as error:
-        raise ValueError(f"{OWNER}: faiss cannot read {path} ({faiss_reason(error)}); build the index again.") from None
+        raise InvalidValue(f"faiss cannot read {path} ({faiss_reason(error)}); build the index again.", OWNER) from None

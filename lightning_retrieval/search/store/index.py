@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import (
     check_bool,
     check_callable,
@@ -27,6 +28,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.files import is_system_error
+from lightning_retrieval.invalid import Invalid, InvalidValue
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.store import conditions, faiss_index
 from lightning_retrieval.search.store.disk_lists import (
@@ -215,17 +217,17 @@ class RetrievalIndex:
 
     def __init__(
         self,
-        dim: int,
+        dim: Annotated[int, integers(1, LARGEST_DIM)],
         factory: str = "Flat",
         *,
         parameters: str = "",
-        shards: int = 1,
+        shards: Annotated[int, integers(1, MOST_SHARDS)] = 1,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        self.dim = check_integer(OWNER, "dim", dim, least=1, most=LARGEST_DIM)
+        self.dim = checked(self, dim=dim)
         self.factory = factory
         self.parameters = parameters
-        self.shards = check_integer(OWNER, "shards", shards, least=1, most=MOST_SHARDS)
+        self.shards = checked(self, shards=shards)
         self.about = plain_values(OWNER, about)
         self.recall: float | None = None
         """Recall@10 against exact search, see `add`; None for an exact index, and until it is measured."""
@@ -590,12 +592,13 @@ class RetrievalIndex:
             claims_too_much = isinstance(error, MemoryError)
             if isinstance(error, ImportError) or (is_system_error(error) and not claims_too_much):
                 raise
-            reason = first_line(error).removeprefix(f"{OWNER}: ")
-            if isinstance(error, KeyError):
+            reason = first_line(error)
+            if isinstance(error, Invalid):
+                reason = first_line(error.of(""))
+            elif isinstance(error, KeyError):
                 reason = f"{error} is missing"
-            raise ValueError(
-                f"{OWNER}: {folder} is damaged, its manifest and its files do not fit ({reason}); build the index "
-                "again."
+            raise InvalidValue(
+                f"{folder} is damaged, its manifest and its files do not fit ({reason}); build the index again.", OWNER
             ) from None
         index._table = table
         index.faiss_indexes = shards

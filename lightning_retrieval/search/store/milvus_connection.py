@@ -34,6 +34,7 @@ from lightning_retrieval.checks import (
     first_line,
     short_repr,
 )
+from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.store import conditions
 
@@ -82,8 +83,8 @@ class MilvusConnection:
             OSError: if Milvus reports an error.
         """
         if self._client is None:
-            raise ValueError(
-                f"{OWNER}: the connection to {self.shown} must be open for {method}; open the index again."
+            raise InvalidValue(
+                f"the connection to {self.shown} must be open for {method}; open the index again.", OWNER
             )
         seconds = CALLING
         if method in LONG:
@@ -143,7 +144,7 @@ class MilvusConnection:
                 if self.file is not None:
                     _connections[self.file] += 1
         except pymilvus.MilvusException as error:
-            raise ConnectionError(f"{OWNER}: {self._unreachable(error)}") from None
+            raise Unreachable(f"{self._unreachable(error)}", OWNER) from None
         return client
 
     def _unreachable(self, error: Exception) -> str:
@@ -178,20 +179,21 @@ def shown_uri(uri: str) -> str:
 def _lite_file(uri: str, may_create: bool) -> Path:
     """The absolute path of a file of Milvus Lite, on disk a folder; raises if it must exist but does not."""
     if not uri.endswith(SUFFIX):
-        raise ValueError(
-            f"{OWNER}: `uri` must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as "
-            f"http://localhost:19530, got {uri!r}."
+        raise InvalidValue(
+            f"`uri` must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as "
+            f"http://localhost:19530, got {uri!r}.",
+            OWNER,
         )
     file = Path(os.path.abspath(check_path(OWNER, "uri", uri)))
     if file.exists() and not file.is_dir():
-        raise ValueError(
-            f"{OWNER}: `uri` must be a folder that Milvus Lite wrote, or a new path, got the file {uri}; give another "
-            "path."
+        raise InvalidValue(
+            f"`uri` must be a folder that Milvus Lite wrote, or a new path, got the file {uri}; give another path.",
+            OWNER,
         )
     if not file.exists() and not may_create:
-        raise FileNotFoundError(f"{OWNER}: `uri` must be a file of Milvus Lite, got {uri}, which does not exist.")
+        raise MissingFile(f"`uri` must be a file of Milvus Lite, got {uri}, which does not exist.", OWNER)
     if not file.parent.is_dir():
-        raise FileNotFoundError(f"{OWNER}: `uri` must be in a folder that exists, got {uri}; create {file.parent}.")
+        raise MissingFile(f"`uri` must be in a folder that exists, got {uri}; create {file.parent}.", OWNER)
     return file
 
 
@@ -273,14 +275,16 @@ def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, A
     kind = kind.strip().upper()
     values = _assignments(assignments)
     if kind not in KINDS or values is None:
-        raise ValueError(
-            f"{OWNER}: `factory` must be a type of index that Milvus has, and how it is built, such as {EXAMPLES}, got "
-            f"{short_repr(factory)}."
+        raise InvalidValue(
+            f"`factory` must be a type of index that Milvus has, and how it is built, such as {EXAMPLES}, got "
+            f"{short_repr(factory)}.",
+            OWNER,
         )
     if of_lite and kind not in LITE_KINDS:
-        raise ValueError(
-            f"{OWNER}: `factory` must be one that Milvus Lite has, {', '.join(LITE_KINDS)}, got {factory!r}; take "
-            "one of these, or a server."
+        raise InvalidValue(
+            f"`factory` must be one that Milvus Lite has, {', '.join(LITE_KINDS)}, got {factory!r}; take "
+            "one of these, or a server.",
+            OWNER,
         )
     return kind, values
 
@@ -295,9 +299,10 @@ def search_parameters(parameters: str) -> dict[str, Any]:
     check_string(OWNER, "parameters", parameters)
     values = _assignments(parameters)
     if values is None:
-        raise ValueError(
-            f"{OWNER}: `parameters` must be assignments of positive numbers, at most {LARGEST}, such as 'ef=64' or "
-            f"'nprobe=16', got {short_repr(parameters)}."
+        raise InvalidValue(
+            f"`parameters` must be assignments of positive numbers, at most {LARGEST}, such as 'ef=64' or "
+            f"'nprobe=16', got {short_repr(parameters)}.",
+            OWNER,
         )
     return values
 
@@ -378,9 +383,10 @@ def check_name(name: str) -> None:
     """Raise unless Milvus accepts this name."""
     check_string(OWNER, "name", name)
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or len(name) > LONGEST_NAME:
-        raise ValueError(
-            f"{OWNER}: `name` must consist of letters, digits and _, at most {LONGEST_NAME}, and not begin with a "
-            f"digit, got {name!r}."
+        raise InvalidValue(
+            f"`name` must consist of letters, digits and _, at most {LONGEST_NAME}, and not begin with a "
+            f"digit, got {name!r}.",
+            OWNER,
         )
 
 
@@ -396,9 +402,10 @@ def check_replaceable(connection: MilvusConnection, name: str) -> None:
     collection = _collection_of(connection, name)
     described = connection.call("describe_collection", collection)
     if collection == name or PROPERTY not in described.get("properties", {}):
-        raise ValueError(
-            f"{OWNER}: `name` must be new or that of an index, got {name!r}, which is something else in "
-            f"{connection.shown}; give another."
+        raise InvalidValue(
+            f"`name` must be new or that of an index, got {name!r}, which is something else in "
+            f"{connection.shown}; give another.",
+            OWNER,
         )
 
 
@@ -447,25 +454,27 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
     """
     check_name(name)
     if not connection.call("has_collection", name):
-        raise FileNotFoundError(
-            f"{OWNER}: `name` must be that of an index in {connection.shown}, got {name!r}, which it does not hold."
+        raise MissingFile(
+            f"`name` must be that of an index in {connection.shown}, got {name!r}, which it does not hold.", OWNER
         )
     collection = _collection_of(connection, name)
     described = connection.call("describe_collection", collection)
     properties = described.get("properties", {})
     if PROPERTY not in properties:
-        raise ValueError(
-            f"{OWNER}: `name` must be that of an index, got {name!r}, a collection in {connection.shown} that "
-            "something else made."
+        raise InvalidValue(
+            f"`name` must be that of an index, got {name!r}, a collection in {connection.shown} that "
+            "something else made.",
+            OWNER,
         )
     try:
         values = dict(json.loads(properties[PROPERTY]))
     except (TypeError, ValueError, RecursionError):
         values = {}
     if values.get("version") != VERSION:
-        raise ValueError(
-            f"{OWNER}: {name!r} in {connection.shown} has format version {values.get('version')!r}, but this release "
-            f"reads version {VERSION}; {REBUILD}."
+        raise InvalidValue(
+            f"{name!r} in {connection.shown} has format version {values.get('version')!r}, but this release "
+            f"reads version {VERSION}; {REBUILD}.",
+            OWNER,
         )
     try:
         metadata = _metadata(values)
@@ -475,8 +484,8 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
         if properties.get(ROWS):
             rows = int(properties[ROWS])
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{OWNER}: {name!r} in {connection.shown} is damaged, its metadata are invalid; {REBUILD}."
+        raise InvalidValue(
+            f"{name!r} in {connection.shown} is damaged, its metadata are invalid; {REBUILD}.", OWNER
         ) from None
     _check_fields(connection, collection, described["fields"], metadata.dim)
     return collection, metadata, recall, rows
@@ -530,7 +539,8 @@ def _check_fields(connection: MilvusConnection, collection: str, fields: list[di
     index = connection.call("describe_index", collection, EMBEDDING) or {}
     found = (int(dims.get(EMBEDDING) or 0), index.get("metric_type"))
     if found != (dim, METRIC):
-        raise ValueError(
-            f"{OWNER}: the collection {collection!r} in {connection.shown} must have {dim} dimensions and the metric "
-            f"{METRIC}, as the index needs them, got {found[0]} and {found[1]}; {REBUILD}."
+        raise InvalidValue(
+            f"the collection {collection!r} in {connection.shown} must have {dim} dimensions and the metric "
+            f"{METRIC}, as the index needs them, got {found[0]} and {found[1]}; {REBUILD}.",
+            OWNER,
         )

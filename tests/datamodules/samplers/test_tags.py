@@ -108,7 +108,6 @@ def test_a_tag_that_an_image_has_twice_counts_once_and_padding_may_stand_anywher
         ([[-1], [-1]], (1, 2), ValueError, "`tags` must hold a tag of at least 2 images, got 2 images"),
         ([[0], [0], [1]], (2, 2), ValueError, r"`tags_per_batch` must .* got 2 for 1 such tags \(1 more .*; lower it"),
         ([[0], [0], [-1]], (1, 3), ValueError, r"must be at most the number of images .* got 1 \* 3 for 2 images"),
-        ([[0], [0]], (1, 1), ValueError, "`samples_per_tag` must be an integer >= 2, got 1"),
     ],
 )
 def test_invalid_tags(tags, numbers, error, message):

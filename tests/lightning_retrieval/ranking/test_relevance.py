@@ -151,5 +151,3 @@ def test_rules_of_a_wrong_form():
     for settings in ({"reads": "cameras"}, {"has_classes": False}):
         with pytest.raises(TypeError, match=r"^Wrong: `reads` must be a tuple of the names of entries.* got"):
             type("Wrong", (Relevance,), settings)
-    with pytest.raises(ValueError, match=r"^SharedTags: `at_least` must be an integer >= 1, got 0"):
-        SharedTags(0)

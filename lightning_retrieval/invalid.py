@@ -1,0 +1,104 @@
+"""Errors about invalid input that keep their parts: whose argument, which one, the rule, the value and the cure.
+
+An error of another function can so be reported under the name that the user knows, without its message being read.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+AnyInvalid = TypeVar("AnyInvalid", bound="Invalid")
+
+
+class Invalid(Exception):
+    """Base of the errors about an argument. The message is one sentence of all the parts that are given.
+
+    Args:
+        rule: what the argument must be, such as "must be a number > 0"; the whole sentence if no other part is given,
+            such as the text of an error that another process sends. Names of arguments are in backticks.
+        owner: the class or function whose argument it is, the prefix of the message.
+        argument: name of the argument.
+        got: the value, as text.
+        cure: what the user can do. Names of arguments are in backticks.
+
+    Example:
+        >>> from lightning_retrieval.invalid import InvalidValue
+        >>> error = InvalidValue("must be a number > 0", "SmoothAPLoss", "tau", got="-1.0")
+        >>> str(error)
+        'SmoothAPLoss: `tau` must be a number > 0, got -1.0.'
+        >>> str(error.of("adapt", tau="--tau"))
+        'adapt: `--tau` must be a number > 0, got -1.0.'
+    """
+
+    def __init__(self, rule: str, owner: str = "", argument: str = "", *, got: str = "", cure: str = "") -> None:
+        super().__init__(rule)  # pickle calls the class with this text, and restores the other attributes afterwards
+        self.rule = rule
+        self.owner = owner
+        self.argument = argument
+        self.got = got
+        self.cure = cure
+
+    def __str__(self) -> str:
+        text = self.rule
+        if self.argument:
+            text = f"`{self.argument}` {text}"
+        if self.owner:
+            text = f"{self.owner}: {text}"
+        if self.got:
+            text += f", got {self.got}"
+        if self.cure:
+            text += f"; {self.cure}"
+        is_whole_sentence = not self.got and not self.cure and text.rstrip().endswith((".", "?"))
+        if is_whole_sentence:
+            return text
+        return f"{text}."
+
+    def of(self: AnyInvalid, owner: str, **renamed: str) -> AnyInvalid:
+        """The same error of another owner, whose arguments may have other names.
+
+        Args:
+            owner: the other owner.
+            **renamed: the other name of each argument that has one.
+        """
+        argument = renamed.get(self.argument, self.argument)
+        rule, cure = _with_names(self.rule, renamed), _with_names(self.cure, renamed)
+        return type(self)(rule, owner, argument, got=self.got, cure=cure)
+
+
+class InvalidValue(Invalid, ValueError):
+    """An invalid value or shape."""
+
+
+class InvalidType(Invalid, TypeError):
+    """An invalid type or dtype."""
+
+
+class MissingFile(Invalid, FileNotFoundError):
+    """A file or folder that does not exist."""
+
+
+class MissingPackage(Invalid, ModuleNotFoundError):
+    """A package that must be installed."""
+
+
+class Unreachable(Invalid, ConnectionError):
+    """A server or a file that cannot be reached, because it does not answer or another process uses it."""
+
+
+class NotWritten(Invalid, OSError):
+    """A file or folder that cannot be written."""
+
+
+@contextmanager
+def owned_by(owner: str, **renamed: str) -> Iterator[None]:
+    """Context in which errors about arguments are those of another owner, see `Invalid.of`."""
+    try:
+        yield
+    except Invalid as error:
+        raise error.of(owner, **renamed) from error.__cause__
+
+
+def _with_names(text: str, renamed: dict[str, str]) -> str:
+    """The text, with other names for some of the arguments in backticks."""
+    return re.sub("`(.+?)`", lambda quoted: f"`{renamed.get(quoted[1], quoted[1])}`", text)
