@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from tests.source_tree import PACKAGES, import_statements, imported_names, lines_that_call, module_name, syntax_trees
+from tests.source_tree import (
+    PACKAGES,
+    called_name,
+    import_statements,
+    imported_names,
+    lines_that_call,
+    module_name,
+    syntax_trees,
+)
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
@@ -71,20 +79,6 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/search/commands/embed.py",
     "lightning_retrieval/search/embedding_writer.py",
     "lightning_retrieval/cli/fit.py",
-}
-MAY_PRINT = {
-    "callbacks/evaluation.py",  # the table at the end
-    "lightning_retrieval/search/commands/adapt.py",
-    "lightning_retrieval/cli/check.py",  # the report on the files of a data set
-    "lightning_retrieval/search/commands/demo.py",  # the address of the page
-    "lightning_retrieval/search/commands/embed.py",
-    "lightning_retrieval/search/commands/embedding.py",
-    "lightning_retrieval/search/commands/export.py",
-    "lightning_retrieval/search/commands/index.py",
-    "lightning_retrieval/cli/main.py",  # errors, and images that cannot be read
-    "lightning_retrieval/search/commands/search.py",
-    "lightning_retrieval/checkpoints.py",  # the checkpoint that was found in a folder
-    "lightning_retrieval/progress.py",  # lines of a log
 }
 MAY_IMPORT_BY_NAME = {
     "lightning_retrieval/backend.py",  # imports Lightning from the package that the program uses
@@ -218,16 +212,6 @@ def test_neither_modules_nor_packages_import_in_a_circle(imports):
         assert set(order) == set(graph)
 
 
-def test_wrong_imports_are_seen():
-    imports = {
-        "lightning_retrieval.losses.base": {"lightning_retrieval.training.module", "lightning_retrieval.checks"},
-        "lightning_retrieval.training.module": {"lightning_retrieval.losses.base"},
-    }
-    assert upward_imports(imports) == ["lightning_retrieval.losses.base imports lightning_retrieval.training.module"]
-    with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter(package_graph(imports)).prepare()
-
-
 def test_only_the_named_modules_of_the_core_import_lightning():
     core = {path: tree for path, tree in LIBRARY.items() if path.startswith("lightning_retrieval/")}
     users = {path for path, tree in core.items() if "lightning_retrieval.backend" in library_imports(tree)}
@@ -243,18 +227,6 @@ def test_only_the_named_modules_import_by_name():
     found = {path for path, tree in LIBRARY.items() if lines_that_call(tree, "import_module")}
     assert found == MAY_IMPORT_BY_NAME
     assert not [path for path, tree in LIBRARY.items() if lines_that_call(tree, "__import__")]
-
-
-def test_imports_are_absolute():
-    wrong = []
-    for path, tree in {**LIBRARY, **syntax_trees("tests")}.items():
-        wrong += [f"{path}:{node.lineno}" for node in import_statements(tree) if getattr(node, "level", 0)]
-    assert not wrong
-
-
-def test_annotations_are_not_postponed():
-    # jaxtyping and jsonargparse want the types themselves, not their text.
-    assert not imports_from({"__future__"}, LIBRARY)
 
 
 def test_heavy_packages_are_imported_where_they_are_needed():
@@ -292,14 +264,15 @@ def test_image_files_are_opened_in_one_place():
     assert opened == {"lightning_retrieval/preparation/prepare.py"}
 
 
-def test_the_library_never_asserts():
-    # An assert vanishes under `python -O`, and its message is no sentence.
-    wrong = []
-    for path, tree in LIBRARY.items():
-        wrong += [f"{path}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    assert not wrong
+def test_the_library_moves_no_tensor_to_a_device_of_its_choice():
+    assert not [path for path, tree in LIBRARY.items() if lines_that_call(tree, "cuda")]
 
 
-@pytest.mark.parametrize(("name", "allowed"), [("cuda", set()), ("print", MAY_PRINT)])
-def test_the_library_never_calls(name, allowed):
-    assert {path for path, tree in LIBRARY.items() if lines_that_call(tree, name)} == allowed
+def test_the_tests_use_the_result_of_every_comparison():
+    dropped = []
+    for path, tree in syntax_trees("tests").items():
+        statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+        calls = [node for node in statements if isinstance(node, ast.Call)]
+        names = ("allclose", "array_equal", "equal", "isclose")
+        dropped += [f"{path}:{call.lineno}" for call in calls if called_name(call) in names]
+    assert not dropped
