@@ -4,25 +4,33 @@
     python benchmarks/break_statements.py --seed 1 --paths callbacks --commit 84b9e3ae
 
 The commit is checked out into a temporary folder, in which one statement after the other is broken: a comparison is
-replaced by its opposite, a condition negated, a call dropped, or a constant changed. The tests of the file's folder
-run after each, those of the file itself first, until one fails. Two commits with the same library break the same
-statements for the same seed, so the two lists show what the tests of one notice and those of the other do not.
+replaced by its opposite, a condition negated, a call dropped, or a constant changed. The tests of the file's folder, or
+those that are named, run after each, those of the file itself first, until one fails. Two commits with the same library
+break the same statements for the same seed, so the two lists show what the tests of one notice and those of the other
+do not.
 """
 
 import argparse
 import ast
 import copy
+import importlib
+import importlib.util
+import os
 import random
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
+import traceback
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("lightning_retrieval", "callbacks", "datamodules")
+IMPORTED_ONCE = ("pytest", "torch", "torchvision.transforms.v2", "pytorch_lightning", "torchmetrics", "sklearn.metrics")
 OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
@@ -50,10 +58,14 @@ class Break:
 
     def apply(self, folder: Path) -> bytes:
         """Break the file; returns its content before."""
-        file = folder / self.path
-        content = file.read_bytes()
-        file.write_bytes(content[: self.start] + self.new.encode() + content[self.end :])
+        content = (folder / self.path).read_bytes()
+        self.write(folder, content[: self.start] + self.new.encode() + content[self.end :])
         return content
+
+    def write(self, folder: Path, content: bytes) -> None:
+        """Write the file; Python would run the cached code of another one that has the same size and time."""
+        (folder / self.path).write_bytes(content)
+        Path(importlib.util.cache_from_source(str(folder / self.path))).unlink(missing_ok=True)
 
 
 def replacement(node: ast.AST) -> ast.AST | None:
@@ -116,21 +128,54 @@ def tests_of(folder: Path, path: str) -> list[str]:
     return [str(file.relative_to(folder)) for file in files]
 
 
-def is_noticed(folder: Path, statement: Break, timeout: float) -> str:
+def run_tests(folder: Path, tests: list[str], timeout: float) -> tuple[int | None, str]:
+    """Run tests in a fork of this process; the exit code, None if they take too long, and what was printed."""
+    import pytest
+
+    output = folder / "output-of-tests"
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.setsid()
+            os.chdir(folder)
+            sys.path.insert(0, str(folder))
+            os.environ["PYTHONPATH"] = str(folder)
+            code = pytest.main(
+                ["-q", "-x", "-p", "no:cacheprovider", "--tb=no", "-Wignore::pytest.PytestAssertRewriteWarning", *tests]
+            )
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)  # the folder is the parent's to delete
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status), output.read_text(errors="replace")
+        time.sleep(0.1)
+    os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return None, ""
+
+
+def answer_of_tests(folder: Path, statement: Break, tests: list[str], timeout: float) -> str:
     """How the tests answer to a broken statement: with the first that fails, with none, or not in time."""
     content = statement.apply(folder)
-    pytest = ["-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", "--tb=no"]
-    command = [sys.executable, *pytest, *tests_of(folder, statement.path)]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return "no test failed in time"
+        code, printed = run_tests(folder, tests or tests_of(folder, statement.path), timeout)
     finally:
-        (folder / statement.path).write_bytes(content)
-    if done.returncode == 0:
+        statement.write(folder, content)
+    if code is None:
+        return "no test failed in time"
+    if code == 0:
         return "NOT NOTICED"
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0][:150] if failed else done.stdout.strip()[-150:]
+    failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0][:150] if failed else printed.strip()[-150:]
 
 
 def check_out(commit: str, folder: Path) -> None:
@@ -146,16 +191,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="HEAD")
     parser.add_argument("--paths", nargs="+", default=list(PACKAGES), help="files and folders of the library")
+    parser.add_argument("--tests", nargs="+", default=[], help="files of tests to run in place of the file's folder")
     parser.add_argument("--breaks", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=120, help="seconds for the tests of one statement")
     args = parser.parse_args()
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
     unnoticed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         check_out(args.commit, folder)
         for statement in drawn(folder, args.paths, args.breaks, args.seed):
-            answer = is_noticed(folder, statement, args.timeout)
+            answer = answer_of_tests(folder, statement, args.tests, args.timeout)
             unnoticed += answer == "NOT NOTICED"
             print(f"{statement.path}:{statement.line}: {statement.old} -> {statement.new}\n    {answer}", flush=True)
     print(f"{args.breaks} statements broken, {unnoticed} not noticed")

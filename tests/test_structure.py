@@ -1,6 +1,7 @@
 """Imports point one way, and some things occur nowhere in the library: read from the source, which is not run."""
 
 import ast
+import functools
 import graphlib
 import json
 import subprocess
@@ -87,15 +88,18 @@ MAY_IMPORT_BY_NAME = {
     "lightning_retrieval/plain_data/rules.py",  # rebuilds a class from the path that a file holds
 }
 
-LIBRARY = syntax_trees(*PACKAGES)
-MODULES = {module_name(path): tree for path, tree in LIBRARY.items()}
+
+@functools.cache
+def modules():
+    """{name of each module of the library: syntax tree}."""
+    return {module_name(path): tree for path, tree in syntax_trees(*PACKAGES).items()}
 
 
 def library_imports(tree, statements=import_statements):
     """Modules of the library that this one imports: the deepest that exists for each name."""
     found = set()
     for node in statements(tree):
-        names = [name for name in imported_names(node) if name in MODULES]
+        names = [name for name in imported_names(node) if name in modules()]
         only_submodules = isinstance(node, ast.ImportFrom) and len(names) == len(node.names) + 1
         found.update(names[1:] if only_submodules else names)
     return found
@@ -161,10 +165,10 @@ def imports():
 
     The root only gathers the public names of all packages. Nothing in the library may import from it.
     """
-    found = {name: library_imports(tree) - {name} for name, tree in MODULES.items()}
+    found = {name: library_imports(tree) - {name} for name, tree in modules().items()}
     del found["lightning_retrieval"]
     # The table of lazy names, which imports nothing by itself, has the embedding writer of the search product.
-    found["lightning_retrieval.callbacks"] = library_imports(MODULES["lightning_retrieval.callbacks"], at_import_time)
+    found["lightning_retrieval.callbacks"] = library_imports(modules()["lightning_retrieval.callbacks"], at_import_time)
     return found
 
 
@@ -173,7 +177,7 @@ def test_nothing_in_the_library_imports_from_its_root(imports):
 
 
 def test_every_package_has_a_layer():
-    packages = {package_of(module) for module in MODULES} - {""}
+    packages = {package_of(module) for module in modules()} - {""}
     assert packages == set().union(*LAYERS)
 
 
@@ -213,24 +217,24 @@ def test_neither_modules_nor_packages_import_in_a_circle(imports):
 
 
 def test_only_the_named_modules_of_the_core_import_lightning():
-    core = {path: tree for path, tree in LIBRARY.items() if path.startswith("lightning_retrieval/")}
+    core = {path: tree for path, tree in syntax_trees(*PACKAGES).items() if path.startswith("lightning_retrieval/")}
     users = {path for path, tree in core.items() if "lightning_retrieval.backend" in library_imports(tree)}
     assert users == MAY_IMPORT_LIGHTNING
 
 
 def test_only_one_module_decides_between_the_packages_of_lightning():
-    locations = imports_from({"pytorch_lightning", "lightning", "lightning_fabric"}, LIBRARY)
+    locations = imports_from({"pytorch_lightning", "lightning", "lightning_fabric"}, syntax_trees(*PACKAGES))
     assert {location.split(":")[0] for location in locations} == {"lightning_retrieval/backend.py"}
 
 
 def test_only_the_named_modules_import_by_name():
-    found = {path for path, tree in LIBRARY.items() if lines_that_call(tree, "import_module")}
+    found = {path for path, tree in syntax_trees(*PACKAGES).items() if lines_that_call(tree, "import_module")}
     assert found == MAY_IMPORT_BY_NAME
-    assert not [path for path, tree in LIBRARY.items() if lines_that_call(tree, "__import__")]
+    assert not [path for path, tree in syntax_trees(*PACKAGES).items() if lines_that_call(tree, "__import__")]
 
 
 def test_heavy_packages_are_imported_where_they_are_needed():
-    assert not imports_from(LAZY, LIBRARY, at_import_time)
+    assert not imports_from(LAZY, syntax_trees(*PACKAGES), at_import_time)
 
 
 # What torch and torchmetrics load by themselves is not in our control: torchmetrics loads matplotlib if it can.
@@ -257,7 +261,7 @@ def test_importing_the_core_loads_nothing_heavy():
 def test_image_files_are_opened_in_one_place():
     """Pillow starts programs for some formats, so only `open_image`, which names the formats, opens files."""
     opened = set()
-    for path, tree in LIBRARY.items():
+    for path, tree in syntax_trees(*PACKAGES).items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if "Image.open" in calls or "PIL.Image.open" in calls:
             opened.add(path)
@@ -265,7 +269,7 @@ def test_image_files_are_opened_in_one_place():
 
 
 def test_the_library_moves_no_tensor_to_a_device_of_its_choice():
-    assert not [path for path, tree in LIBRARY.items() if lines_that_call(tree, "cuda")]
+    assert not [path for path, tree in syntax_trees(*PACKAGES).items() if lines_that_call(tree, "cuda")]
 
 
 def test_the_tests_use_the_result_of_every_comparison():

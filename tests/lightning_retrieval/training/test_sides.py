@@ -118,12 +118,6 @@ def module_of(loss, directions="queries", mode=None, networks=None, optimizer=SG
     return RetrievalModule(candidates, loss, directions=directions, optimizer=optimizer, **settings)
 
 
-def assert_trained_like(module, queries, candidates):
-    assert_same(module.query_embedder, queries)
-    assert_same(module.embedder, candidates)
-    assert not torch.equal(candidates[0].weight, net()[0].weight)
-
-
 LOSSES = {
     "smooth-ap": lambda: SmoothAPLoss(tau=0.1),
     "class balanced": lambda: SmoothAPLoss(tau=0.1, class_balanced=True, include_self=True),
@@ -135,13 +129,8 @@ LOSSES = {
 CHUNKS = [(None, 1), (3, 1), (4, 9), ("auto", 1), ({"queries": 2, "candidates": 4}, 4)]
 MODES = [None, "one_list", "two_terms", "one_list_detached"]
 LEARN = [case for case in itertools.product(["queries", "both"], MODES) if case != ("queries", "one_list_detached")]
-
-
-def with_levels(batch):
-    leveled = {}
-    for side, (inputs, labels, ids) in batch.items():
-        leveled[side] = (inputs, torch.stack([labels, labels // 2], 1), ids)
-    return leveled
+# Each loss with and without a memory; each direction and each mode with one loss.
+STEPS = [(name, *case) for name in LOSSES for case in LEARN if name == "smooth-ap" or case in (LEARN[0], LEARN[4])]
 
 
 @functools.cache
@@ -157,8 +146,7 @@ def data_for(name):
     return data
 
 
-@pytest.mark.parametrize(("directions", "mode"), LEARN)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "directions", "mode"), STEPS)
 def test_steps_are_those_of_one_graph(name, directions, mode):
     """Whatever the chunks; another direction or memory gives other weights."""
     queries, candidates, values = expected(name, directions, mode)
@@ -426,26 +414,14 @@ class NotRanked(nn.Module):
 @pytest.mark.parametrize(
     ("error", "sentence", "settings"),
     [
-        (
-            ValueError,
-            r"`query_lr_factor` and `frozen_side` need a `query_embedder`, got 2.0 ",
-            {"query_lr_factor": 2.0},
-        ),
+        (ValueError, r"`query_lr_factor` .* need a `query_embedder`, got 2.0 ", {"query_lr_factor": 2.0}),
         (ValueError, r"need a `query_embedder`, got 1.0 and 'queries' without one", {"frozen_side": "queries"}),
         (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0, "query_embedder": net()}),
         (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both", "query_embedder": net()}),
         (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
-        (
-            ValueError,
-            "`query_embedder` must be another .* got the same",
-            dict.fromkeys(["embedder", "query_embedder"], net()),
-        ),
+        (ValueError, "`query_embedder` .* got the same", dict.fromkeys(["embedder", "query_embedder"], net())),
         (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
-        (
-            TypeError,
-            r"with two sides the loss must rank references .* NotRanked",
-            {"loss": NotRanked(), "directions": "both"},
-        ),
+        (TypeError, r"the loss must rank references .* NotRanked", {"loss": NotRanked(), "directions": "both"}),
         (ValueError, r"`chunk_size` must have the keys .* got \{'queries': 3\}", {"chunk_size": {"queries": 3}}),
         (ValueError, r"`chunk_size\['queries'\]` .* got 0", {"chunk_size": {"queries": 0, "candidates": None}}),
         (
@@ -470,42 +446,28 @@ def with_nan(batch):
     return batch
 
 
+def without_candidates(batch):
+    return {**batch, "candidates": tuple(column[:0] for column in batch["candidates"])}
+
+
+def without_ids(batch):
+    return {**batch, "candidates": batch["candidates"][:2]}
+
+
+BOTH = {"query_embedder": query_net()}
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("error", "sentence", "settings", "change"),
     [
-        (
-            TypeError,
-            r"with a `query_embedder` or directions='both', a batch for training must be .*, got 3 items; .* Pairs",
-            {"query_embedder": query_net()},
-            lambda batch: batch["candidates"],
-        ),
-        (
-            TypeError,
-            r"must be .*, got a dict with .*images",
-            {"directions": "both"},
-            lambda batch: one_sided_dict(batch),
-        ),
+        (TypeError, r"a batch for training must be .*, got 3 items", BOTH, lambda batch: batch["candidates"]),
+        (TypeError, r"must be .*, got a dict with .*images", {"directions": "both"}, one_sided_dict),
         (ValueError, r"must have queries and candidates, got only queries", {}, lambda b: {"queries": b["queries"]}),
         (TypeError, r"with a batch of queries and candidates .* NotRanked", {"loss": NotRanked()}, lambda batch: batch),
-        (
-            ValueError,
-            r"at least one query and one candidate, got \[\[7, 0\]\]",
-            {"query_embedder": query_net()},
-            lambda batch: {**batch, "candidates": tuple(column[:0] for column in batch["candidates"])},
-        ),
-        (
-            ValueError,
-            r"NaN or inf in 1 of 10 rows at step 0 \(seen on rank 0\), the first for ids \[2\] of the candidates",
-            {"query_embedder": query_net()},
-            with_nan,
-        ),
-        (
-            TypeError,
-            r"`ids` must be given",
-            {"query_embedder": query_net(), "memory": CrossBatchMemory(20)},
-            lambda batch: {**batch, "candidates": batch["candidates"][:2]},
-        ),
+        (ValueError, r"at least one query and one candidate, got \[\[7, 0\]\]", BOTH, without_candidates),
+        (ValueError, r"NaN or inf in 1 of 10 rows at step 0 .* ids \[2\] of the candidates", BOTH, with_nan),
+        (TypeError, r"`ids` must be given", {**BOTH, "memory": CrossBatchMemory(20)}, without_ids),
     ],
 )
 def test_batches_that_do_not_fit_raise(error, sentence, settings, change):

@@ -420,18 +420,16 @@ def index_by_all(rank, world_size, embeddings, output):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [3])
 def test_several_processes_write_the_index_of_one(processes, embeddings, tmp_path, run_processes):
     one, _ = index_embeddings(embeddings, tmp_path / "one", factory="IVF2,Flat")
-    line = (
-        f"{tmp_path / 'all'}: 40 images, 24 dimensions, IVF2,Flat (recall@10 {one.recall:.3f} against exact search)\n"
-    )
+    printed = f"40 images, 24 dimensions, IVF2,Flat (recall@10 {one.recall:.3f} against exact search)\n"
     results = run_processes(index_by_all, processes, embeddings, tmp_path / "all", backend=None)
-    assert results == [(line, 40), *[("", 40)] * (processes - 1)]
-    written = [
+    assert results == [(f"{tmp_path / 'all'}: {printed}", 40), *[("", 40)] * (processes - 1)]
+    of_one, of_all = (
         {path.name: path.read_bytes() for path in (tmp_path / name).glob("files-*/*")} for name in ("one", "all")
-    ]
-    assert written[0] == written[1]
+    )
+    assert of_one == of_all
 
 
 @pytest.mark.refusal
@@ -493,7 +491,7 @@ def test_warns_that_the_preparation_of_a_trained_network_is_not_known(network, c
     images = ["--images", tmp_path / "images"]
     name = ["--transform", {3: "plain", 1: "glyphs"}[channels]]
     commands = [["index", *images], ["embed", *images]]
-    if can_write_onnx(torch.__version__):
+    if can_write_onnx(torch.__version__) and network == "glyph_net":  # exporting the other one takes long
         commands.append(["export"])
     for number, arguments in enumerate(commands):
         folder = tmp_path / f"output-{number}"
