@@ -91,13 +91,6 @@ def test_sets_with_another_metric_are_skipped_with_one_warning(tmp_path):
     ]
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(("setting", "value", "least"), [("every_n_epochs", 0, 1), ("bins", 1, 2)])
-def test_numbers_that_are_too_small(setting, value, least):
-    with pytest.raises(ValueError, match=rf"^ScoreHistogram: `{setting}` must be an integer >= {least}, got {value}\."):
-        ScoreHistogram(**{setting: value})
-
-
 def test_figures_show_the_mean_precision_and_both_densities(tmp_path, monkeypatch):
     """The overlap of the densities is logged."""
     figures, new_figure = [], curves.new_figure

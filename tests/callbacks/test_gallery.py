@@ -217,21 +217,6 @@ def test_ids_that_do_not_index_the_data_set_give_a_warning(tmp_path):
     assert list(tmp_path.rglob("*.*")) == []
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (RetrievalGallery, "queries"),
-        (RetrievalGallery, "k"),
-        (DetectionPicture, "images"),
-        (DetectionPicture, "detections"),
-    ],
-)
-def test_numbers_below_1_raise(kind, name):
-    with pytest.raises(ValueError, match=rf"^{kind.__name__}: `{name}` must be an integer >= 1, got 0\."):
-        kind(**{name: 0})
-
-
 @pytest.mark.parametrize(
     ("shape", "shuffle", "reason"),
     [

@@ -199,8 +199,6 @@ def test_learning_does_not_change_the_training(tmp_path, root):
 
 @pytest.mark.refusal
 def test_missing_requirements_are_reported_at_the_start(tmp_path, root):
-    with pytest.raises(ValueError, match="LearnWhitening: `images` must be an integer >= 2, got 1"):
-        LearnWhitening(images=1)
     data = folder_data(root)
     with pytest.raises(ValueError, match="LearnWhitening: RetrievalModule has no whitening to learn; create it"):
         trainer(tmp_path, LearnWhitening()).fit(module(whitening=None), datamodule=data)

@@ -170,7 +170,6 @@ def offline(monkeypatch):
         ({"backbone": "ngram_net", "weights": "DEFAULT"}, "`weights` must be None for 'ngram_net', got 'DEFAULT'"),
         ({"backbone": "ngram_net", "backbone_args": {"bucket": 3}}, "`backbone_args` must be among .* got 'bucket'"),
         ({"backbone": "ngram_net", "backbone_args": {"min_n": 6}}, "`min_n` must be an integer from 1 to 5, got 6"),
-        ({"backbone": "ngram_net", "max_length": 0}, "`max_length` must be an integer >= 1, got 0"),
         ({"backbone": "hf/no/such-folder-here"}, "`backbone` asks for"),
     ],
 )

@@ -178,8 +178,6 @@ def test_mistakes_raise_one_sentence(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` must be a new folder, .* something else; give"):
         predict(tmp_path)
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `shard_size` must be an integer >= 1, got 0\.$"):
-        EmbeddingWriter(tmp_path, shard_size=0)
 
 
 @pytest.mark.refusal
