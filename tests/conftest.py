@@ -49,6 +49,7 @@ def pytest_configure(config):
     # The tensors of tests are small: more threads would wait for each other.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have most tests
     # The commands list the folders of images that their user names: here not in the user's own folder.
     data_home = tempfile.TemporaryDirectory(prefix="data-home-")
     os.environ["XDG_DATA_HOME"] = data_home.name

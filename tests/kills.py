@@ -78,7 +78,7 @@ def run_until(rank, world_size, file, name, args, folder, number):
     return killer.changes
 
 
-def killed_everywhere(function, *args, folder, before, processes, last=None):
+def killed_everywhere(function, *args, folder, before, processes, last=None, every=1):
     """Yield the number of each kill, when `folder` is as the kill has left it; at last None, after a complete run.
 
     Args:
@@ -86,7 +86,8 @@ def killed_everywhere(function, *args, folder, before, processes, last=None):
         folder: the folder that it changes; it is a copy of `before` at the start of each process.
         before: a folder with what was there before.
         processes: a new folder for the files of the processes.
-        last: if given, only as many kills, before the last changes.
+        last: if given, only kills before as many of the last changes.
+        every: a kill before each so many-th change only.
     """
     processes.mkdir()
     file = sys.modules[function.__module__].__file__
@@ -104,7 +105,7 @@ def killed_everywhere(function, *args, folder, before, processes, last=None):
 
     changes = run(0).result()
     assert changes > 1, "nothing was changed below the folder"
-    for number in range(max(1, changes + 1 - (last or changes)), changes + 1):
+    for number in range(max(1, changes + 1 - (last or changes)), changes + 1, every):
         run(number)
         yield number
     shutil.rmtree(processes / "0")

@@ -1,7 +1,7 @@
 """Starts processes for tests, each of which calls a function of a test file; the fixture `run_processes` builds on it.
 
-They are forked from a server, a process that has imported torch, Lightning and the library and has done nothing else,
-so each of them starts in a moment. The server starts with the first of them, and ends with the tests.
+They are forked from a server, a process that has imported `tests/process_server.py` and has done nothing else, so each
+of them starts in a moment. The server starts with the first of them, and ends with the tests.
 """
 
 import importlib.util
@@ -28,13 +28,13 @@ import torch.distributed as dist
 REPOSITORY = Path(__file__).parents[1]
 LOCK = threading.Lock()  # threads start processes too, and only one may read the code of one that has ended
 GRACE = 10.0  # seconds that a killed process has to end
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # so that no thread is there to be forked
+# So that no thread is there to be forked; the last one is of pyarrow's allocator.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # of an earlier test, and not of the function that is called
-IMPORTED_BY_SERVER = [
-    "tests.one_lightning",
-    *("numpy", "pytest", "torch", "torchvision", "pytorch_lightning"),
-    *(f"lightning_retrieval.{name}" for name in ("callbacks", "datamodules", "detection", "metrics", "search")),
-]
 
 
 class StartedProcess:
@@ -231,7 +231,7 @@ def server():
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_BY_SERVER)
+    context.set_forkserver_preload(["tests.process_server"])
     return context
 
 

@@ -160,7 +160,8 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), h
 
 
 def runs(rank, world, folder):
-    found = {name: fit(world, name, folder / name) for name, processes in CASES if world in (1, processes)}
+    names = {name for name, processes in CASES if world in (1, processes)}
+    found = {name: fit(world, name, folder / name) for name in sorted(names)}
     if world == 2:
         with pytest.raises(ValueError, match=r"^RetrievalModule: a network on the meta device") as raised:
             fit(world, "ranked", folder / "no weights", has_weights=False)
@@ -257,7 +258,7 @@ def test_a_checkpoint_has_the_form_of_one_process(seen, folder, world):
             torch.testing.assert_close(value.double(), one["state_dict"][name].double(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("source", "world"), [("1", 2), ("2", 1), ("2", 4), ("4", 1), ("4", 2)])
+@pytest.mark.parametrize(("source", "world"), [("1", 2), ("2", 4), ("4", 1)])
 def test_any_number_of_processes_continues_from_a_checkpoint(seen, folder, run_processes, tmp_path, source, world):
     checkpoint = folder / source / "ranked" / f"step={CUT}.ckpt"
     run_processes(continued, world, tmp_path / "continued", checkpoint, backend=None, timeout=300)

@@ -191,10 +191,13 @@ def test_yaml_tags_and_older_keys_of_hyperparameters(marker, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning")
-@pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
-def test_ckpt_path(marker, tmp_path, capsys, subcommand):
+@pytest.mark.parametrize(
+    ("subcommand", "names"),
+    [("fit", OF_EACH_KIND), *((name, ["os.system"]) for name in ("validate", "test", "predict"))],
+)
+def test_ckpt_path(marker, tmp_path, capsys, subcommand, names):
     config, descriptions = write_example(tmp_path), hostile(marker)
-    for name in OF_EACH_KIND:
+    for name in names:
         description = descriptions[name]
         path = write_checkpoint(tmp_path / "model.ckpt", settings(description, "embedder", "config"))
         with pytest.raises(SystemExit, match=r"^2$"):

@@ -224,6 +224,7 @@ def test_an_export_that_replaces_another_one(run_alone, tmp_path):
         before=before,
         processes=tmp_path / "processes",
         last=12,
+        every=6,
     ):
         found.append(prepare.read_settings(folder / "model")["input"])
         files_of_it = old if found[-1] == "float" else old - {"model.int8.onnx"}

@@ -78,7 +78,6 @@ def mixed():
 
 
 SCENARIOS = {
-    "smooth-ap": lambda: {"loss": SmoothAPLoss(tau=0.01)},
     "chunks": lambda: {"loss": SmoothAPLoss(tau=0.01), "chunk_size": 11},  # 5 chunks alone, 2 and 1 of 4 processes
     "memory": lambda: {
         "loss": SmoothAPLoss(),

@@ -212,9 +212,7 @@ def test_ids_that_do_not_index_the_data_set_give_a_warning(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=1))
     with pytest.warns(UserWarning, match=r"ids must index the evaluated data set, got 40 for one of 22 items \(Ind"):
         run.test(module(), loader(shift=40), verbose=False)
-    with pytest.warns(
-        UserWarning, match=r"ids must index .*, got id 1 for an image that has the id 2\. test/ is not drawn"
-    ):
+    with pytest.warns(UserWarning, match=r"ids must index .*, got id 1 .* has the id 2\. test/ is not drawn"):
         run.test(module(), loader(shift=1), verbose=False)
     assert list(tmp_path.rglob("*.*")) == []
 

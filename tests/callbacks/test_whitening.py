@@ -200,9 +200,7 @@ def test_learning_does_not_change_the_training(tmp_path, root):
 @pytest.mark.refusal
 def test_missing_requirements_are_reported_at_the_start(tmp_path, root):
     data = folder_data(root)
-    with pytest.raises(
-        ValueError, match="LearnWhitening: RetrievalModule has no whitening to learn; create it with one"
-    ):
+    with pytest.raises(ValueError, match="LearnWhitening: RetrievalModule has no whitening to learn; create it"):
         trainer(tmp_path, LearnWhitening()).fit(module(whitening=None), datamodule=data)
     with pytest.raises(ValueError, match="LearnWhitening: `images` must be larger than the whitening's dim, 3, got 3"):
         trainer(tmp_path, LearnWhitening(images=3)).fit(module(), datamodule=data)
@@ -212,9 +210,7 @@ def test_missing_requirements_are_reported_at_the_start(tmp_path, root):
 
 def test_fit_without_validation_gives_a_warning(tmp_path, root):
     run = trainer(tmp_path, LearnWhitening(), limit_val_batches=0)
-    with pytest.warns(
-        UserWarning, match="LearnWhitening: no whitening was learned, because the fit ended without a valid"
-    ):
+    with pytest.warns(UserWarning, match="LearnWhitening: no whitening was learned, because .* without a valid"):
         run.fit(module(), datamodule=folder_data(root))
 
 

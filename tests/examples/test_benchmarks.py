@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OF_LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the /proc of Linux")
 # test_a_benchmark_prints_and_writes_its_table runs all others.
 OTHERS = {
+    "break_statements",  # of the tests
     "compare_commits",  # below
     "ddp",  # below
     "elastic",  # below

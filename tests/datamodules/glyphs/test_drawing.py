@@ -1,19 +1,15 @@
 """The glyph images are as the description says, and their cache is complete or not used."""
 
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lightning_retrieval import files
 from lightning_retrieval.datamodules.glyphs import characters, drawing
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
-from tests.processes import start_processes
 
 
 def test_shapes_types_and_sizes(drawn_glyphs):
@@ -140,27 +136,15 @@ def test_a_damaged_cache_is_drawn_again(damage, small_cache, monkeypatch):
     assert equal(load_glyph_images(small_cache.parent), whole)  # and it is in the cache again
 
 
-def draw(rank, world_size, table, folder, killed):
-    """Draw the classes of a table; `killed` ends the process before a file is renamed."""
+def draw(rank, world_size, table, folder):
     characters.TABLE = table
-    if killed:
-        files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     return int(load_glyph_images(folder).images.sum())
 
 
 def test_two_processes_can_draw_at_the_same_time(few_classes, tmp_path, run_processes):
-    sums = run_processes(draw, 2, few_classes, tmp_path, False, backend=None)
+    sums = run_processes(draw, 2, few_classes, tmp_path, backend=None)
     assert len(list(tmp_path.iterdir())) == 1
     assert sums == [load_glyph_images(tmp_path).images.sum()] * 2
-
-
-def test_a_process_killed_before_the_file_is_renamed_does_no_harm(few_classes, tmp_path):
-    (process,) = start_processes(draw, 1, few_classes, tmp_path / "cache", True, folder=tmp_path)
-    assert process.wait(60) == -signal.SIGKILL
-    (left,) = (tmp_path / "cache").iterdir()
-    assert left.suffix == ".tmp"
-    assert left.stat().st_size > 10_000
-    assert equal(load_glyph_images(tmp_path / "cache"), load_glyph_images(tmp_path / "other"))
 
 
 def test_a_cache_that_cannot_be_written_can_be_read(small_cache, monkeypatch):

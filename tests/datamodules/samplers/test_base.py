@@ -12,7 +12,6 @@ import torch
 from lightning_retrieval.datamodules import (
     AllClassesSampler,
     CategorySampler,
-    Glyphs,
     PKSampler,
     RandomBatchSampler,
     RetrievalDataLoader,
@@ -141,22 +140,6 @@ def test_the_attribute_sampler_is_the_sampler_itself():
 def test_invalid_labels_raise_an_error(labels, error, message):
     with pytest.raises(error, match=rf"^PKSampler: .*{message}"):
         make("PKSampler", labels)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (PKSampler, {"labels": LABELS, "classes_per_batch": 2, "samples_per_class": 1}),
-        (CategorySampler, {"labels": LABELS, "categories": LABELS, "classes_per_batch": 2, "samples_per_class": 1}),
-        (AllClassesSampler, {"labels": LABELS, "batch_size": 1}),
-        (RandomBatchSampler, {"num_images": 1, "batch_size": 1}),
-        (Glyphs, {"samples_per_class": 1}),
-    ],
-)
-def test_one_image_is_not_enough(kind, settings):
-    with pytest.raises(ValueError, match=rf"^{kind.__name__}: .* must be an integer >= 2, got 1\."):
-        kind(**settings)
 
 
 # --- random batches, without classes

@@ -383,8 +383,7 @@ def test_data_modules_are_known_by_name(capsys):
     assert (code, "--high_res" in out) == (0, True)
 
 
-@pytest.mark.parametrize("null", ["null", "None"])
-@pytest.mark.parametrize("form", ["{}={}", "{} {}"])
+@pytest.mark.parametrize(("null", "form"), [("null", "{}={}"), ("None", "{} {}")])
 def test_null_and_none_are_no_text_in_a_config(null, form, tmp_path, capsys, monkeypatch):
     """Optional strings, paths and sizes of the module, of objects in it, of the data and of the trainer."""
     monkeypatch.chdir(tmp_path)

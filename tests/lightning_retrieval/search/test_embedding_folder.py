@@ -287,9 +287,7 @@ def test_a_row_that_is_not_finite_is_named(tmp_path):
     rows.embeddings[1, 2] = np.nan
     folder.write(3, rows)
     bad = FolderRows(folder)
-    with pytest.raises(
-        ValueError, match=r"`embeddings` must be finite, got NaN or inf in 1 of 17 rows: id 22 '22\.jpg'"
-    ):
+    with pytest.raises(ValueError, match=r"`embeddings` must be finite, .* 1 of 17 rows: id 22 '22\.jpg'"):
         RetrievalIndex(5).add(bad, bad.ids, bad.paths)
 
 

@@ -338,23 +338,3 @@ def test_layers_have_their_own_statistics_back_when_the_embedder_fails(call, for
     assert embed[2].num_batches_tracked == (0 if call == 2 else 1)
     assert torch.equal(embed[2].running_mean, before["running_mean"]) == (call == 2)
     assert not nn.modules.module._global_forward_pre_hooks
-
-
-def test_a_compiled_embedder_is_not_compiled_again_at_each_step():
-    compiled, x = [], images()
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    embed = net_with(batch_norm(0.1))
-    embedder = torch.compile(embed, backend=backend).__call__
-    try:
-        chunked_backward(embedder, x, smooth_ap, 4)
-        first = len(compiled)
-        for _ in range(3):
-            chunked_backward(embedder, x, smooth_ap, 4)
-    finally:
-        torch.compiler.reset()
-    assert 0 < first == len(compiled)
-    assert embed[2].num_batches_tracked == 4

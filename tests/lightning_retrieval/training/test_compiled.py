@@ -168,7 +168,7 @@ def test_files_with_names_of_wrappers_are_loaded(make, plain, tmp_path):
         assert torch.equal(network.head.linear.weight, loaded.embedder.head.linear.weight)
 
 
-@pytest.mark.parametrize("make", WAYS)
+@pytest.mark.parametrize("make", [whole_embedder, part_of_part_and_whole, in_place])
 def test_averaged_weights_of_a_compiled_network(make, tmp_path):
     def averaging():
         return {"callbacks": [EMAWeightAveraging(decay=0.5)], "enable_checkpointing": False}
@@ -193,10 +193,6 @@ def test_the_network_stays_compiled(make):
     module.embedder.backbone.layer.register_forward_hook(lambda *_: compiled.append(torch.compiler.is_compiling()))
     module.train()(torch.randn(8, 6))
     assert compiled == [make is not plain_module]
-
-
-def named_module() -> RetrievalModule:
-    return RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss())
 
 
 def test_the_class_of_a_compiled_network_is_its_own(tmp_path):
@@ -233,7 +229,7 @@ def test_a_compiled_module_is_trained_as_a_plain_one(plain, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:RetrievalModule. BatchNorm sees 4 images")
-@pytest.mark.parametrize("make", WAYS[1:])
+@pytest.mark.parametrize("make", [part_of_part_and_whole, in_place])
 def test_a_compiled_network_fills_the_memory_of_a_plain_one(make):
     """Chunks of a compiled network, and a memory of their embeddings."""
 
@@ -248,9 +244,7 @@ def test_a_compiled_network_fills_the_memory_of_a_plain_one(make):
     assert_alike(trained(make), trained(plain_module))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor", "ignore:.create_unbacked_symint"
-)  # by torch itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.create_unbacked_symint")  # of torch
 @pytest.mark.parametrize("compiled", ["detector", "backbone"])
 def test_a_compiled_detector_writes_the_file_of_a_plain_one(compiled, tmp_path):
     def trained(is_compiled):
@@ -263,7 +257,8 @@ def test_a_compiled_detector_writes_the_file_of_a_plain_one(compiled, tmp_path):
         module = DetectionModule(detector, DetectionAPLoss(), optimizer=functools.partial(torch.optim.SGD, lr=1e-3))
         images = list(torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)))
         target = {"boxes": torch.tensor([[10.0, 10, 50, 50], [20, 30, 60, 60]]), "labels": torch.tensor([1, 2])}
-        trainer = quiet_trainer(max_epochs=1)
+        epochs = {"detector": 0, "backbone": 1}[compiled]  # compiling the whole detector takes long
+        trainer = quiet_trainer(max_epochs=epochs)
         trainer.fit(module, DataLoader([(images, [target, target])], batch_size=None))
         trainer.save_checkpoint(tmp_path / "detector.ckpt")
         return torch.load(tmp_path / "detector.ckpt", weights_only=True)
@@ -321,10 +316,13 @@ def test_a_file_that_names_the_wrapper_as_its_class_loads_with_the_network(tmp_p
     assert_alike(loaded.embedder.state_dict(), embedder.state_dict())
 
 
-@pytest.mark.parametrize("name", ["glyph_net", "resnet18", "timm/vit_tiny_patch16_224"])
-def test_an_embedder_is_one_graph(name):
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("glyph_net", {}), ("squeezenet1_1", {}), ("timm/vit_tiny_patch16_224", {"depth": 1, "embed_dim": 24})],
+)
+def test_an_embedder_is_one_graph(name, arguments):
     """No check of ours interrupts it, in training or evaluation."""
-    embedder = Embedder(name, 8, image_size=32, freeze_batch_norm=True)
+    embedder = Embedder(name, 8, image_size=32, freeze_batch_norm=True, backbone_args=arguments)
     images = torch.rand(4, embedder.preparation.channels, 32, 32)
     for mode in (True, False):
         explained = torch._dynamo.explain(embedder.train(mode))(images)

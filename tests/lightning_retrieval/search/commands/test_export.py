@@ -137,9 +137,7 @@ def embedded(checkpoint, pictures):
 def test_a_program_that_differs_is_not_written(glyphs, exported, tmp_path, monkeypatch):
     # The programs of the other tests, since tracing takes seconds.
     monkeypatch.setattr(export_module, "export_program", lambda _: torch.export.load(exported / "model.pt2"))
-    monkeypatch.setattr(
-        export_module, "write_onnx", lambda program, file, about: shutil.copy(exported / "model.onnx", file)
-    )
+    monkeypatch.setattr(export_module, "write_onnx", lambda _, file, about: shutil.copy(exported / "model.onnx", file))
     monkeypatch.setattr(export_module, "TOLERANCE", -1.0)
     with pytest.raises(ValueError, match=r"^export_model: model\.onnx must differ from the model by at most -1, got "):
         export_model(glyphs[0] / "model.ckpt", tmp_path)
@@ -170,17 +168,16 @@ def test_int8_says_what_it_costs(glyphs, exported):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("mixed", ["model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"])
-def test_files_of_two_exports_are_noticed(mixed, glyphs, exported, tmp_path):
-    export_model(glyphs[0] / "model.ckpt", tmp_path, input_type="float")
-    about = prepare.read_settings(tmp_path)
+def test_files_of_two_exports_are_noticed(glyphs, exported, tmp_path):
+    export_model(glyphs[0] / "model.ckpt", tmp_path / "made", input_type="float")
+    about = prepare.read_settings(tmp_path / "made")
     assert about["input"] == "float"
-    assert about == OnnxModel(tmp_path / "model.onnx").about
-    (tmp_path / mixed).write_bytes((exported / mixed).read_bytes())
-    with pytest.raises(
-        ValueError, match=r"^read_settings: .* must be of the export that wrote preparation.json beside"
-    ):
-        prepare.read_settings(tmp_path)
+    assert about == OnnxModel(tmp_path / "made" / "model.onnx").about
+    for mixed in ("model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"):
+        folder = shutil.copytree(tmp_path / "made", tmp_path / f"with {mixed}")
+        shutil.copy(exported / mixed, folder)
+        with pytest.raises(ValueError, match=r"^read_settings: .* must be of the export that wrote preparation.json"):
+            prepare.read_settings(folder)
 
 
 def test_a_later_export_leaves_no_file_of_an_earlier_one(glyphs, exported, tmp_path):

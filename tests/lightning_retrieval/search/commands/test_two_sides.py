@@ -325,9 +325,7 @@ def test_a_damaged_or_missing_checkpoint_cannot_be_frozen(folder, tmp_path):
         FrozenEmbedder(checkpoint=str(tmp_path / "old.ckpt"))
     with pytest.raises(FileNotFoundError, match=r"^FrozenEmbedder: `checkpoint` must be one that training wrote"):
         FrozenEmbedder(checkpoint=str(tmp_path / "gone.ckpt"))
-    with pytest.raises(
-        ValueError, match=r"^FrozenEmbedder: one of `embedder` and `checkpoint` must be given, got neither"
-    ):
+    with pytest.raises(ValueError, match=r"^FrozenEmbedder: one of `embedder` .* must be given, got neither"):
         FrozenEmbedder()
 
 

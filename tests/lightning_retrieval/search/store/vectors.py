@@ -6,10 +6,12 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.search.store import rows as rows_module
+from lightning_retrieval.search.store.milvus_connection import MilvusConnection
 
 ROWS, DIM = 600, 16
 FACTORIES = ["Flat", "IVF4,Flat", "IVF4,PQ4x4", "HNSW8", "SQ8", "PCA8,IVF4,SQ8", "IVF4,PQ4x4,RFlat"]
@@ -84,3 +86,11 @@ def search_while_edited(index, edits):
             thread.join()
     assert len(searches) >= edits / 10, "the searches must run between the edits"
     return wrong
+
+
+def error_of_milvus(rank, world_size, uri):
+    """The error for a collection that does not exist; of a process in which only the library imports pymilvus."""
+    connection = MilvusConnection(uri, may_create=True)
+    with pytest.raises(OSError) as raised:  # noqa: PT011 - its message is returned
+        connection.call("describe_collection", "gone")
+    return str(raised.value)
