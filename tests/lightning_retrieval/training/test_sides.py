@@ -494,12 +494,7 @@ BOTH = TwoNetworks(query_net())
 @pytest.mark.parametrize(
     ("error", "sentence", "settings", "change"),
     [
-        (
-            TypeError,
-            r"a batch for training must be .*, got 3 items",
-            {"sides": BOTH},
-            lambda batch: batch["candidates"],
-        ),
+        (TypeError, r"a batch for training must be .*, got 3 items", {"sides": BOTH}, lambda b: b["candidates"]),
         (TypeError, r"must be .*, got a dict with .*images", {"sides": TwoSides(directions="both")}, one_sided_dict),
         (ValueError, r"must have queries and candidates, got only queries", {}, lambda b: {"queries": b["queries"]}),
         (TypeError, r"with a batch of queries and candidates .* NotRanked", {"loss": NotRanked()}, lambda batch: batch),
