@@ -123,7 +123,8 @@ def _is_same_model(saved: str, config: str) -> bool:
         model = yaml.safe_load(saved)["model"]
         arguments = upgraded(model["init_args"], present["init_args"])
         missing = dict.fromkeys(present["init_args"])
-        return {**model, "init_args": {**missing, **arguments}} == present
+        is_same: bool = {**model, "init_args": {**missing, **arguments}} == present
+        return is_same
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError, yaml.YAMLError):  # no config of a run
         return False
 

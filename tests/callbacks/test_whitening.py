@@ -14,7 +14,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule, SmoothAPLoss, SupervisedWhitening
+from lightning_retrieval import (
+    PCAWhitening,
+    RetrievalMetrics,
+    RetrievalModule,
+    SmoothAPLoss,
+    SupervisedWhitening,
+    TwoNetworks,
+)
 from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs, ImageFolder, Pairs
 from lightning_retrieval.distributed import gather_rows
@@ -163,7 +170,7 @@ def test_glyphs_are_not_augmented(tmp_path):
 def test_of_two_sides_the_candidates_are_learned_from_and_both_are_whitened(tmp_path, root):
     sides = [ImageFolder(root, train_transform=NOISY, eval_transform=PIXELS) for _ in range(2)]
     data = Pairs(*sides, classes_per_batch=4, samples_per_class=3, eval_batch_size=5)
-    model = module(query_embedder=Dots())
+    model = module(sides=TwoNetworks(Dots()))
     run = trainer(tmp_path, LearnWhitening(images=20), RetrievalEvaluation(ks=(1,)))
     run.fit(model, datamodule=data)
     rows = by_hand(model, root, "train", whiten=False)[torch.arange(20) * 27 // 20]
