@@ -160,8 +160,8 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), h
 
 
 def runs(rank, world, folder):
-    names = {name for name, processes in CASES if world in (1, processes)}
-    found = {name: fit(world, name, folder / name) for name in sorted(names)}
+    names = dict.fromkeys(name for name, processes in CASES if world in (1, processes))
+    found = {name: fit(world, name, folder / name) for name in names}
     if world == 2:
         with pytest.raises(ValueError, match=r"^RetrievalModule: a network on the meta device") as raised:
             fit(world, "ranked", folder / "no weights", has_weights=False)
