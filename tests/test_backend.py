@@ -117,7 +117,7 @@ def test_an_unknown_package_is_an_error(monkeypatch):
 def test_a_process_uses_the_package_of_its_parent(tmp_path):
     child = "from lightning_retrieval import backend; print(backend.PACKAGE)"
     code = (
-        "import lightning.pytorch, lightning_retrieval.callbacks, subprocess, sys\n"
+        "import lightning.pytorch, subprocess, sys\nfrom lightning_retrieval.callbacks import APMonitor\n"
         f"subprocess.run([sys.executable, '-c', {child!r}])\n"
     )
     assert run(tmp_path, code).split() == ["lightning"]

@@ -367,8 +367,6 @@ class EmbeddingWriter(pl.Callback):
         """
         if stage != "predict":
             return
-        if self.output is None:  # not looked up earlier, when it may differ between processes
-            self.output = run_folder(trainer) / "embeddings"
         source = trainer.predict_loop._data_source
         ask = partial(type(source).dataloader, source)
         vars(source)["dataloader"] = lambda: self._distribute(trainer, pl_module, ask())
@@ -418,6 +416,12 @@ class EmbeddingWriter(pl.Callback):
             names = [""]
         return [self._distribute_set(trainer, pl_module, one, name) for name, one in zip(names, loaders)]
 
+    def _folder(self, trainer: pl.Trainer) -> Path:
+        """The folder of the embeddings. That of the run is not looked up earlier, when it may differ between ranks."""
+        if self.output is None:
+            self.output = run_folder(trainer) / "embeddings"
+        return self.output
+
     def _distribute_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, name: str) -> Any:
         """Begin or continue the folder of a set, and return the loader of the set."""
         if getattr(loader.dataset, "two_sided", False):
@@ -429,7 +433,10 @@ class EmbeddingWriter(pl.Callback):
         about = describe_prediction(trainer, pl_module, loader.dataset)
         images = LoadedSet(self.owner, loader.dataset, about)
         shared = share_folder(
-            self.owner, self.output / name, lambda: self._manifest(trainer, loader, images), images.image_files
+            self.owner,
+            self._folder(trainer) / name,
+            lambda: self._manifest(trainer, loader, images),
+            images.image_files,
         )
         self._begun.append(_BegunSet(shared, images))
         if not is_distributed:

@@ -26,6 +26,7 @@ from lightning_retrieval.backend import (
     warn_of_other_package,
 )
 from lightning_retrieval.checkpoints import (
+    check_checkpoint,
     check_content,
     is_sharded_checkpoint,
     read_checkpoint,
@@ -79,7 +80,7 @@ class VerifiedCheckpoints(CheckpointIO):
         Raises:
             ValueError: if the file is damaged.
         """
-        checkpoint_files.check_checkpoint(self.owner, path)
+        check_checkpoint(self.owner, path)
         if weights_only is None:  # for a remote address, Lightning would treat None as False
             weights_only = True
         if is_sharded_checkpoint(path):

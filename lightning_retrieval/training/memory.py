@@ -24,6 +24,7 @@ from lightning_retrieval.checks import (
     check_choice,
     check_finite,
     check_finite_number,
+    check_instance,
     check_integer,
     check_integers,
     check_matrix,
@@ -166,6 +167,8 @@ class CrossBatchMemory(nn.Module):
             The argument for `loss.of_batch(batch)`.
         """
         check_bool("CrossBatchMemory", "detach", detach)
+        if relevance is not None:
+            check_instance("CrossBatchMemory", "relevance", relevance, Relevance)
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch._replace(embeddings=batch.embeddings.detach())

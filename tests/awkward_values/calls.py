@@ -36,7 +36,7 @@ class Call:
     """A valid call, in which each argument is replaced by each awkward value.
 
     Args:
-        owner: what error messages must name, a class or a function.
+        owner: what error messages must name, a class or a function; or one of several, separated by "or".
         function: is called with keyword arguments only.
         arguments: makes arguments anew for each call. The parameters of the signature that are not among them stand at
             their defaults; those without a default, or whose default is None, must be among them.
@@ -176,7 +176,8 @@ def problem_of(call, argument, value, fits):
 def problem_of_error(error, owner, argument):
     """What is wrong with an error, None if it is of an accepted type and names owner and argument."""
     message = " ".join(str(error).split())
-    named = owner in message and re.search(rf"\b{argument}\b", message)
+    owned = any(name in message for name in owner.split(" or "))
+    named = owned and re.search(rf"\b{argument}\b", message)
     if (type(error) in ERRORS or isinstance(error, Invalid)) and named:
         return None
     return f"raised {type(error).__name__}: {message[:150]}"

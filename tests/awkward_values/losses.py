@@ -168,7 +168,7 @@ CALLS = {
     "ROADMAPLoss": [constructor(ROADMAPLoss, sup_ap=None, calibration=None)],
     "WeightedSum": [
         constructor(WeightedSum, losses=terms()),
-        Call("SmoothAPLoss", WeightedSum(terms()), batch, signature=WeightedSum.forward),
+        Call("WeightedSum or SmoothAPLoss", WeightedSum(terms()), batch, signature=WeightedSum.forward),
         Call("SmoothAPLoss", WeightedSum(terms()).from_scores, lists),
     ],
     "After": [Call("After", After, lambda: {"start": 0.2, "value": 1.0}, use=weights_of)],
@@ -183,11 +183,16 @@ CALLS = {
     ],
     "NestedLoss": [
         constructor(NestedLoss, loss=SmoothAPLoss(), dims=(1, 2), weights=(1.0, 0.5)),
-        Call("SmoothAPLoss", NestedLoss(SmoothAPLoss(), (1, 2)), batch, signature=NestedLoss.forward),
+        Call("NestedLoss or SmoothAPLoss", NestedLoss(SmoothAPLoss(), (1, 2)), batch, signature=NestedLoss.forward),
     ],
     "ThirdPartyLoss": [
         constructor(ThirdPartyLoss, loss=ContrastiveLoss()),
-        Call("ContrastiveLoss", ThirdPartyLoss(ContrastiveLoss()), batch, signature=ThirdPartyLoss.forward),
+        Call(
+            "ThirdPartyLoss or ContrastiveLoss",
+            ThirdPartyLoss(ContrastiveLoss()),
+            batch,
+            signature=ThirdPartyLoss.forward,
+        ),
     ],
     "BlackboxMAPLoss": [
         Call("BlackboxMAPLoss", BlackboxMAPLoss, use=value_of_scores),

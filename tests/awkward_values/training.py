@@ -117,7 +117,7 @@ CALLS = {
         Call(
             "CrossBatchMemory",
             references,
-            lambda: {**batch(), "detach": False},
+            lambda: {**batch(), "detach": False, "relevance": None},
             signature=CrossBatchMemory.references,
         ),
         Call("CrossBatchMemory", updated, batch, signature=CrossBatchMemory.update, use=lambda state: state["rows"]),
