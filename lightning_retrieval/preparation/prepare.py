@@ -112,7 +112,7 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     pixels = pixels[:, top:bottom, left:right]
     if about["input"] == "uint8":
         return np.ascontiguousarray(pixels)
-    mean, std = (np.float32(settings[name])[:, None, None] for name in ("mean", "std"))
+    mean, std = (np.array(settings[name], np.float32)[:, None, None] for name in ("mean", "std"))
     normalised: NDArray[np.float32] = (pixels * np.float32(1 / 255) - mean) / std
     return normalised
 
