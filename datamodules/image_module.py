@@ -137,7 +137,7 @@ class ReadingSettings(LoaderSettings, total=False):
     reduced_scale: bool | None
     on_error: OnError
     load_truncated: bool
-    val_fraction: float
+    val_fraction: Number
     cache_dir: str | Path | None
 
 

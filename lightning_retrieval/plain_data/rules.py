@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.checks import check_callable, short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.plain_data.describe import class_path
 
 Kinds = tuple[type[Any], ...]
@@ -43,6 +44,7 @@ _PUBLIC_PARENTS = ("timm.data", "torch.nn")  # parent packages from which some o
 
 # Settings with which another library would run code, or read a file or an address that the description chooses.
 FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
+PASS_AGAIN = "pass the object again, as in load_from_checkpoint(path, embedder=...)"
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # parts of names that another library would look up elsewhere
 _IGNORED = str.maketrans("", "", "\t\r\n")  # characters that `urllib` removes from an address
 _MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # limits for plain data
@@ -208,21 +210,17 @@ def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...])
             _check_setting(owner, inner, item)
         return parts
     if not (value is None or isinstance(value, (bool, int, float, str))):
-        raise TypeError(f"{owner}: `{name}` must be plain data, got {short_repr(value)} ({type(value).__name__}).")
+        raise InvalidType("must be plain data", owner, name, got=f"{short_repr(value)} ({type(value).__name__})")
     if isinstance(value, str) and any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
-        raise ValueError(
-            f"{owner}: `{name}` must not be an address, since a file may not choose what is downloaded, got "
-            f"{short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
-        )
+        rule = "must not be an address, since a file may not choose what is downloaded"
+        raise InvalidValue(rule, owner, name, got=short_repr(value), cure=PASS_AGAIN)
     return []
 
 
 def _check_setting(owner: str, name: str, value: Any) -> None:
     if value and (name.startswith(FORBIDDEN) or names_kernels(name, value)):
-        raise ValueError(
-            f"{owner}: `{name}` must not be set in a file, since it makes another library run code or read other "
-            f"files, got {short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
-        )
+        rule = "must not be set in a file, since it makes another library run code or read other files"
+        raise InvalidValue(rule, owner, name, got=short_repr(value), cure=PASS_AGAIN)
 
 
 def _check_path(owner: str, name: str, path: Any, packages: tuple[str, ...]) -> None:

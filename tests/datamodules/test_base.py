@@ -176,7 +176,7 @@ def test_the_arguments_that_a_signature_shows_have_their_defaults(tmp_path):
 def test_type_checkers_see_the_arguments_of_the_constructor(settings, kind):
     shown = inspect.signature(kind).parameters.values()
     expected = {each.name: each.annotation for each in shown if each.kind is each.KEYWORD_ONLY}
-    assert typing.get_type_hints(settings) == expected
+    assert typing.get_type_hints(settings, include_extras=True) == expected
 
 
 @pytest.mark.refusal

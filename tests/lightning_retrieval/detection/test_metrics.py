@@ -419,7 +419,7 @@ def test_invalid_images(detection, of_target, error, message):
 def test_what_is_invalid(monkeypatch):
     with pytest.raises(ValueError, match=r"^COCOMetrics: `detections` must be one for each target, got 0 for 1"):
         COCOMetrics(2).update([], [target()])
-    with pytest.raises(ValueError, match="VOCMetrics: `iou_threshold` must be at most 1, got 50"):
+    with pytest.raises(ValueError, match=r"VOCMetrics: `iou_threshold` must be .* 1, got 50"):
         VOCMetrics(3, iou_threshold=50)
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
     with pytest.raises(ImportError, match=r"^COCOMetrics: .*pip install \"lightning-retrieval\[detection\]\""):
