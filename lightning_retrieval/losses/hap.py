@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegative, Positive, checked
@@ -82,7 +82,7 @@ def lower_items(lists: ScoreBlock) -> Float[Tensor, "list gallery"]:
     return torch.stack(lower, 1).flatten(0, 1)
 
 
-def number_of_levels_below(lists: ScoreBlock, level_i: Integer[Tensor, " pos"]) -> Int[Tensor, " pos"]:
+def number_of_levels_below(lists: ScoreBlock, level_i: Shaped[Tensor, " pos"]) -> Int[Tensor, " pos"]:
     """For each positive, the number of possible levels above 0 and below its own: the index of its level."""
     below = torch.zeros_like(level_i, dtype=torch.int64)
     for level in lists.levels:

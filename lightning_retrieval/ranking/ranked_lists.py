@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -338,9 +338,11 @@ def _blocks_of_group(
 
 
 def _worst_first(
-    positives: Float[Tensor, "query pos"], level: Int[Tensor, "query pos"], levels: int
-) -> tuple[Float[Tensor, "query pos"], Int[Tensor, "query pos"]]:
+    positives: Float[Tensor, "query pos"], level: Shaped[Tensor, "query pos"], levels: int
+) -> tuple[Float[Tensor, "query pos"], Shaped[Tensor, "query pos"]]:
     """Sort the scores of the positives (inf at padding) in ascending order, together with their levels.
+
+    Levels are integers, or bools if there is a single one.
 
     `positives` may be sorted in place.
     """

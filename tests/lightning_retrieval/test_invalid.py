@@ -54,5 +54,7 @@ class WithInvalidItem(Dataset):
 
 
 def test_an_error_of_a_data_loader_worker_keeps_its_type_and_sentence():
+    batches = iter(DataLoader(WithInvalidItem(), num_workers=1))
     with pytest.raises(ValueError, match=r"me: `tau` must be a finite number > 0, got -1\.0"):
-        next(iter(DataLoader(WithInvalidItem(), num_workers=1)))
+        next(batches)
+    batches._shutdown_workers()

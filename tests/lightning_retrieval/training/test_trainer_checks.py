@@ -227,6 +227,7 @@ def test_weights_that_change_need_a_number_of_steps(data, limits, got):
     assert module.trainer.global_step == 2
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("gather", [None, 1, "float32"])
 def test_gather_is_a_bool_or_a_type(gather):
     with pytest.raises(ValueError, match=rf"^RetrievalModule: `gather` must be one of True, .* got {gather!r}"):
