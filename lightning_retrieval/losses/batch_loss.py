@@ -171,9 +171,9 @@ class BatchLoss(nn.Module):
             ValueError: if shapes do not match, or an embedding is not finite.
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
-        check_no_transform(type(self).__name__, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
-        columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
         owner = type(self).__name__
+        check_no_transform(owner, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
+        columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
         return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns, owner=owner))
 
     def of_batch(self, batch: RankedBatch) -> Any:

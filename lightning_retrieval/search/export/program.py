@@ -13,7 +13,6 @@ from lightning_retrieval.checks import check_instance, first_line
 from lightning_retrieval.preparation.preparation import Preparation
 
 OWNER = "export_program"
-INPUT_TYPES = ("uint8", "float")
 InputType = Literal["uint8", "float"]
 EXAMPLE_IMAGES = 2  # number of example images: torch.export would treat a batch size of 1 as a constant
 

@@ -292,6 +292,40 @@ def check_group(owner: str, group_by: str | None, kinds: Mapping[str, Kind]) -> 
         raise ValueError(f"{owner}: `group_by` must be a column of the index, {shown_kinds(kinds)}, got {group_by!r}.")
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a search asks for, as the method `request` of an index has checked it.
+
+    Args:
+        k: number of results of each query.
+        condition: condition that the rows must meet; None for no condition.
+        group_by: name of the column of which each value is found once; None for no groups.
+    """
+
+    k: int
+    condition: Condition | None = None
+    group_by: str | None = None
+
+
+def checked_request(owner: str, k: int, where: str | None, group_by: str | None, kinds: Mapping[str, Kind]) -> Request:
+    """What a search asks for, after its condition and its column of groups are checked.
+
+    Args:
+        owner: prefix of error messages.
+        k: number of results of each query, which the index has checked.
+        where: the condition as text; None for no condition.
+        group_by: name of a column; None for no groups.
+        kinds: the kind of each column of the index.
+
+    Raises:
+        ValueError: if `where` is not a condition on the columns, or `group_by` is no column.
+        TypeError: if `where` or `group_by` is not a string.
+    """
+    condition = parse_where(owner, where, kinds)
+    check_group(owner, group_by, kinds)
+    return Request(k, condition, group_by)
+
+
 def _condition(node: ast.expr, kinds: Mapping[str, Kind], depth: int = 0) -> Condition:
     """The condition of a node of Python's syntax tree; raises a ValueError with the reason if it is none."""
     if depth > MOST_NESTED:

@@ -7,7 +7,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ from lightning_retrieval.files import is_system_error
 from lightning_retrieval.invalid import Invalid, InvalidValue
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.store import conditions, faiss_index
+from lightning_retrieval.search.store.conditions import Request
 from lightning_retrieval.search.store.disk_lists import (
     ROWS_IN_MEMORY,
     add_on_disk,
@@ -114,21 +114,6 @@ def _exact_neighbours(
         block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(order), -1)
         best_ids[better] = torch.cat([best_ids[better], block_ids], 1).gather(1, order)
     return best_ids
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a search asks for, as the method `request` of an index has checked it.
-
-    Args:
-        k: number of results of each query.
-        condition: condition that the rows must meet; None for no condition.
-        group_by: name of the column of which each value is found once; None for no groups.
-    """
-
-    k: int
-    condition: conditions.Condition | None = None
-    group_by: str | None = None
 
 
 class EditLock:
@@ -332,9 +317,7 @@ class RetrievalIndex:
         """
         with self._lock.reading():
             k = check_results(OWNER, k, len(self))
-            condition = conditions.parse_where(OWNER, where, self.column_kinds)
-            conditions.check_group(OWNER, group_by, self.column_kinds)
-            return Request(k, condition, group_by)
+            return conditions.checked_request(OWNER, k, where, group_by, self.column_kinds)
 
     def search_with_paths(
         self, queries: Queries, request: Request

@@ -16,6 +16,7 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store import conditions
 from lightning_retrieval.search.store import milvus_connection as milvus
+from lightning_retrieval.search.store.conditions import Request
 from lightning_retrieval.search.store.id_table import (
     LARGEST_ID,
     check_all_known,
@@ -24,7 +25,7 @@ from lightning_retrieval.search.store.id_table import (
     ids_after,
     integer_ids,
 )
-from lightning_retrieval.search.store.index import Request, RetrievalIndex, measure_recall
+from lightning_retrieval.search.store.index import RetrievalIndex, measure_recall
 from lightning_retrieval.search.store.milvus_connection import (
     COLUMN,
     EMBEDDING,
@@ -319,9 +320,7 @@ class MilvusStore:
             TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
         """
         k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
-        condition = conditions.parse_where(OWNER, where, self.column_kinds)
-        conditions.check_group(OWNER, group_by, self.column_kinds)
-        return Request(k, condition, group_by)
+        return conditions.checked_request(OWNER, k, where, group_by, self.column_kinds)
 
     def search_with_paths(
         self, queries: Queries, request: Request
