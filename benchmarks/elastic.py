@@ -21,7 +21,6 @@ import csv
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from timing import Timing, arguments, environment, report, run_processes
+from timing import Timing, arguments, environment, free_port, launcher_variables, report, run_processes
 
 from lightning_retrieval.cli.main import main as main_of_command
 
@@ -93,13 +92,6 @@ class Pace(pl.Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def write_config(folder: Path) -> Path:
@@ -236,17 +228,16 @@ class Ended:
     rows: list[dict[str, str]]
 
 
-def undisturbed_worker(node: int, config: Path, folder: Path, port: int) -> None:
+def undisturbed_worker(node: int, config: Path, folder: Path, variables: dict[str, str]) -> None:
     """The worker of a node in the run that is not disturbed."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NODES)}
-    os.environ.update({**address, "NODE_RANK": str(node), "LOCAL_RANK": "0"})
+    os.environ.update(variables, NODE_RANK=str(node), LOCAL_RANK="0")
     torch.set_num_threads(1)
     main_of_command(["fit", "--config", str(config), "--run_folder", str(folder)])
 
 
 def train_undisturbed(folder: Path) -> Ended:
     """A run without agents and kills."""
-    run_processes(undisturbed_worker, (write_config(folder), folder, free_port()), NODES)
+    run_processes(undisturbed_worker, (write_config(folder), folder, launcher_variables(NODES)), NODES)
     return Ended([], last_checkpoint(folder), rows_of(folder))
 
 

@@ -13,7 +13,6 @@ building an index of random embeddings adds with the vectors of the index. Takes
 import os
 import random
 import resource
-import socket
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from PIL import Image
-from timing import Timing, arguments, environment, peak_added_memory, process_context, report
+from timing import Timing, arguments, environment, launcher_variables, peak_added_memory, process_context, report
 
 from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main as main_of_command
@@ -130,17 +129,14 @@ def run_command(words: list[str], variables: dict[str, str]) -> None:
 
 def start(folder: Path, output: Path, processes: int) -> list[BaseProcess]:
     """Start the command in this number of processes, as a launcher does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    of_launcher = launcher_variables(processes)
     words = [*COMMAND, f"--checkpoint={folder / 'model.ckpt'}", f"--images={folder / 'images'}", f"--output={output}"]
     words.append(f"--devices={processes}")
     started = []
     for rank in range(processes):
         variables = {"OMP_NUM_THREADS": "1"}
         if processes > 1:
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-            variables |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+            variables |= {**of_launcher, "LOCAL_RANK": str(rank)}
         process = process_context().Process(target=run_command, args=(words, variables))  # type: ignore[attr-defined]
         process.start()
         started.append(process)

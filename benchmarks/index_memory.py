@@ -62,10 +62,12 @@ def run_sampled(function: Callable[[], Any], interval: float = 0.002) -> tuple[i
     sampler = threading.Thread(target=sample)
     sampler.start()
     begin = time.perf_counter()
-    function()
-    seconds = time.perf_counter() - begin
-    is_done.set()
-    sampler.join()
+    try:
+        function()
+        seconds = time.perf_counter() - begin
+    finally:
+        is_done.set()  # the process of a function that has failed would wait for the thread forever
+        sampler.join()
     return max(samples) - before, seconds
 
 

@@ -16,7 +16,6 @@ import json
 import logging
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from timing import Timing, arguments, environment, process_context, report
+from timing import Timing, arguments, environment, launcher_variables, process_context, report
 
 from lightning_retrieval.datamodules import ImageDataModule, ImageIndex, ImageSet
 from lightning_retrieval.packed_strings import PackedStrings
@@ -140,15 +139,9 @@ def note(folder: Path, what: str) -> None:
     (folder / f"{what}-{os.getpid()}").write_text(str(total))
 
 
-def train(local_rank: int, port: int, notes: Path, count: int, start_method: str) -> None:
+def train(local_rank: int, variables: dict[str, str], notes: Path, count: int, start_method: str) -> None:
     """What each process does: four steps, enough for the first items of both workers."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        LOCAL_RANK=str(local_rank),
-        WORLD_SIZE=str(PROCESSES),
-        NODE_RANK="0",
-    )
+    os.environ.update(variables, LOCAL_RANK=str(local_rank))
     torch.set_num_threads(1)
     multiprocessing.set_start_method(start_method, force=True)
     warnings.simplefilter("ignore")
@@ -172,12 +165,9 @@ def train(local_rank: int, port: int, notes: Path, count: int, start_method: str
 
 def measure(count: int, start_method: str) -> dict[str, list[float]]:
     """The notes of all processes and workers of one run."""
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as name:
         context = process_context()
-        arguments_of_run = (port, Path(name), count, start_method)
+        arguments_of_run = (launcher_variables(PROCESSES), Path(name), count, start_method)
         processes = [context.Process(target=train, args=(rank, *arguments_of_run)) for rank in range(PROCESSES)]
         for process in processes:
             process.start()

@@ -19,7 +19,6 @@ and needs `pip install 'lightning-retrieval[milvus]'`.
 
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from index_memory import BLOCK_MIB, run_sampled, write_embeddings
-from timing import arguments, environment, interleaved, peak_added_memory, report, run_processes
+from timing import arguments, environment, interleaved, launcher_variables, peak_added_memory, report, run_processes
 from torch import Tensor
 
 from lightning_retrieval import RetrievalIndex
@@ -197,11 +196,7 @@ def build_on_disk(rank: int, name: str, folder: Path, output: Path, variables: d
 def measure_on_disk(name: str, folder: Path, rows: int, processes: int) -> dict[str, Any]:
     """A line of the table of --disk, without the ratios."""
     output = folder.with_name(f"{name}-{processes}-{rows}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "NODE_RANK": "0"}
-    run_processes(build_on_disk, (name, folder, output, variables), processes)
+    run_processes(build_on_disk, (name, folder, output, launcher_variables(processes)), processes)
     of_each = [json.loads(folder.with_name(f"{output.name}-{rank}.json").read_text()) for rank in range(processes)]
     return {
         "built by": name,

@@ -5,12 +5,15 @@ import json
 import multiprocessing
 import os
 import platform
+import random
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing.context import BaseContext
@@ -126,6 +129,22 @@ def run_processes(function: Callable[..., None], args: tuple[Any, ...], number: 
     """Call `function(rank, *args)` in this number of processes, and wait for all of them."""
     method = process_context().get_start_method()
     torch.multiprocessing.start_processes(function, args, number, start_method=method)
+
+
+def launcher_variables(number: int) -> dict[str, str]:
+    """The environment variables that a launcher sets in each of its processes, without the rank of the process."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {**address, "WORLD_SIZE": str(number), "NODE_RANK": "0"}
+
+
+def free_port() -> int:
+    """A free port of this machine, below those that systems give to connections, which could take it before its use."""
+    dice = random.SystemRandom()
+    while True:
+        port = dice.randrange(20_000, 30_000)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def memory_status(field: str) -> int:

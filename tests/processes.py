@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -166,11 +166,19 @@ def start_processes(function, world_size, *args, folder, backend=None):
 
 def launcher_environments(world_size):
     """The environment variables of each process, as a launcher such as torchrun sets them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "NODE_RANK": "0"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {**address, "WORLD_SIZE": str(world_size), "NODE_RANK": "0"}
     return [{**common, "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+def free_port():
+    """A free port of this machine, below those that systems give to connections, which could take it before its use."""
+    dice = random.SystemRandom()
+    while True:
+        port = dice.randrange(20_000, 30_000)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for(processes, timeout):

@@ -34,7 +34,7 @@ from lightning_retrieval.search.commands.demo import (
 from lightning_retrieval.search.commands.search_images import Hit
 from tests.browser import Browser
 from tests.lightning_retrieval.search.commands.glyph_commands import command, error_of, paths_of, run, save_checkpoint
-from tests.processes import start_processes
+from tests.processes import free_port, start_processes
 
 EXAMPLES = "document.querySelectorAll('#examples .thumbnail-item')"
 INDEXED = "40 images of the folder images are indexed."
@@ -204,8 +204,7 @@ class Server:
     """A page that is being served, after an attempt to serve it on a port that is in use."""
 
     def __init__(self, indexed, folder, *more):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.address, self.folder, self.uploads = f"http://127.0.0.1:{port}", folder, folder / "uploads"
         self.uploads.mkdir()
         (folder / "process").mkdir()

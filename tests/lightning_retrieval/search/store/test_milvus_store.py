@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -38,7 +37,7 @@ from tests.lightning_retrieval.search.store.vectors import (
     search_while_edited,
     vectors,
 )
-from tests.processes import StartedCommand, start_processes
+from tests.processes import StartedCommand, free_port, start_processes
 
 pymilvus = pytest.importorskip("pymilvus")
 pytest.importorskip("milvus_lite")
@@ -292,9 +291,7 @@ def test_requests_hold_all_rows_in_order_and_few_bytes(monkeypatch):
 @pytest.fixture
 def server(tmp_path):
     """The address of Milvus Lite in another process, and the process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     program = (
         "from milvus_lite.cmdline import main\n"
