@@ -178,7 +178,7 @@ def measure_kills(folder: Path, images: int, kills: int, processes: list[int]) -
             file.unlink()
     for process in start(folder, output, processes[-1]):
         process.join()
-    embeddings = EmbeddingFolder.load("benchmark", output)
+    embeddings = EmbeddingFolder.load(output)
     ids = np.concatenate([embeddings.read(shard).ids for shard in range(len(embeddings))])
     whole = folder / "whole"
     different = [file.name for file in whole.glob("*.npy") if file.read_bytes() != (output / file.name).read_bytes()]
@@ -196,7 +196,7 @@ def measure_kills(folder: Path, images: int, kills: int, processes: list[int]) -
 def write_embeddings(folder: Path, rows: int) -> None:
     """A folder of random embeddings."""
     what = {"images_sha256": "", "model_sha256": "", "preparation": {}, "file_format": "npy"}
-    embeddings = EmbeddingFolder.create("benchmark", folder, EmbeddingManifest(images=rows, dim=DIM, **what))
+    embeddings = EmbeddingFolder.create(folder, EmbeddingManifest(images=rows, dim=DIM, **what))
     for shard in range(len(embeddings)):
         ids = np.array(embeddings.positions(shard))
         values = np.random.default_rng(shard).standard_normal((len(ids), DIM), np.float32)

@@ -19,6 +19,7 @@ from lightning_retrieval.checks import first_of
 from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.files import check_regular_file, is_system_error
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
 
@@ -66,7 +67,7 @@ class ListFile:
         """Create an error with the message `problem`, and with the line at `position`, if a position is given."""
         if position is not None:
             problem += f" in {self.where(position)}"
-        return ValueError(f"{self.owner}: {problem}.")
+        return InvalidValue(problem, self.owner)
 
     def where(self, position: int) -> str:
         """The number of the line at a position, and the file, for an error message."""
@@ -340,13 +341,13 @@ def find_file(
         wanted += f", the `{argument}`"
     if not root.is_dir():
         found = _without_root(root, candidates, companion, root_name)
-        raise FileNotFoundError(f"{owner}: `{root_name}` must be a folder that contains {wanted}, got {root}, {found}.")
+        raise MissingFile(f"must be a folder that contains {wanted}", owner, root_name, got=f"{root}, {found}")
     suggestion = _suggestion(root.absolute(), candidates, companion, root_name)
     if not suggestion:
         suggestion = _suggestion(root.absolute().parent, candidates, companion, root_name)
     if not suggestion:
         suggestion = "no folder near it contains one"
-    raise FileNotFoundError(f"{owner}: `{root_name}` must contain {wanted}, got {root}, which does not; {suggestion}.")
+    raise MissingFile(f"must contain {wanted}", owner, root_name, got=f"{root}, which does not", cure=suggestion)
 
 
 def _without_root(root: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
@@ -455,21 +456,16 @@ class TableColumns:
         if len(invalid_rows) == 0:
             return
         row = invalid_rows[0]
-        message = f"{self.owner}: {rule}"
-        if values is not None:
-            message += f", got {values[row]!r}"
-        message += f", at {self.unit} {self.lines[row]} of {self.path}"
+        where = f"at {self.unit} {self.lines[row]} of {self.path}"
         if len(invalid_rows) > 1:
-            message += f" ({len(invalid_rows)} such rows)"
-        raise ValueError(f"{message}.")
+            where += f" ({len(invalid_rows)} such rows)"
+        if values is None:
+            raise InvalidValue(f"{rule}, {where}", self.owner)
+        raise InvalidValue(rule, self.owner, got=f"{values[row]!r}, {where}")
 
 
 def read_table(
-    path: Path,
-    required: Sequence[str] = ("image", "label"),
-    *,
-    all_columns: bool = False,
-    owner: str = "ImageTable",
+    path: Path, required: Sequence[str] = ("image", "label"), *, all_columns: bool = False, owner: str = "ImageTable"
 ) -> TableColumns:
     """Read the required columns, and those with the names `COLUMNS`, from a CSV or Parquet file.
 
@@ -488,7 +484,7 @@ def read_table(
     else:
         table = _read_csv(owner, path, required, all_columns)
     if not table.lines:
-        raise ValueError(f"{owner}: {path} must have rows, got only the header.")
+        raise InvalidValue(f"{path} must have rows", owner, got="only the header")
     return table
 
 
@@ -513,10 +509,8 @@ def _read_csv(owner: str, path: Path, required: Sequence[str], all_columns: bool
     spanning: list[CSVRow] = []
     for row in rows:
         if len(row.fields) != len(header):
-            raise ValueError(
-                f"{owner}: each row must have the header's {len(header)} fields, got {len(row.fields)}, at line "
-                f"{row.first} of {path}."
-            )
+            rule = f"each row must have the header's {len(header)} fields"
+            raise InvalidValue(rule, owner, got=f"{len(row.fields)}, at line {row.first} of {path}")
         if row.last > row.first:
             spanning.append(row)
         lines.append(row.first)
@@ -557,10 +551,9 @@ def _check_lines_of_row(
         lines = list(_lines_as_rows(row.fields, position))
         has_row = any(_is_row(header, values, line) for line in lines)
         if is_structured or has_row or _have_form_of_rows(header, forms, lines):
-            raise ValueError(
-                f"{owner}: `{name}` must not hold other rows, got one row in lines {row.first} to {row.last} of "
-                f"{path}; close the quote that line {row.first} opens, or write two quotes for a quote in a field."
-            )
+            got = f"one row in lines {row.first} to {row.last} of {path}"
+            cure = f"close the quote that line {row.first} opens, or write two quotes for a quote in a field"
+            raise InvalidValue("must not hold other rows", owner, name, got=got, cure=cure)
 
 
 def _lines_as_rows(fields: Sequence[str], position: int) -> Iterator[list[str | None]]:
@@ -639,7 +632,7 @@ def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: 
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
         if is_system_error(error):
             raise
-        raise ValueError(f"{owner}: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
+        raise InvalidValue(f"{path} must be a Parquet file, but cannot be read as one ({error})", owner) from None
     _check_header(owner, path, header, required, wanted)
     return TableColumns(path, table, range(1, content.num_rows + 1), unit="row", owner=owner)
 
@@ -677,10 +670,8 @@ def _check_header(
         sides = ""
         if "image" in required:
             sides = f", and all of {', '.join(SIDES)} or none"
-        raise ValueError(
-            f"{owner}: line 1 of {path} must name the columns {columns}{sides}, separated by commas; "
-            f"{', '.join(missing)} missing in {','.join(header)!r}."
-        )
+        rule = f"line 1 of {path} must name the columns {columns}{sides}, separated by commas"
+        raise InvalidValue(rule, owner, got=f"{','.join(header)!r}, which lacks {', '.join(missing)}")
     for name in wanted:
         if list(header).count(name) > 1:
-            raise ValueError(f"{owner}: line 1 of {path} must name each column once, got {name} twice.")
+            raise InvalidValue(f"line 1 of {path} must name each column once", owner, got=f"{name} twice")

@@ -48,6 +48,7 @@ from lightning_retrieval.files import (
     temporary_path,
     writing,
 )
+from lightning_retrieval.invalid import InvalidValue, MissingFile, MissingPackage
 from lightning_retrieval.optional_packages import optional_import
 
 ZIP_START = b"PK\x03\x04"
@@ -255,14 +256,11 @@ def check_content(owner: str, content: Any) -> None:
                 parts = item.values()
             pending += [(value, depth + 1) for value in parts]
         if depth > MOST_DEPTH or shared > MOST_SHARED:  # lists that share lists may expand exponentially
-            raise ValueError(
-                f"{owner}: the checkpoint has lists or dicts that are nested too deeply; take another one."
-            )
+            rule = "the checkpoint has lists or dicts that are nested too deeply"
+            raise InvalidValue(rule, owner, cure="take another one")
         if repeated > MOST_REPEATED_BYTES:
-            raise ValueError(
-                f"{owner}: the checkpoint has a tensor of the shape {tuple(item.shape)}, of which the file stores only "
-                "a part; take another checkpoint."
-            )
+            rule = f"the checkpoint has a tensor of the shape {tuple(item.shape)}, of which the file stores only a part"
+            raise InvalidValue(rule, owner, cure="take another checkpoint")
 
 
 def _repeated_bytes(tensor: Tensor) -> int:
@@ -508,13 +506,11 @@ def check_can_be_sharded(owner: str) -> None:
     Raises:
         ModuleNotFoundError: if safetensors is not installed, or torch is older than 2.9.
     """
-    with optional_import(f"{owner}: sharded checkpoints need safetensors: pip install safetensors."):
+    with optional_import("sharded checkpoints need safetensors: pip install safetensors.", owner):
         import safetensors  # noqa: F401
     if not torch_writes_shards():
-        raise ModuleNotFoundError(
-            f"{owner}: sharded checkpoints need torch >= 2.9, got {torch.__version__}; update torch, or read and write "
-            "checkpoints that are one file."
-        )
+        cure = "update torch, or read and write checkpoints that are one file"
+        raise MissingPackage("sharded checkpoints need torch >= 2.9", owner, got=torch.__version__, cure=cure)
 
 
 def read_checkpoint(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
@@ -640,7 +636,7 @@ def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> 
         check_regular_file(owner, Path(checkpoint))
     damage = find_damage(checkpoint, part)
     if damage is not None:
-        raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
+        raise InvalidValue(f"the checkpoint {checkpoint} is damaged, {damage}", owner, cure="take another checkpoint")
 
 
 def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
@@ -663,11 +659,9 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
     path = check_path(owner, name, checkpoint)
     finish_replacement(path)
     if path.is_dir() and not is_sharded_checkpoint(path):
-        raise ValueError(f"{owner}: `{name}` must be the path of a checkpoint, got the folder {path}.")
+        raise InvalidValue("must be the path of a checkpoint", owner, name, got=f"the folder {path}")
     if not path.exists():
-        raise FileNotFoundError(
-            f"{owner}: `{name}` must be the path of a checkpoint, got {path}, which does not exist."
-        )
+        raise MissingFile("must be the path of a checkpoint", owner, name, got=f"{path}, which does not exist")
 
 
 def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> Path:
@@ -684,9 +678,9 @@ def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> P
     """
     if is_checkpoint(checkpoint):
         return checkpoint
-    rule = f"{owner}: `{name}` must be a checkpoint that training wrote, or the folder of its runs, got {checkpoint}"
+    rule = "must be a checkpoint that training wrote, or the folder of its runs"
     if not checkpoint.is_dir():
-        raise FileNotFoundError(f"{rule}, which does not exist.")
+        raise MissingFile(rule, owner, name, got=f"{checkpoint}, which does not exist")
     runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
     runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
     for run in [checkpoint, *runs]:
@@ -695,7 +689,6 @@ def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> P
             if rank() == 0:
                 print(f"The checkpoint is {best}.", file=sys.stderr)
             return best
-    raise FileNotFoundError(
-        f"{rule}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists; give the path of a file, "
-        "or train with ModelCheckpoint(filename='best')."
-    )
+    got = f"{checkpoint}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists"
+    cure = "give the path of a file, or train with ModelCheckpoint(filename='best')"
+    raise MissingFile(rule, owner, name, got=got, cure=cure)

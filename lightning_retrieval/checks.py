@@ -368,14 +368,7 @@ def is_integer(values: Any) -> bool:
 
 
 def check_integers(
-    owner: str,
-    name: str,
-    values: Any,
-    rows: int,
-    of: str,
-    *,
-    device: torch.device | None = None,
-    levels: bool = False,
+    owner: str, name: str, values: Any, rows: int, of: str, *, device: torch.device | None = None, levels: bool = False
 ) -> None:
     """Raise unless `values` holds one integer for each of the `rows` rows of the argument `of`.
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER_PLACE, reason
+from lightning_retrieval.invalid import Invalid
 
 HELP_WIDTH = 78  # columns of a description
 SHOWN = 100  # number of characters that are shown of a path that is too long
 NULLS = ("None", "null")  # values of an option that mean that it is not given
-# Prefixes of messages that are replaced by the name of the command.
+# Owners of the errors that a command reports as its own; an error without an owner is one of the command itself.
 OWNERS = (
+    "",
     "adapt_head",
     "embed_images",
     "export_model",
@@ -68,7 +70,8 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         arguments: names of the arguments that are options of the subcommand.
 
     Example:
-        >>> error = ValueError("index_images: `images` must be a folder, got x.")
+        >>> from lightning_retrieval.invalid import InvalidValue
+        >>> error = InvalidValue("must be a folder", "index_images", "images", got="x")
         >>> command_line_message("index", error, ["images"])
         'index: `--images` must be a folder, got x.'
     """
@@ -84,17 +87,10 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         if error.errno in NO_SPACE:
             cure = FREE_SPACE
         return f"{command}: {shown} cannot be used ({reason(error)}); {cure}."
-    message = str(error)
-    owner, separator, sentence = message.partition(": ")
-    if owner in OWNERS:
-        message = f"{command}{separator}{sentence}"
-    message = message.replace("`index_images`", "`lightning-retrieval index`")
-    for name in arguments:
-        option = f"--{name}"
-        if len(name) == 1:
-            option = f"-{name}"
-        message = message.replace(f"`{name}`", f"`{option}`")
-    return message
+    if isinstance(error, Invalid) and error.owner in OWNERS:
+        options = {name: f"--{name}" if len(name) > 1 else f"-{name}" for name in arguments}
+        error = error.of(command, index_images="lightning-retrieval index", **options)
+    return str(error)
 
 
 def null_for_none(args: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from lightning_retrieval.invalid import NotWritten
+from lightning_retrieval.invalid import InvalidValue, MissingFile, NotWritten
 
 LOCK = "lock"
 TEMPORARY = ".tmp"  # suffix of a file that is being written
@@ -187,7 +187,8 @@ def check_regular_file(owner: str, path: Path) -> None:
         ValueError: if the path is neither a regular file nor a folder.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{owner}: {path} must be a regular file, got a FIFO, a socket or a device; give a file.")
+        rule = f"{path} must be a regular file"
+        raise InvalidValue(rule, owner, got="a FIFO, a socket or a device", cure="give a file")
 
 
 def is_of_others(path: Path, own_format: str) -> bool:
@@ -384,29 +385,23 @@ class Manifest:
         """
         path = folder / self.name
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{owner}: the {self.content} must be a folder with {self.name} in it, got {folder}; "
-                f"`lightning-retrieval {self.command}` writes one."
-            )
+            rule = f"the {self.content} must be a folder with {self.name} in it"
+            raise MissingFile(rule, owner, got=folder, cure=f"`lightning-retrieval {self.command}` writes one")
         try:
             values = dict(json.loads(path.read_bytes()))
             header = {name: values.pop(name, None) for name in ("format", "version", "sha256")}
             digest = _digest_of_values(values)
         except (TypeError, ValueError, RecursionError):  # RecursionError: thousands of nested lists
-            raise ValueError(f"{owner}: {path} is damaged, it is not valid JSON; {self.cure}.") from None
+            raise InvalidValue(f"{path} is damaged, it is not valid JSON", owner, cure=self.cure) from None
         if header["format"] != self.format:
-            raise ValueError(
-                f"{owner}: {path} must be a manifest of the format {self.format!r}, which it is not; give another "
-                "folder."
-            )
+            rule = f"{path} must be a manifest of the format {self.format!r}, which it is not"
+            raise InvalidValue(rule, owner, cure="give another folder")
         if header["version"] != self.version:
-            raise ValueError(
-                f"{owner}: {folder} has format version {header['version']!r}, but this release reads version "
-                f"{self.version}; write it again, or use the release that wrote it."
-            )
+            rule = f"{folder} has format version {header['version']!r}, but this release reads version {self.version}"
+            raise InvalidValue(rule, owner, cure="write it again, or use the release that wrote it")
         lacks_checksum = header["sha256"] is None and self.may_lack_checksum
         if header["sha256"] != digest and not lacks_checksum:
-            raise ValueError(f"{owner}: {path} is damaged, its checksum is not the one written in it; {self.cure}.")
+            raise InvalidValue(f"{path} is damaged, its checksum is not the one written in it", owner, cure=self.cure)
         return values
 
 
@@ -464,9 +459,7 @@ def take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(
-            f"{owner}: {folder} is being written to by another process; wait until it has finished, or give "
-            "another path."
-        ) from None
+        rule = f"{folder} is being written to by another process"
+        raise InvalidValue(rule, owner, cure="wait until it has finished, or give another path") from None
     except OSError:  # a file system without locks
         pass

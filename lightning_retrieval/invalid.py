@@ -1,6 +1,7 @@
 """Errors about invalid input that keep their parts: whose argument, which one, the rule, the value and the cure.
 
 An error of another function can so be reported under the name that the user knows, without its message being read.
+Functions that no user calls raise errors without an owner, and what the user calls adds its name with `owned_by`.
 """
 
 import re
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 AnyInvalid = TypeVar("AnyInvalid", bound="Invalid")
+CALLER = ""  # what a private function passes as the owner to the checks of `checks.py`, see `owned_by`
 
 
 class Invalid(Exception):
@@ -17,9 +19,9 @@ class Invalid(Exception):
     Args:
         rule: what the argument must be, such as "must be a number > 0"; the whole sentence if no other part is given,
             such as the text of an error that another process sends. Names of arguments are in backticks.
-        owner: the class or function whose argument it is, the prefix of the message.
+        owner: the class or function whose argument it is, the prefix of the message; `owned_by` adds it if it is "".
         argument: name of the argument.
-        got: the value, as text.
+        got: the value, which `str` shows.
         cure: what the user can do. Names of arguments are in backticks.
 
     Example:
@@ -31,12 +33,12 @@ class Invalid(Exception):
         'adapt: `--tau` must be a number > 0, got -1.0.'
     """
 
-    def __init__(self, rule: str, owner: str = "", argument: str = "", *, got: str = "", cure: str = "") -> None:
+    def __init__(self, rule: str, owner: str = "", argument: str = "", *, got: object = "", cure: str = "") -> None:
         super().__init__(rule)  # pickle calls the class with this text, and restores the other attributes afterwards
         self.rule = rule
         self.owner = owner
         self.argument = argument
-        self.got = got
+        self.got = str(got)
         self.cure = cure
 
     def __str__(self) -> str:
@@ -90,9 +92,27 @@ class NotWritten(Invalid, OSError):
     """A file or folder that cannot be written."""
 
 
+class Failed(Invalid, OSError):
+    """What a server or the system has reported as failed."""
+
+
 @contextmanager
-def owned_by(owner: str, **renamed: str) -> Iterator[None]:
-    """Context in which errors about arguments are those of another owner, see `Invalid.of`."""
+def owned_by(owner: str) -> Iterator[None]:
+    """Context or decorator that gives an owner to the errors about arguments that have none.
+
+    A private function raises an error without an owner, and the public function around it names itself. If one public
+    function calls another one, the error keeps the owner that it got first. `reported_as` changes it.
+    """
+    try:
+        yield
+    except Invalid as error:
+        error.owner = error.owner or owner
+        raise
+
+
+@contextmanager
+def reported_as(owner: str, **renamed: str) -> Iterator[None]:
+    """Context in which errors about arguments become those of another owner, whatever their owner is, see `of`."""
     try:
         yield
     except Invalid as error:

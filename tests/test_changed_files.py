@@ -136,19 +136,19 @@ def test_the_data_beside_embeddings(tmp_path):
 
     def use(content):
         file.write_text(json.dumps(content))
-        FolderRows(EmbeddingFolder.load("test", tmp_path / "e"))
+        FolderRows(EmbeddingFolder.load(tmp_path / "e"))
 
     check(json.loads(file.read_text()), use, 400)
 
 
 def test_the_manifest_of_embeddings(tmp_path):
     write_shards(tmp_path / "e", "npy", 1.0)
-    values = EmbeddingFolder.load("test", tmp_path / "e").manifest
+    values = EmbeddingFolder.load(tmp_path / "e").manifest
     assert isinstance(values, EmbeddingManifest)
 
     def use(content):
         (tmp_path / "e" / "_manifest.json").write_bytes(embedding_format().encode(content))
-        FolderRows(EmbeddingFolder.load("test", tmp_path / "e"))
+        FolderRows(EmbeddingFolder.load(tmp_path / "e"))
 
     check(vars(values), use, 400)
 

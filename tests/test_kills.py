@@ -297,7 +297,7 @@ def write_shards(path, file_format, value):
         shard_size=2,
         file_format=file_format,
     )
-    folder = EmbeddingFolder.create("test", path, manifest)
+    folder = EmbeddingFolder.create(path, manifest)
     for shard in range(2):
         ids = np.array(folder.positions(shard))
         embeddings = np.full((2, 3), value, dtype=np.float32)
@@ -314,7 +314,7 @@ def test_embeddings_that_are_written_again(file_format, tmp_path):
         write_shards, folder / "e", file_format, 2.0, folder=folder, before=before, processes=tmp_path / "processes"
     ):
         write_shards(folder / "missing", file_format, 3.0)  # reads nothing of the other folder
-        begun = EmbeddingFolder("test", folder / "e", EmbeddingFolder.load("test", folder / "missing").manifest)
+        begun = EmbeddingFolder(folder / "e", EmbeddingFolder.load(folder / "missing").manifest)
         for shard in set(range(2)) - set(begun.missing()):
             rows = begun.read(shard)
             assert {path.split()[0] for path in rows.paths} == {str(rows.embeddings[0, 0].item())}, kill

@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers
-from lightning_retrieval.checks import (
-    check_finite,
-    check_integers,
-    check_matrix,
-)
+from lightning_retrieval.checks import check_finite, check_integers, check_matrix
 from lightning_retrieval.detection.targets import check_class_labels
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN

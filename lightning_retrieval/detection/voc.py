@@ -61,11 +61,7 @@ def detection_outcomes(
 
 
 def voc_average_precision(
-    scores: Float[Tensor, " detection"],
-    outcomes: Int[Tensor, " detection"],
-    objects: int,
-    *,
-    eleven_points: bool,
+    scores: Float[Tensor, " detection"], outcomes: Int[Tensor, " detection"], objects: int, *, eleven_points: bool
 ) -> float:
     """AP of one class over all images.
 

@@ -86,11 +86,7 @@ class RetrievalLoss(BatchLoss, ABC):
         if not isinstance(batch.lists.rule, SameLabel):
             self.check_relevance(batch.lists.rule)
         lists = EmbeddingLists(
-            self.name,
-            batch,
-            include_self=self.include_self,
-            self_is_positive=self.self_is_positive,
-            graded=self.graded,
+            self.name, batch, include_self=self.include_self, self_is_positive=self.self_is_positive, graded=self.graded
         )
         with torch.autocast(lists.device.type, enabled=False):
             plan = self._plan(lists, batch.queries)

@@ -44,13 +44,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, numbers
-from lightning_retrieval.checks import (
-    check_finite,
-    check_float,
-    check_no_transform,
-    check_positive,
-    check_tensor,
-)
+from lightning_retrieval.checks import check_finite, check_float, check_no_transform, check_positive, check_tensor
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import Positives, ScoreBlock, joined, true_indices
 from lightning_retrieval.losses.roadmap import PairLoss
@@ -134,11 +128,7 @@ def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
 
 
 def positive_ranks(
-    scores: Float[Tensor, "query gallery"],
-    lists: SortedLists,
-    *,
-    lambda_: float,
-    past: Sequence[SortedLists] = (),
+    scores: Float[Tensor, "query gallery"], lists: SortedLists, *, lambda_: float, past: Sequence[SortedLists] = ()
 ) -> tuple[Int[Tensor, " pos"], Float[Tensor, " pos"], Float[Tensor, " pos"]]:
     """The query of each positive, its differentiable rank rk among candidates, and its rank rk+ among positives.
 
@@ -457,9 +447,5 @@ class BlackboxRecallLoss(PairLoss):
 
     def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
         return blackbox_recall_sums(
-            lists,
-            lambda_=self.lambda_,
-            margin=self.margin,
-            weighting=self.weighting,
-            batch_memory=self.batch_memory,
+            lists, lambda_=self.lambda_, margin=self.margin, weighting=self.weighting, batch_memory=self.batch_memory
         )

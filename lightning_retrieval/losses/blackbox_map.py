@@ -20,21 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers, settings_repr
-from lightning_retrieval.checks import (
-    SMALLEST,
-    check_finite,
-)
+from lightning_retrieval.checks import SMALLEST, check_finite
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.lists import ScoreLists
 from lightning_retrieval.losses.positives import ScoreBlock
 
 
 def map_loss(
-    scores: Float[Tensor, "query gallery"],
-    lists: SortedLists,
-    *,
-    lambda_: float,
-    past: Sequence[SortedLists] = (),
+    scores: Float[Tensor, "query gallery"], lists: SortedLists, *, lambda_: float, past: Sequence[SortedLists] = ()
 ) -> Float[Tensor, ""]:
     """1 - mAP over the rows that have a positive (eq. 22), in lists extended by past batches.
 

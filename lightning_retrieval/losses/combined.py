@@ -20,13 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, checked
-from lightning_retrieval.checks import (
-    check_finite_number,
-    check_instance,
-    check_positive,
-    check_sequence,
-    short_repr,
-)
+from lightning_retrieval.checks import check_finite_number, check_instance, check_positive, check_sequence, short_repr
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss

@@ -199,13 +199,7 @@ class EmbeddingLists(RankedLists):
     """
 
     def __init__(
-        self,
-        owner: str,
-        batch: RankedBatch,
-        *,
-        include_self: bool,
-        self_is_positive: bool = True,
-        graded: bool = False,
+        self, owner: str, batch: RankedBatch, *, include_self: bool, self_is_positive: bool = True, graded: bool = False
     ) -> None:
         check_batch(owner, batch)
         _check_ids_of_both(owner, batch.lists)

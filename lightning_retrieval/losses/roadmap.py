@@ -39,9 +39,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, Positive, checked, settings_repr
-from lightning_retrieval.checks import (
-    check_instance,
-)
+from lightning_retrieval.checks import check_instance
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.batch_loss import QueryRange
 from lightning_retrieval.losses.blockwise import Block

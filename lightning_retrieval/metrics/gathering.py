@@ -305,12 +305,7 @@ class Report(NamedTuple):
 
 
 def gather_over_processes(
-    owner: str,
-    rows: CollectedRows | None,
-    report: Report,
-    *,
-    shard: Shard,
-    embeddings_device: torch.device,
+    owner: str, rows: CollectedRows | None, report: Report, *, shard: Shard, embeddings_device: torch.device
 ) -> CollectedRows:
     """The rows of all processes in rank order, except that embeddings are only those of this process.
 

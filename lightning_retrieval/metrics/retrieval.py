@@ -16,13 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, integers
-from lightning_retrieval.checks import (
-    check_bool,
-    check_integer,
-    check_matrix,
-    check_strings,
-    short_repr,
-)
+from lightning_retrieval.checks import check_bool, check_integer, check_matrix, check_strings, short_repr
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor

@@ -70,12 +70,7 @@ class AdaptedEmbedder(nn.Module):
     """
 
     def __init__(
-        self,
-        embedder: nn.Module,
-        from_dim: Dim,
-        embedding_dim: Dim,
-        *,
-        hidden_dim: Dim | None = None,
+        self, embedder: nn.Module, from_dim: Dim, embedding_dim: Dim, *, hidden_dim: Dim | None = None
     ) -> None:
         super().__init__()
         owner = type(self).__name__

@@ -82,10 +82,7 @@ class GlyphNet(nn.Module):
         return features
 
 
-FAMILIES: dict[str, Callable[[BackboneRequest], BuiltBackbone]] = {
-    "timm/": build_timm,
-    "hf/": build_hugging_face,
-}
+FAMILIES: dict[str, Callable[[BackboneRequest], BuiltBackbone]] = {"timm/": build_timm, "hf/": build_hugging_face}
 
 
 def build_backbone(request: BackboneRequest) -> BuiltBackbone:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_bool, check_mapping, check_tensor, short_repr
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
-from lightning_retrieval.invalid import owned_by
+from lightning_retrieval.invalid import reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
@@ -314,7 +314,7 @@ class Embedder(PretrainedModule):
             skipping: AbstractContextManager[None] = nullcontext()
             if self.lora is not None:
                 skipping = with_pretrained_weights()
-            with skipping, owned_by("Embedder"):
+            with skipping, reported_as("Embedder"):
                 built = build_backbone(request)
         else:
             built = of_module(request, backbone)

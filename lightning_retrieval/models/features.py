@@ -20,13 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_retrieval.arguments import Positive, Rule, checked
-from lightning_retrieval.checks import (
-    check_device,
-    check_float,
-    check_maps,
-    check_positive,
-    first_line,
-)
+from lightning_retrieval.checks import check_device, check_float, check_maps, check_positive, first_line
 from lightning_retrieval.models.backbone_request import OWN
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 

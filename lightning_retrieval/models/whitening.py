@@ -18,11 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, PositiveInt, checked, settings_repr
-from lightning_retrieval.checks import (
-    check_finite,
-    check_integers,
-    check_matrix,
-)
+from lightning_retrieval.checks import check_finite, check_integers, check_matrix
 from lightning_retrieval.distributed import (
     UNSHARDED,
     Shard,

@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.compiled import without_wrappers
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data.describe import class_path, constructor_parameters, is_variadic
 from lightning_retrieval.plain_data.formats import FORMAT, moved_arguments, upgraded
@@ -56,7 +57,7 @@ def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
         value = DescriptionReader(owner).description(name, value, _Place((kind,))).build()
     value = without_wrappers(value)
     if not isinstance(value, kind):
-        raise TypeError(f"{owner}: `{name}` must be a {kind.__module__}.{kind.__name__}, got {type(value).__name__}.")
+        raise InvalidType(f"must be a {kind.__module__}.{kind.__name__}", owner, name, got=type(value).__name__)
     return value
 
 
@@ -73,10 +74,8 @@ def rebuild_factory(owner: str, name: str, value: Any, kinds: Kinds) -> Any:
         check_plain_data(owner, name, value)
         return DescriptionReader(owner).description(name, value, _Place(products=kinds)).build()
     if not callable(value):
-        raise TypeError(
-            f"{owner}: `{name}` must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), got "
-            f"{short_repr(value)}."
-        )
+        rule = "must be callable, such as functools.partial(torch.optim.SGD, lr=0.1)"
+        raise InvalidType(rule, owner, name, got=short_repr(value))
     return value
 
 
@@ -182,10 +181,8 @@ class DescriptionReader:
         """The `_Description` for an argument; raise if the argument does not accept the described object."""
         path, arguments = value["class_path"], self._described_arguments(name, value)
         if arguments is None or "<" in path:
-            raise ValueError(
-                f"{self.owner}: `{name}` was a {path} whose constructor arguments are not plain values, so the "
-                f"checkpoint cannot rebuild it; pass it again: load_from_checkpoint(path, {name}=...)."
-            )
+            rule = f"was a {path} whose constructor arguments are not plain values, so the checkpoint cannot rebuild it"
+            raise InvalidValue(rule, self.owner, name, cure=f"pass it again: load_from_checkpoint(path, {name}=...)")
         if issubclass(nn.Module, place.kinds):
             network = self._network(name, path, arguments)
             if network is not None:
@@ -204,9 +201,12 @@ class DescriptionReader:
         if isinstance(value, (list, tuple)):
             return [self._value(name, item, place) for item in value]
         if isinstance(value, str) and place.products and not place.takes_strings:
-            raise ValueError(
-                f"{self.owner}: `{name}` must be passed again, as in load_from_checkpoint(path, lr_scheduler=...), "
-                f"because it is a function, and a file may not choose what is called, got {short_repr(value)}."
+            raise InvalidValue(
+                "must be passed again, as in load_from_checkpoint(path, lr_scheduler=...), because it is a "
+                "function, and a file may not choose what is called",
+                self.owner,
+                name,
+                got=short_repr(value),
             )
         return value
 
@@ -215,10 +215,8 @@ class DescriptionReader:
         arguments, further = value.get("init_args", {}), value.get("dict_kwargs") or {}
         is_valid = isinstance(arguments, (dict, type(None))) and isinstance(further, dict)
         if not is_valid or not isinstance(value["class_path"], str):
-            raise TypeError(
-                f"{self.owner}: `{name}` must have a string as class_path and a dict of arguments as init_args, got "
-                f"{short_repr(value)}."
-            )
+            rule = "must have a string as class_path and a dict of arguments as init_args"
+            raise InvalidType(rule, self.owner, name, got=short_repr(value))
         if arguments is None:
             return None
         return {**arguments, **further}
@@ -229,13 +227,12 @@ class DescriptionReader:
             return _network_of_torchvision(path, arguments)
         if path != "timm.create_model":
             return None
-        with optional_import(
-            f"{self.owner}: timm must be installed for `{name}`: pip install 'lightning-retrieval[timm]'."
-        ):
+        needed = f"timm must be installed for `{name}`: pip install 'lightning-retrieval[timm]'."
+        with optional_import(needed, self.owner):
             import timm
         model = arguments.get("model_name")
         if not (isinstance(model, str) and timm.is_model(model)):
-            raise ValueError(f"{self.owner}: `{name}` must name a model that timm lists, got {short_repr(model)}.")
+            raise InvalidValue("must name a model that timm lists", self.owner, name, got=short_repr(model))
         given = {key: value for key, value in arguments.items() if value is not None}
         return _Description(timm.create_model, {**given, "pretrained": False})
 
@@ -270,10 +267,8 @@ def check_arguments(owner: str, name: str, cls: type[Any], given: Collection[str
         missing = []
     for problem, names in (("lacks", missing), ("also has", unknown)):
         if names:
-            raise TypeError(
-                f"{owner}: `{name}` must have the arguments of {class_path(cls)}, but its description {problem} "
-                f"{names[0]!r}; pass the object itself, or take another file."
-            )
+            rule = f"must have the arguments of {class_path(cls)}, but its description {problem} {names[0]!r}"
+            raise InvalidType(rule, owner, name, cure="pass the object itself, or take another file")
 
 
 def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Description | None:

@@ -85,7 +85,7 @@ def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...
         inner, item, depth = pending.pop()
         seen += 1
         if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # nested shared lists may expand exponentially
-            raise ValueError(f"{owner}: `{name}` must be plain data, got lists or dicts that are nested too deeply.")
+            raise InvalidValue("must be plain data", owner, name, got="lists or dicts that are nested too deeply")
         pending += [(key, part, depth + 1) for key, part in _checked_parts(owner, inner, item, packages)]
 
 
@@ -102,10 +102,9 @@ def check_integers_of_file(owner: str, name: str, value: Any) -> None:
     """
     for inner, item in named_values(name, value):
         if isinstance(item, int) and abs(item) > MOST_INTEGER:
-            raise ValueError(
-                f"{owner}: `{name}` must have integers up to {MOST_INTEGER:,} in a file, got {short_repr(item)} for "
-                f"{inner}; build the network in Python, and pass it."
-            )
+            rule = f"must have integers up to {MOST_INTEGER:,} in a file"
+            got = f"{short_repr(item)} for {inner}"
+            raise InvalidValue(rule, owner, name, got=got, cure="build the network in Python, and pass it")
 
 
 def named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -145,10 +144,10 @@ def find_class(
     try:
         cls = _look_up(path, packages)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{owner}: `{name}` names the class {path}, which cannot be imported ({error}).") from None
+        raise InvalidValue(f"names the class {path}, which cannot be imported ({error})", owner, name) from None
     if not (isinstance(cls, type) and issubclass(cls, kinds)):
         shown = " or ".join(map(class_path, kinds))
-        raise TypeError(f"{owner}: `{name}` names {path}, which is not a class of the kind needed here ({shown}).")
+        raise InvalidType(f"names {path}, which is not a class of the kind needed here ({shown})", owner, name)
     if not _may_name(cls.__module__, packages):
         raise _not_allowed(owner, name, f"{cls.__module__}.{cls.__qualname__}", packages)
     return cls
@@ -175,10 +174,9 @@ def load_function(owner: str, name: str, path: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{owner}: `{name}` must name a function that can be imported, got {path} ({error}); `python -m "
-            "lightning_retrieval.cli` finds the modules of the working directory."
-        ) from None
+        rule = "must name a function that can be imported"
+        cure = "`python -m lightning_retrieval.cli` finds the modules of the working directory"
+        raise InvalidValue(rule, owner, name, got=f"{path} ({error})", cure=cure) from None
     return check_callable(owner, name, found)
 
 
@@ -191,9 +189,7 @@ def import_named_module(owner: str, name: str, module: str) -> None:
     try:
         importlib.import_module(module)
     except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"{owner}: `{name}` must name a module that can be imported, got {module} ({error})."
-        ) from None
+        raise InvalidValue("must name a module that can be imported", owner, name, got=f"{module} ({error})") from None
     named_by_user.add(module)
 
 
@@ -226,23 +222,26 @@ def _check_setting(owner: str, name: str, value: Any) -> None:
 def _check_path(owner: str, name: str, path: Any, packages: tuple[str, ...]) -> None:
     """Raise unless a file may name a path, judged by its text; nothing is imported."""
     if not isinstance(path, str):
-        raise TypeError(f"{owner}: `{name}` must have a string as class_path, got {short_repr(path)}.")
+        raise InvalidType("must have a string as class_path", owner, name, got=short_repr(path))
     module = path.rpartition(".")[0]
     is_path = path == "timm.create_model" or module in _PUBLIC_PARENTS or _may_name(module, packages)
     if "<" not in path and not is_path:
         raise _not_allowed(owner, name, path, packages)
 
 
-def _not_allowed(owner: str, name: str, path: str, packages: tuple[str, ...]) -> ValueError:
+def _not_allowed(owner: str, name: str, path: str, packages: tuple[str, ...]) -> InvalidValue:
     cure = f"pass the object again: load_from_checkpoint(path, {name}=...)"
     module = path.rpartition(".")[0]
     if _is_installed(module) and not _is_required(module):
         cure = f"name the package if it is yours (in the commands: --import_module {module}), or {cure}"
     elif module and not _is_required(module):
         cure = f"import {module} first if it is yours (in the commands: --import_module {module}), or {cure}"
-    return ValueError(
-        f"{owner}: `{name}` names {path}, and a file may name classes only of {', '.join(packages)}, and of modules of "
-        f"yours that are imported; if you trust it, {cure}."
+    return InvalidValue(
+        f"names {path}, and a file may name classes only of {', '.join(packages)}, and of modules of yours that are "
+        "imported",
+        owner,
+        name,
+        cure=f"if you trust it, {cure}",
     )
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Int
 from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
+from lightning_retrieval.invalid import Failed, MissingFile
 from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, to_pixels
 from lightning_retrieval.preparation.prepare import (
     ROTATIONS,
@@ -94,10 +95,8 @@ def list_folder(owner: str, folder: Path) -> FolderEntries:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise OSError(
-            f"{owner}: the folder {folder} cannot be listed ({error.strerror}), so its images would be lost; give the "
-            "right to read it, or move it away."
-        ) from None
+        rule = f"the folder {folder} cannot be listed ({error.strerror}), so its images would be lost"
+        raise Failed(rule, owner, cure="give the right to read it, or move it away") from None
     return FolderEntries(*map(sorted, entries))
 
 
@@ -115,9 +114,11 @@ def _list_of(owner: str, entry: "os.DirEntry[str]", entries: FolderEntries) -> l
     if os.path.exists(entry.path):
         return entries.special
     if entry.is_symlink() and not Path(entry.name).suffix:
-        raise FileNotFoundError(
-            f"{owner}: the link {entry.path} leads to {os.readlink(entry.path)}, which does not exist, so images would "
-            "be lost if it was a folder; restore the folder, or remove the link."
+        raise MissingFile(
+            f"the link {entry.path} leads to {os.readlink(entry.path)}, which does not exist, so images would be "
+            "lost if it was a folder",
+            owner,
+            cure="restore the folder, or remove the link",
         )
     return entries.files
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.checks import check_callable
-from lightning_retrieval.invalid import owned_by
+from lightning_retrieval.invalid import reported_as
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
@@ -199,7 +199,7 @@ class RunPreparation:
     def _changed(self, preparation: Preparation) -> Preparation:
         settings = dict(self.settings)
         image_size = settings.pop("image_size", None)
-        with owned_by(self.owner):
+        with reported_as(self.owner):
             if image_size is not None:
                 preparation = preparation.with_size(image_size)
             return dataclasses.replace(preparation, **settings)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_retrieval import plain_data
 from lightning_retrieval.checks import first_line, short_repr
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.preparation import Preparation
 
@@ -82,8 +83,9 @@ class AlbumentationsTransform:
         with (
             _without_update_check(),
             optional_import(
-                f"{owner}: the model was evaluated with a transform of albumentations, which is not installed; install "
-                "it: pip install 'lightning-retrieval[albumentations]'."
+                "the model was evaluated with a transform of albumentations, which is not installed; install it: "
+                "pip install 'lightning-retrieval[albumentations]'.",
+                owner,
             ),
         ):
             import albumentations  # type: ignore[import-untyped]
@@ -195,10 +197,8 @@ def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | N
     if "function" in serialised:
         return _requested_function(owner, serialised["function"], requested)
     if requested is not None and serialise_transform(named_transform(owner, requested)) != serialised:
-        raise ValueError(
-            f"{owner}: `transform` must be that of the model, which was evaluated with {shown_transform(serialised)}, "
-            f"got {requested!r}; leave it out."
-        )
+        rule = f"must be that of the model, which was evaluated with {shown_transform(serialised)}"
+        raise InvalidValue(rule, owner, "transform", got=repr(requested), cure="leave it out")
     if preparation is not None:
         return preparation
     try:
@@ -251,29 +251,29 @@ def _check_work(owner: str, serialised: Any) -> None:
             continue
         most = MOST_REPEATS if name in REPEATS else LARGEST_NUMBER
         if not abs(value) <= most:
-            raise ValueError(
-                f"{owner}: the recorded `transform` must have numbers up to {most:,} as {name}, got "
-                f"{short_repr(value)}; give another transform."
-            )
+            rule = f"the recorded `transform` must have numbers up to {most:,} as {name}"
+            raise InvalidValue(rule, owner, got=short_repr(value), cure="give another transform")
         if name in PADDINGS:
             padding += abs(value)
         elif name in FACTORS:
             growth *= max(1.0, 2.0 * value)
     if steps > MOST_STEPS or padding > LARGEST_NUMBER or growth > MOST_GROWTH:
-        raise ValueError(
-            f"{owner}: the recorded `transform` must have at most {MOST_STEPS} steps, add at most {LARGEST_NUMBER:,} "
-            f"pixels, and enlarge images at most {MOST_GROWTH} times, got {short_repr(serialised)}; give another "
-            "transform."
+        raise InvalidValue(
+            f"the recorded `transform` must have at most {MOST_STEPS} steps, add at most {LARGEST_NUMBER:,} pixels, "
+            f"and enlarge images at most {MOST_GROWTH} times",
+            owner,
+            got=short_repr(serialised),
+            cure="give another transform",
         )
 
 
-def _no_transform(owner: str, serialised: Any, error: Exception | None = None) -> ValueError:
+def _no_transform(owner: str, serialised: Any, error: Exception | None = None) -> InvalidValue:
     """The error for plain data that do not describe a transform."""
     reason = ""
     if error is not None:
         reason = f" ({first_line(error)})"
-    return ValueError(
-        f"{owner}: the recorded `transform` must describe a transform of images, got {short_repr(serialised)}{reason}."
+    return InvalidValue(
+        "the recorded `transform` must describe a transform of images", owner, got=f"{short_repr(serialised)}{reason}"
     )
 
 
@@ -291,13 +291,12 @@ def _rebuild(owner: str, value: Any, name: str = "transform") -> Any:
         return value
     path, arguments = value.get("class_path"), value.get("init_args", {})
     if not isinstance(arguments, dict):
-        raise ValueError(f"{owner}: `transform` must have a dict of arguments, got {short_repr(arguments)}.")
+        raise InvalidValue("must have a dict of arguments", owner, "transform", got=short_repr(arguments))
     cls = plain_data.find_class(owner, "transform", path, packages=plain_data.TRANSFORM_PACKAGES)
     is_callable = any("__call__" in vars(base) for base in cls.__mro__)
     if cls.__name__ == "Lambda" or not _is_known(cls) or not is_callable:
-        raise ValueError(
-            f"{owner}: `transform` must name transforms of torchvision or timm, but no Lambda, got {short_repr(path)}."
-        )
+        rule = "must name transforms of torchvision or timm, but no Lambda"
+        raise InvalidValue(rule, owner, "transform", got=short_repr(path))
     return cls(**{argument: _rebuild(owner, plain, argument) for argument, plain in arguments.items()})
 
 
@@ -306,19 +305,16 @@ def _requested_function(owner: str, recorded: str | None, requested: str | None)
     shown = recorded or _UNKNOWN
     if requested is None:
         example = recorded or "package.function"
-        raise ValueError(
-            f"{owner}: `transform` must be given, because the model was evaluated with {shown}, whose code a "
-            f"checkpoint does not hold; give {example!r}, which is imported, if you trust it."
-        )
+        rule = f"must be given, because the model was evaluated with {shown}, whose code a checkpoint does not hold"
+        raise InvalidValue(rule, owner, "transform", cure=f"give {example!r}, which is imported, if you trust it")
     is_same = recorded is None or requested == recorded
     if (
         not is_same and recorded is not None and recorded.startswith("__main__.")
     ):  # the function was defined in a script
         is_same = requested.rpartition(".")[2] == recorded.rpartition(".")[2]
     if not is_same or requested in Preparation.NAMES:
-        raise ValueError(
-            f"{owner}: `transform` must be the one that the model was evaluated with, {shown}, got {requested!r}."
-        )
+        rule = f"must be the one that the model was evaluated with, {shown}"
+        raise InvalidValue(rule, owner, "transform", got=repr(requested))
     return _imported_function(owner, requested)
 
 
@@ -336,20 +332,16 @@ def named_transform(owner: str, name: str) -> Transform:
         return Preparation.named(name)
     if "." not in name:
         names = ", ".join(map(repr, Preparation.NAMES))
-        raise ValueError(
-            f"{owner}: `transform` must be one of {names}, or the name of a function such as 'package.function', got "
-            f"{short_repr(name)}."
-        )
+        rule = f"must be one of {names}, or the name of a function such as 'package.function'"
+        raise InvalidValue(rule, owner, "transform", got=short_repr(name))
     return _imported_function(owner, name)
 
 
 def _imported_function(owner: str, name: str) -> Transform:
     """Import the function that the caller has named, but nothing of Python's standard library: it has no transforms."""
     if name.split(".")[0] in sys.stdlib_module_names:
-        raise ValueError(
-            f"{owner}: `transform` must name a function of yours from a PIL image to a tensor, got {name!r}, which is "
-            "part of Python."
-        )
+        rule = "must name a function of yours from a PIL image to a tensor"
+        raise InvalidValue(rule, owner, "transform", got=f"{name!r}, which is part of Python")
     function: Transform = plain_data.load_function(owner, "transform", name)
     return function
 

@@ -26,13 +26,7 @@ from torch.nn.functional import pad
 
 from lightning_retrieval.distributed import size_for
 from lightning_retrieval.ranking.entries import Entries, Extent
-from lightning_retrieval.ranking.ranks import (
-    PositiveRanks,
-    ascending,
-    count_at_least,
-    first_of_equal,
-    ieee_products,
-)
+from lightning_retrieval.ranking.ranks import PositiveRanks, ascending, count_at_least, first_of_equal, ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
 _COLUMN_MULTIPLE = 384

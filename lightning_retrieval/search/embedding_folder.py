@@ -37,7 +37,7 @@ from lightning_retrieval.files import (
     write_verified,
     writing,
 )
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 
 FILE_FORMATS = ("parquet", "npy")
@@ -75,11 +75,10 @@ class ShardRows:
     image_files: str = ""
 
 
-def check_unicode(owner: str, texts: Iterable[str]) -> None:
+def check_unicode(texts: Iterable[str]) -> None:
     """Raise, before anything is embedded, if Parquet files cannot hold a path or a label.
 
     Args:
-        owner: prefix of error messages.
         texts: paths of images, or labels.
 
     Raises:
@@ -87,10 +86,8 @@ def check_unicode(owner: str, texts: Iterable[str]) -> None:
     """
     for text in texts:
         if not text.isascii() and text.encode(errors="ignore").decode() != text:
-            raise ValueError(
-                f"{owner}: the paths and labels of images must be valid Unicode in Parquet files, got {text!r}; rename "
-                "the file or folder, or choose the format npy."
-            )
+            rule = "the paths and labels of images must be valid Unicode in Parquet files"
+            raise InvalidValue(rule, got=repr(text), cure="rename the file or folder, or choose the format npy")
 
 
 def write_parquet(rows: ShardRows, stream: DigestStream) -> None:
@@ -241,51 +238,50 @@ class EmbeddingFolder:
     """A folder of embeddings in which shards may be missing. Use `create` or `load` instead of the constructor.
 
     Args:
-        owner: prefix of error messages.
         path: path of the folder.
         manifest: how the embeddings are made.
     """
 
-    def __init__(self, owner: str, path: Path, manifest: EmbeddingManifest) -> None:
-        self.owner = owner
+    def __init__(self, path: Path, manifest: EmbeddingManifest) -> None:
         self.path = path
         self.manifest = manifest
         self._verified: dict[int, tuple[int, int, int]] = {}  # for each shard that was read, the state of its file
 
     @classmethod
-    def create(cls, owner: str, path: Path, manifest: EmbeddingManifest) -> "EmbeddingFolder":
+    def create(cls, path: Path, manifest: EmbeddingManifest) -> "EmbeddingFolder":
         """Begin a folder, or continue one with the same manifest.
 
         Raises:
             ValueError: if the folder holds embeddings with another manifest or other files, or the path is a file.
         """
-        check_output(owner, path)
-        folder = cls(owner, path, manifest)
+        check_output(path)
+        folder = cls(path, manifest)
         if folder.check_begun():
             return folder
-        with writing(owner, path):
+        with writing(CALLER, path):
             path.mkdir(parents=True, exist_ok=True)
         content = FORMAT.encode(asdict(manifest))
-        write_verified(owner, path / MANIFEST, lambda stream: stream.write(content))
+        write_verified(CALLER, path / MANIFEST, lambda stream: stream.write(content))
         return folder
 
     @classmethod
-    def load(cls, owner: str, path: Path) -> "EmbeddingFolder":
+    def load(cls, path: Path) -> "EmbeddingFolder":
         """Open a folder of embeddings in which no shard is missing.
 
         Raises:
             FileNotFoundError: if the folder holds no embeddings.
             ValueError: if its manifest is damaged, or a shard is missing.
         """
-        folder = cls(owner, path, _read_manifest(owner, path))
+        folder = cls(path, _read_manifest(path))
         present = len(list(path.glob(f"part-*.{folder.manifest.file_format}")))
         all_shards = range(min(len(folder), present + 1))  # a manifest may claim any number of them
         names = [folder._file(shard).name for shard in all_shards if not folder._file(shard).is_file()]
         if names:
             missing = len(folder) - len(all_shards) + len(names)
-            raise ValueError(
-                f"{owner}: {path} must hold all embeddings, but {missing} of its {len(folder)} shards are missing "
-                f"({first_of(names)}); run the command that writes it again, which continues."
+            raise InvalidValue(
+                f"{path} must hold all embeddings, but {missing} of its {len(folder)} shards are missing "
+                f"({first_of(names)})",
+                cure="run the command that writes it again, which continues",
             )
         return folder
 
@@ -297,7 +293,7 @@ class EmbeddingFolder:
         """
         if not (self.path / MANIFEST).exists():
             return False
-        _check_same(self.owner, self.path, _read_manifest(self.owner, self.path), self.manifest)
+        _check_same(self.path, _read_manifest(self.path), self.manifest)
         return True
 
     def __len__(self) -> int:
@@ -320,7 +316,7 @@ class EmbeddingFolder:
         Raises:
             ValueError: if another process is writing.
         """
-        with folder_lock(self.owner, self.path, LOCK) as file:
+        with folder_lock(CALLER, self.path, LOCK) as file:
             delete_temporary_files(self.path)
             yield file
 
@@ -334,18 +330,17 @@ class EmbeddingFolder:
         dtype = np.dtype(self.manifest.dtype)
         largest = np.abs(rows.embeddings).max(initial=0)
         if largest > np.finfo(dtype).max:
-            raise ValueError(
-                f"{self.owner}: `dtype` must be a type that the embeddings fit into, got {dtype} for numbers up to "
-                f"{largest:.3g}; use {DTYPES[0]}."
-            )
+            rule = "must be a type that the embeddings fit into"
+            got = f"{dtype} for numbers up to {largest:.3g}"
+            raise InvalidValue(rule, argument="dtype", got=got, cure=f"use {DTYPES[0]}")
         embeddings = np.ascontiguousarray(rows.embeddings, dtype)
         rows = replace(rows, embeddings=embeddings, origin=self._origin(shard))
         if self.manifest.file_format == "npy":
             self._file(shard).unlink(missing_ok=True)  # an older file, which would not match the new JSON file
-            write_verified(self.owner, self._file(shard, ".json"), partial(write_json, rows))
-            write_verified(self.owner, self._file(shard), partial(np.save, arr=embeddings))
+            write_verified(CALLER, self._file(shard, ".json"), partial(write_json, rows))
+            write_verified(CALLER, self._file(shard), partial(np.save, arr=embeddings))
         else:
-            write_verified(self.owner, self._file(shard), partial(write_parquet, rows))
+            write_verified(CALLER, self._file(shard), partial(write_parquet, rows))
 
     def read(self, shard: int) -> ShardRows:
         """The rows of a shard.
@@ -355,7 +350,7 @@ class EmbeddingFolder:
         """
         file = self._file(shard)
         if not file.exists():
-            raise ValueError(f"{self.owner}: {file} is missing; run the command that wrote it again, which continues.")
+            raise InvalidValue(f"{file} is missing", cure="run the command that wrote it again, which continues")
         with self._named(file):
             state = _state(file)  # from before the file is read, so that a later change is noticed
             if self.manifest.file_format == "npy":
@@ -364,10 +359,10 @@ class EmbeddingFolder:
                 rows = read_parquet(file)
             _check_rows(rows)
         if rows.origin != self._origin(shard) or rows.embeddings.shape[1] != self.manifest.dim:
-            raise ValueError(
-                f"{self.owner}: {file} must hold shard {shard} of the embeddings that {MANIFEST} beside it describes, "
-                "but holds embeddings of another model, of other images, or another shard; delete it, and run the "
-                "command that wrote it again."
+            raise InvalidValue(
+                f"{file} must hold shard {shard} of the embeddings that {MANIFEST} beside it describes, but holds "
+                "embeddings of another model, of other images, or another shard",
+                cure="delete it, and run the command that wrote it again",
             )
         self._verified[shard] = state
         return rows
@@ -380,10 +375,8 @@ class EmbeddingFolder:
         """
         file = self._file(shard)
         if not file.is_file() or _state(file) != self._verified[shard]:
-            raise ValueError(
-                f"{self.owner}: {file} must not change while the embeddings are used, but was removed or replaced; run "
-                "the command again."
-            )
+            rule = f"{file} must not change while the embeddings are used, but was removed or replaced"
+            raise InvalidValue(rule, cure="run the command again")
         with self._named(file):
             if self.manifest.file_format == "npy":
                 embeddings: Float[np.ndarray, "rows dim"] = np.load(file)
@@ -400,15 +393,13 @@ class EmbeddingFolder:
         try:
             if file.stat().st_size == 0:
                 raise ValueError("it is empty")
-            check_regular_file(self.owner, file.with_suffix(".json"))
+            check_regular_file(CALLER, file.with_suffix(".json"))
             yield
         except Exception as error:  # pyarrow and NumPy raise errors of many types for damaged files
             if is_system_error(error):
                 raise
-            raise ValueError(
-                f"{self.owner}: {file} is damaged ({first_line(error)}); delete it, and run the command that wrote "
-                "it again, which keeps the others."
-            ) from None
+            cure = "delete it, and run the command that wrote it again, which keeps the others"
+            raise InvalidValue(f"{file} is damaged ({first_line(error)})", cure=cure) from None
 
     def labelled(
         self, name: str, labels: Mapping[str, str] | None = None
@@ -441,17 +432,14 @@ class EmbeddingFolder:
         if labels is not None:
             given, cure = "labels", "add their rows to the table"
         if unlabelled or not found:
-            raise ValueError(
-                f"{self.owner}: `{given}` must have a label for each image, got {self.path}, in which "
-                f"{len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)}); {cure}."
-            )
+            got = f"{self.path}, in which {len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)})"
+            raise InvalidValue("must have a label for each image", argument=given, got=got, cure=cure)
         rows_of_all = np.concatenate(embeddings)
         invalid = [paths[row] for row in np.flatnonzero(~np.isfinite(rows_of_all).all(axis=1))]
         if invalid:
-            raise ValueError(
-                f"{self.owner}: `{name}` must hold finite numbers, got {self.path}, in which {len(invalid)} of "
-                f"{len(found)} rows have NaN or inf ({first_of(invalid)}); embed these images with another model."
-            )
+            rule = "must hold finite numbers"
+            got = f"{self.path}, in which {len(invalid)} of {len(found)} rows have NaN or inf ({first_of(invalid)})"
+            raise InvalidValue(rule, argument=name, got=got, cure="embed these images with another model")
         numbers = {label: number for number, label in enumerate(dict.fromkeys(found))}
         return rows_of_all, np.array([numbers[label] for label in found])
 
@@ -509,7 +497,7 @@ class EmbeddingFolder:
         return self.path / f"part-{shard:05d}{suffix or '.' + self.manifest.file_format}"
 
 
-def check_output(owner: str, path: Path) -> None:
+def check_output(path: Path) -> None:
     """Raise unless embeddings may be written to a path: a new path, an empty folder, or a folder of embeddings.
 
     Raises:
@@ -522,13 +510,8 @@ def check_output(owner: str, path: Path) -> None:
         others = [file for file in path.iterdir() if file.name != LOCK and not is_temporary(file)]
         if not others or (path / MANIFEST).is_file():
             return
-    raise InvalidValue(
-        "must be a new folder, or one with embeddings to continue",
-        owner,
-        "output",
-        got=f"{path}, which is something else",
-        cure="give another path",
-    )
+    rule = "must be a new folder, or one with embeddings to continue"
+    raise InvalidValue(rule, argument="output", got=f"{path}, which is something else", cure="give another path")
 
 
 def _check_rows(rows: ShardRows) -> None:
@@ -543,16 +526,14 @@ def _check_rows(rows: ShardRows) -> None:
     PackedStrings(rows.paths)  # raises for a half of a character
 
 
-def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:
-    values = FORMAT.read(owner, path)
+def _read_manifest(path: Path) -> EmbeddingManifest:
+    values = FORMAT.read(CALLER, path)
     try:
         manifest = EmbeddingManifest(**values)
         _check_kinds(manifest)
     except TypeError:
-        raise ValueError(
-            f"{owner}: {path / MANIFEST} must be a manifest of embeddings that this release can read, got other "
-            "entries; give another folder."
-        ) from None
+        rule = f"{path / MANIFEST} must be a manifest of embeddings that this release can read"
+        raise InvalidValue(rule, got="other entries", cure="give another folder") from None
     return manifest
 
 
@@ -567,7 +548,7 @@ def _check_kinds(manifest: EmbeddingManifest) -> None:
         raise TypeError
 
 
-def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest) -> None:
+def _check_same(path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest) -> None:
     """Raise if the manifest found in a folder is not the wanted one."""
     what = None
     if found.model_sha256 != wanted.model_sha256:
@@ -583,7 +564,6 @@ def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: Embedd
             if before != now and not is_unknown:
                 what = f"with {name}={before}, not {now}"
     if what is not None:
-        raise ValueError(
-            f"{owner}: `output` must be a new folder or one that the same command began, got {path}, which holds "
-            f"embeddings {what}; give another path."
-        )
+        rule = "must be a new folder or one that the same command began"
+        got = f"{path}, which holds embeddings {what}"
+        raise InvalidValue(rule, argument="output", got=got, cure="give another path")

@@ -22,6 +22,7 @@ from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.distributed import gather_objects, unshared
+from lightning_retrieval.invalid import InvalidType, InvalidValue, Unreachable, owned_by
 from lightning_retrieval.search.embedding_folder import (
     SHARD_SIZE,
     EmbeddingManifest,
@@ -34,19 +35,18 @@ from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.shared_folder import RangeBatches, ShardCollector, SharedFolder, share_folder
 
 DISTRACTOR = -1  # the label of images without a class
+OWNER = "EmbeddingWriter"
 
 
 class LoadedSet:
     """A prediction set, whose batches `predict_step` embeds.
 
     Args:
-        owner: prefix of error messages.
         dataset: any data set. An `ImageSet` has paths, and may skip unreadable images.
         about: plain values that an index of the embeddings stores, among them `checkpoint_sha256` and `preparation`.
     """
 
-    def __init__(self, owner: str, dataset: Any, about: dict[str, Any]) -> None:
-        self.owner = owner
+    def __init__(self, dataset: Any, about: dict[str, Any]) -> None:
         self.dataset = dataset
         self.about = about
         self.index = _index_of(dataset)
@@ -83,27 +83,23 @@ class LoadedSet:
     def dim_of(self, outputs: Any) -> int:
         """The dimension of the embeddings; raises if the outputs of `predict_step` are invalid."""
         if not isinstance(outputs, dict) or not isinstance(outputs.get("embeddings"), Tensor):
-            raise TypeError(
-                f"{self.owner}: `predict_step` must return a dict with the tensor `embeddings`, as that of "
-                f"RetrievalModule does, got {type(outputs).__name__}."
-            )
+            rule = "must return a dict with the tensor `embeddings`, as that of RetrievalModule does"
+            raise InvalidType(rule, argument="predict_step", got=type(outputs).__name__)
         embeddings = outputs["embeddings"]
         if embeddings.ndim != 2:
-            raise ValueError(
-                f"{self.owner}: `embeddings` must have shape (images, dim), got {tuple(embeddings.shape)}."
-            )
+            raise InvalidValue("must have shape (images, dim)", argument="embeddings", got=tuple(embeddings.shape))
         for name in ("ids", "labels"):
             values = outputs.get(name)
             if values is not None and len(values) != len(embeddings):
-                raise ValueError(
-                    f"{self.owner}: `{name}` must have one entry for each row of `embeddings` "
-                    f"{tuple(embeddings.shape)}, got {tuple(values.shape)}."
-                )
+                rule = f"must have one entry for each row of `embeddings` {tuple(embeddings.shape)}"
+                raise InvalidValue(rule, argument=name, got=tuple(values.shape))
         if self._needs_ids and outputs.get("ids") is None:
-            raise ValueError(
-                f"{self.owner}: `predict_step` must return `ids`, the index of each image in the data set, if a "
-                "sampler chooses the images or their order, got none; let the batches hold ids, or leave out "
-                "`sampler` and `shuffle`."
+            raise InvalidValue(
+                "must return `ids`, the index of each image in the data set, if a sampler chooses the images or "
+                "their order",
+                argument="predict_step",
+                got="none",
+                cure="let the batches hold ids, or leave out `sampler` and `shuffle`",
             )
         dim: int = embeddings.shape[1]
         return dim
@@ -144,10 +140,9 @@ class LoadedSet:
                 return
             path = self.index.paths[between]
             if path not in skipped:
-                raise ValueError(
-                    f"{self.owner}: images must come in the order of their ids, got {position} instead of {between}; "
-                    "use a loader that does not shuffle, and gives all images."
-                )
+                rule = "images must come in the order of their ids"
+                got = f"{position} instead of {between}"
+                raise InvalidValue(rule, got=got, cure="use a loader that does not shuffle, and gives all images")
             collector.add_unreadable(between, path, "skipped by the data module")
 
 
@@ -271,7 +266,7 @@ class ShardLoader:
         yield from self._loader
 
 
-def wait_for_other_processes(owner: str) -> None:
+def wait_for_other_processes() -> None:
     """Wait until all processes have written their files.
 
     Raises:
@@ -280,9 +275,10 @@ def wait_for_other_processes(owner: str) -> None:
     try:
         gather_objects(None)
     except RuntimeError as error:
-        raise ConnectionError(
-            f"{owner}: all files of this process are written, but another process has ended early or is late "
-            f"({first_line(error)}); run the same command again, which continues."
+        raise Unreachable(
+            "all files of this process are written, but another process has ended early or is late "
+            f"({first_line(error)})",
+            cure="run the same command again, which continues",
         ) from None
 
 
@@ -337,8 +333,6 @@ class EmbeddingWriter(pl.Callback):
         then embedded again, but the files are not written again.
     """
 
-    owner = "EmbeddingWriter"  # prefix of error messages
-
     def __init__(
         self,
         output: str | Path | None = None,
@@ -349,7 +343,7 @@ class EmbeddingWriter(pl.Callback):
     ) -> None:
         self.output: Path | None = None
         if output is not None:
-            self.output = check_path(self.owner, "output", output)
+            self.output = check_path(OWNER, "output", output)
         self.file_format = checked(self, file_format=file_format)
         self.shard_size = checked(self, shard_size=shard_size)
         self.dtype = checked(self, dtype=dtype)
@@ -371,6 +365,7 @@ class EmbeddingWriter(pl.Callback):
         ask = partial(type(source).dataloader, source)
         vars(source)["dataloader"] = lambda: self._distribute(trainer, pl_module, ask())
 
+    @owned_by(OWNER)
     def on_predict_batch_end(
         self,
         trainer: pl.Trainer,
@@ -387,22 +382,25 @@ class EmbeddingWriter(pl.Callback):
             self._current = current
         current.add(outputs)
 
+    @owned_by(OWNER)
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the last file."""
         self._finish()
 
+    @owned_by(OWNER)
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Wait until all processes have written their files."""
         if self._begun:
             self.written = sum(len(begun.shared.missing) for begun in self._begun)
             self.renewed = sum(len(begun.shared.changed) for begun in self._begun)
-            wait_for_other_processes(self.owner)
+            wait_for_other_processes()
         self._forget(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Drop the rows of the incomplete file."""
         self._forget(trainer)
 
+    @owned_by(OWNER)
     def _distribute(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> Any:
         """Replace the loaders of all images by loaders of the images that this process embeds."""
         if isinstance(loaders, CombinedLoader):
@@ -425,18 +423,17 @@ class EmbeddingWriter(pl.Callback):
     def _distribute_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, name: str) -> Any:
         """Begin or continue the folder of a set, and return the loader of the set."""
         if getattr(loader.dataset, "two_sided", False):
-            raise ValueError(
-                f"{self.owner}: a prediction set must have one side, got queries and candidates; predict with the data "
-                "module of the candidates, and embed queries with `lightning-retrieval embed --side queries`."
+            raise InvalidValue(
+                "a prediction set must have one side",
+                got="queries and candidates",
+                cure="predict with the data module of the candidates, and embed queries with `lightning-retrieval "
+                "embed --side queries`",
             )
         is_distributed = is_in_order(loader) and trainer.limit_predict_batches == 1.0
         about = describe_prediction(trainer, pl_module, loader.dataset)
-        images = LoadedSet(self.owner, loader.dataset, about)
+        images = LoadedSet(loader.dataset, about)
         shared = share_folder(
-            self.owner,
-            self._folder(trainer) / name,
-            lambda: self._manifest(trainer, loader, images),
-            images.image_files,
+            self._folder(trainer) / name, lambda: self._manifest(trainer, loader, images), images.image_files
         )
         self._begun.append(_BegunSet(shared, images))
         if not is_distributed:
@@ -449,15 +446,15 @@ class EmbeddingWriter(pl.Callback):
     def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
         """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
         if self.file_format == "parquet" and images.index is not None:
-            check_unicode(self.owner, images.index.paths)
-            check_unicode(self.owner, images.index.names or ())
+            check_unicode(images.index.paths)
+            check_unicode(images.index.names or ())
         if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
-            raise ValueError(
-                f"{self.owner}: with several processes, the loader must be a DataLoader of a map-style data set that "
-                "gives all images in order, without `sampler`, `shuffle` or `limit_predict_batches`; "
-                "or set devices=1 and num_nodes=1."
+            raise InvalidValue(
+                "with several processes, the loader must be a DataLoader of a map-style data set that gives all "
+                "images in order, without `sampler`, `shuffle` or `limit_predict_batches`",
+                cure="or set devices=1 and num_nodes=1",
             )
-        count = _number_of_images(self.owner, loader, trainer.limit_predict_batches)
+        count = _number_of_images(loader, trainer.limit_predict_batches)
         return EmbeddingManifest(
             images=count,
             images_sha256=digest_of_list(images.fields(count)),
@@ -514,15 +511,13 @@ class _BegunSet:
             self.collector.finish()
 
 
-def _number_of_images(owner: str, loader: Any, limit: float) -> int:
+def _number_of_images(loader: Any, limit: float) -> int:
     """Number of images that the loader yields, limited by `limit_predict_batches`."""
     try:
         images = len(loader.dataset)
     except TypeError:
-        raise TypeError(
-            f"{owner}: the prediction set must have a length, which {type(loader.dataset).__name__} has not; use a "
-            "map-style data set."
-        ) from None
+        rule = f"the prediction set must have a length, which {type(loader.dataset).__name__} has not"
+        raise InvalidType(rule, cure="use a map-style data set") from None
     batch_size = loader.batch_size
     if batch_size is None:
         return images

@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 
 from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.files import flush, folder_lock, take_lock, writing
+from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.search.embedding_folder import (
     LOCK,
     EmbeddingFolder,
@@ -79,10 +80,9 @@ class ShardCollector:
         """
         for row, position in enumerate(positions):
             if position <= self._last:  # checked before `_enter_shard_of` writes the current shard
-                raise ValueError(
-                    f"{self.folder.owner}: images must come in the order of their ids, got {position} after "
-                    f"{self._last}; use a loader that does not shuffle."
-                )
+                rule = "images must come in the order of their ids"
+                got = f"{position} after {self._last}"
+                raise InvalidValue(rule, got=got, cure="use a loader that does not shuffle")
             self._enter_shard_of(position)
             self._last = position
             self._rows.append((rows.ids[row], rows.embeddings[row], rows.paths[row], rows.labels[row]))
@@ -163,7 +163,7 @@ class SharedFolder:
     def begin(self, dim: int) -> EmbeddingFolder:
         """Open the folder for embeddings of dimension `dim`. The first process to do so writes the manifest."""
         manifest = replace(self.folder.manifest, dim=dim)
-        return EmbeddingFolder.create(self.folder.owner, self.folder.path, manifest)
+        return EmbeddingFolder.create(self.folder.path, manifest)
 
     def close(self) -> None:
         """Release the lock."""
@@ -171,15 +171,11 @@ class SharedFolder:
 
 
 def share_folder(
-    owner: str,
-    path: Path,
-    describe: Callable[[], EmbeddingManifest],
-    image_files: Callable[[range], str] | None = None,
+    path: Path, describe: Callable[[], EmbeddingManifest], image_files: Callable[[range], str] | None = None
 ) -> SharedFolder:
     """Distribute the missing shards over all processes. Each process must call this function; if one raises, all raise.
 
     Args:
-        owner: prefix of error messages.
         path: path of the folder, on a file system that all processes share.
         describe: returns the manifest of the embeddings; `dim` of the manifest may be 0 if it is not known yet.
         image_files: maps a range of positions to the digest of their image files, see `digest_of_files`. Shards that
@@ -191,8 +187,8 @@ def share_folder(
         OSError: if the folder cannot be written to.
     """
     manifests = together(describe)
-    _check_agreement(owner, manifests)
-    folder = EmbeddingFolder(owner, path, manifests[0])
+    _check_agreement(manifests)
+    folder = EmbeddingFolder(path, manifests[0])
     with ExitStack() as stack:
         missing, changed, token = together(lambda: _begin(folder, image_files, stack))[0]
         together(lambda: _join(folder, token, stack))
@@ -207,7 +203,7 @@ def _of_this_process(missing: list[int]) -> list[int]:
     return missing[rank() :: world_size()]
 
 
-def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
+def _check_agreement(manifests: list[EmbeddingManifest]) -> None:
     """Raise if the manifest of a process differs from that of rank 0, except in `about`: paths may differ."""
     expected = replace(manifests[0], about={})
     for number, manifest in enumerate(manifests):
@@ -218,10 +214,8 @@ def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
             what = f"has another list of images ({expected.images} on rank 0, {manifest.images} on rank {number})"
         elif manifest.model_sha256 != expected.model_sha256:
             what = "has another model"
-        raise ValueError(
-            f"{owner}: all processes must embed the same images with the same model and settings, but rank {number} "
-            f"{what}; give each the same files."
-        )
+        rule = f"all processes must embed the same images with the same model and settings, but rank {number} {what}"
+        raise InvalidValue(rule, cure="give each the same files")
 
 
 def _begin(
@@ -230,18 +224,18 @@ def _begin(
     """On rank 0: lock the folder. Returns the shards to write, the changed shards, and the token in the lock file."""
     if rank() > 0:
         return [], [], ""
-    check_output(folder.owner, folder.path)
-    with writing(folder.owner, folder.path):
+    check_output(folder.path)
+    with writing(CALLER, folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context(folder.lock())
     folder.check_begun()
     token = secrets.token_hex(8)
-    with writing(folder.owner, folder.path / LOCK):
+    with writing(CALLER, folder.path / LOCK):
         file.truncate(0)
         file.write(token)
         file.flush()
         flush(folder.path / LOCK)  # other machines read the token
-    take_lock(folder.owner, folder.path, file, shared=True)
+    take_lock(CALLER, folder.path, file, shared=True)
     changed = []
     if image_files is not None:
         changed = folder.changed(image_files)
@@ -254,8 +248,7 @@ def _join(folder: EmbeddingFolder, token: str, stack: ExitStack) -> None:
         return
     lock = folder.path / LOCK
     if not lock.is_file() or lock.read_text() != token:
-        raise ValueError(
-            f"{folder.owner}: `output` must be on a file system that all processes share, got {folder.path}, which "
-            f"rank {rank()} does not see as rank 0 does; give a path on a shared one."
-        )
-    stack.enter_context(folder_lock(folder.owner, folder.path, LOCK, shared=True))
+        rule = "must be on a file system that all processes share"
+        got = f"{folder.path}, which rank {rank()} does not see as rank 0 does"
+        raise InvalidValue(rule, argument="output", got=got, cure="give a path on a shared one")
+    stack.enter_context(folder_lock(CALLER, folder.path, LOCK, shared=True))

@@ -37,13 +37,7 @@ from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.models.sides import TwoSides
-from lightning_retrieval.plain_data import (
-    FORMAT,
-    FORMAT_KEY,
-    describe,
-    unsharded_class,
-    without_sources,
-)
+from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
 from lightning_retrieval.training import checkpoint_files
 from lightning_retrieval.training.restored_states import is_file_or_checkpoint, is_within, local_path, restrict_states
 

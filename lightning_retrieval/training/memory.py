@@ -103,12 +103,7 @@ class CrossBatchMemory(nn.Module):
     """
 
     def __init__(
-        self,
-        size: int,
-        start_step: int | Literal["auto"] = 0,
-        *,
-        mode: MemoryMode = "one_list",
-        weight: float = 1.0,
+        self, size: int, start_step: int | Literal["auto"] = 0, *, mode: MemoryMode = "one_list", weight: float = 1.0
     ) -> None:
         super().__init__()
         self.size = check_integer("CrossBatchMemory", "size", size, least=1)

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import (
-    check_bool,
-    check_choice,
-    check_finite_number,
-    check_integer,
-    check_tensor,
-)
+from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
 from lightning_retrieval.distributed import rank, unshared
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
@@ -41,12 +35,7 @@ from lightning_retrieval.training.full_sharding import (
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, compile_only, fraction_of_run, steps_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory
-from lightning_retrieval.training.optimizers import (
-    FrozenBackbone,
-    Updates,
-    check_backbone,
-    trainable_parameters,
-)
+from lightning_retrieval.training.optimizers import FrozenBackbone, Updates, check_backbone, trainable_parameters
 from lightning_retrieval.training.run_report import report_first_step, report_resumed_phase
 from lightning_retrieval.training.sides import (
     EmbeddedSide,

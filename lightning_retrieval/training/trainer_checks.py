@@ -36,6 +36,7 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.checks import first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
+from lightning_retrieval.invalid import InvalidType
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.third_party import as_batch_loss
@@ -75,10 +76,9 @@ def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
         loss: a loss of this library or of another library.
     """
     if isinstance(loss, BlackboxMAPLoss):
-        raise TypeError(
-            f"{owner}: BlackboxMAPLoss takes scores of images for classes, not embeddings and labels; call it in a "
-            "training loop of your own, or rank images by images with BlackboxAPLoss and a `memory`."
-        )
+        rule = "BlackboxMAPLoss takes scores of images for classes, not embeddings and labels"
+        cure = "call it in a training loop of your own, or rank images by images with BlackboxAPLoss and a `memory`"
+        raise InvalidType(rule, owner, cure=cure)
     return as_batch_loss(loss)
 
 

@@ -7,7 +7,16 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_retrieval.checks import check_positive
-from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile, MissingPackage, NotWritten, owned_by
+from lightning_retrieval.invalid import (
+    Failed,
+    InvalidType,
+    InvalidValue,
+    MissingFile,
+    MissingPackage,
+    NotWritten,
+    owned_by,
+    reported_as,
+)
 
 KINDS = {
     InvalidType: TypeError,
@@ -15,6 +24,7 @@ KINDS = {
     MissingFile: FileNotFoundError,
     MissingPackage: ModuleNotFoundError,
     NotWritten: OSError,
+    Failed: OSError,
 }
 PARTS = {"got": "`k` of 3", "cure": "give `overwrite`"}
 
@@ -36,13 +46,34 @@ def test_another_owner_has_other_names_in_the_rule_and_the_cure_but_not_in_the_v
     assert str(error.of("")) == "`images` must be at least `k`, got `k` of 3; give `overwrite`."
 
 
-def test_a_context_names_its_own_owner_and_keeps_the_cause():
-    cause = KeyError("cause")
-    with pytest.raises(InvalidValue, match=r"^outer: `width` must be 1\.$") as raised, owned_by("outer", size="width"):
-        raise InvalidValue("must be 1", "inner", "size") from cause
-    assert raised.value.__cause__ is cause
-    with pytest.raises(ValueError, match=r"^other$"), owned_by("outer"):
+def _private(k):
+    raise InvalidValue("must be 1", argument="k", got=k) from KeyError("cause")
+
+
+@owned_by("public")
+def public(k):
+    """A function that names itself."""
+    _private(k)
+
+
+def test_an_error_belongs_to_the_public_function_whose_private_function_raises_it():
+    assert public.__doc__ == "A function that names itself."
+    with pytest.raises(InvalidValue, match=r"^public: `k` must be 1, got 2\.$") as raised, owned_by("caller"):
+        public(2)
+    assert isinstance(raised.value.__cause__, KeyError)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert str(again) == str(raised.value)
+    with pytest.raises(ValueError, match=r"^other$"), owned_by("caller"), reported_as("other"):
         raise ValueError("other")
+
+
+def test_an_error_can_be_reported_as_that_of_another_owner():
+    with (
+        pytest.raises(InvalidValue, match=r"^search: `-k` must be 1, got 2\.$") as raised,
+        reported_as("search", k="-k"),
+    ):
+        public(2)
+    assert isinstance(raised.value.__cause__, KeyError)
 
 
 class WithInvalidItem(Dataset):

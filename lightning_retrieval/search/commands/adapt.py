@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_retrieval import losses
 from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
@@ -94,6 +95,7 @@ def _summary(done: AdaptedHead) -> str:
     return text
 
 
+@owned_by(OWNER)
 def named_loss(name: str, arguments: str) -> nn.Module:
     """The loss that the user names.
 
@@ -110,7 +112,7 @@ def named_loss(name: str, arguments: str) -> nn.Module:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise ValueError(f"{OWNER}: `loss_args` must be a JSON object, such as '{{\"tau\": 0.1}}', got {arguments!r}.")
+        raise InvalidValue("must be a JSON object, such as '{\"tau\": 0.1}'", argument="loss_args", got=repr(arguments))
     path = name
     if "." not in name:
         path = f"pytorch_metric_learning.losses.{name}"
@@ -118,14 +120,13 @@ def named_loss(name: str, arguments: str) -> nn.Module:
             path = f"lightning_retrieval.{name}"
     description = {"class_path": path, "init_args": parsed}
     try:
-        return rebuild(OWNER, "loss", description, nn.Module)
+        return rebuild(CALLER, "loss", description, nn.Module)
     except TypeError as error:
-        raise ValueError(
-            f"{OWNER}: `loss` and `loss_args` must name a loss and its arguments, got {name} and {arguments} "
-            f"({first_line(error)})."
-        ) from None
+        rule = "`loss` and `loss_args` must name a loss and its arguments"
+        raise InvalidValue(rule, got=f"{name} and {arguments} ({first_line(error)})") from None
 
 
+@owned_by(OWNER)
 def adapt_head(
     embeddings: Path,
     output: Path,
@@ -175,8 +176,8 @@ def adapt_head(
     check_bool(OWNER, "overwrite", overwrite)
     generator = torch.Generator().manual_seed(check_integer(OWNER, "seed", seed, least=0))
     if not output.parent.is_dir() or output.is_dir():
-        raise ValueError(f"{OWNER}: `output` must be a file in an existing folder, got {output}.")
-    folder = EmbeddingFolder.load(OWNER, embeddings)
+        raise InvalidValue("must be a file in an existing folder", argument="output", got=output)
+    folder = EmbeddingFolder.load(embeddings)
     module = _embedding_module(folder.manifest, checkpoint, output, overwrite)
     if embedding_dim is None:
         embedding_dim = folder.manifest.dim
@@ -196,28 +197,22 @@ def _embedding_module(
     manifest: EmbeddingManifest, checkpoint: Path | None, output: Path, overwrite: bool
 ) -> RetrievalModule:
     """The module that made the embeddings; raises unless a head can follow it in another file."""
-    found = recorded_checkpoint(OWNER, manifest.about, checkpoint, made="embeddings were")
+    found = recorded_checkpoint(manifest.about, checkpoint, made="embeddings were")
     if output.exists() and output.samefile(found):
-        raise ValueError(
-            f"{OWNER}: `output` must not be the checkpoint that made the embeddings, got {output}; give another file."
-        )
+        rule = "must not be the checkpoint that made the embeddings"
+        raise InvalidValue(rule, argument="output", got=output, cure="give another file")
     if output.exists() and not overwrite:
-        raise ValueError(
-            f"{OWNER}: `output` must be a new file, got {output}, which exists; give `overwrite` to replace it, or "
-            "another path."
-        )
-    module: RetrievalModule = load_checkpoint(OWNER, found, restored_retrieval_module)
+        cure = "give `overwrite` to replace it, or another path"
+        raise InvalidValue("must be a new file", argument="output", got=f"{output}, which exists", cure=cure)
+    module: RetrievalModule = load_checkpoint(found, restored_retrieval_module)
     if module.query_embedder is not None:
-        raise ValueError(
-            f"{OWNER}: `checkpoint` must be of a model with one network, got {found}, which has a `query_embedder`; "
-            "train the network of queries with a FrozenEmbedder of the candidates instead."
-        )
+        rule = "must be of a model with one network"
+        cure = "train the network of queries with a FrozenEmbedder of the candidates instead"
+        raise InvalidValue(rule, argument="checkpoint", got=f"{found}, which has a `query_embedder`", cure=cure)
     is_whitened = module.whitening is not None and module.whitening.learned is not None
     if is_whitened or tuple(module.eval_scales) != (1,):
-        raise ValueError(
-            f"{OWNER}: `embeddings` must be of a model without whitening and with the scale 1 alone, got another; "
-            "embed the images with such a model."
-        )
+        rule = "must be of a model without whitening and with the scale 1 alone"
+        raise InvalidValue(rule, argument="embeddings", got="another", cure="embed the images with such a model")
     return module
 
 
@@ -225,10 +220,11 @@ def _labels_of_table(table: Path | None) -> Mapping[str, str] | None:
     """The label of each path in a table; None without a table."""
     if table is None:
         return None
-    table_of_labels, row_of = read_image_rows(OWNER, "labels", table, ("image", "label"))
+    table_of_labels, row_of = read_image_rows("labels", table, ("image", "label"))
     read = table_of_labels.columns
     if "label" not in read:
-        raise ValueError(f"{OWNER}: `labels` must be a table with the column label, got {table} with tags; add labels.")
+        rule = "must be a table with the column label"
+        raise InvalidValue(rule, argument="labels", got=f"{table} with tags", cure="add labels")
     return {image: read["label"][row] for image, row in row_of.items() if read["label"][row]}
 
 
@@ -237,10 +233,8 @@ def _held_out(labels: Int[Tensor, " rows"], generator: torch.Generator) -> Bool[
     classes, counts = labels.unique(return_counts=True)
     several = classes[counts > 1]
     if len(several) < FEWEST_CLASSES:
-        raise ValueError(
-            f"{OWNER}: `embeddings` must be of at least {FEWEST_CLASSES} classes with several images, since some "
-            f"classes are held out, got {len(several)} of {len(classes)}; add images."
-        )
+        rule = f"must be of at least {FEWEST_CLASSES} classes with several images, since some classes are held out"
+        raise InvalidValue(rule, argument="embeddings", got=f"{len(several)} of {len(classes)}", cure="add images")
     number = max(2, round(HELD_OUT * len(several)))
     return torch.isin(labels, several[torch.randperm(len(several), generator=generator)[:number]])
 
@@ -257,7 +251,7 @@ def _fit(
 ) -> int:
     """Train until the mAP of the held-out classes stops rising, load the best head, and return the number of epochs."""
     _start_with_principal_directions(head, trained.embeddings)
-    batch_loss = adapt_loss(OWNER, loss)
+    batch_loss = adapt_loss(CALLER, loss)
     parameters = [*head.parameters(), *batch_loss.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
     best, best_epoch, best_state = _mean_ap(head, held_out), 0, copy.deepcopy(head.state_dict())
@@ -287,8 +281,10 @@ def _check_loss(value: Tensor, steps: int) -> None:
     if bool(value.isfinite()):
         return
     if steps == 0:
-        raise ValueError(f"{OWNER}: `loss` must be finite at the start, got {value.item()}; give other `loss_args`.")
-    raise ValueError(f"{OWNER}: `lr` must give a finite loss, got {value.item()} after {steps} steps; lower it.")
+        rule = "must be finite at the start"
+        raise InvalidValue(rule, argument="loss", got=value.item(), cure="give other `loss_args`")
+    rule = "must give a finite loss"
+    raise InvalidValue(rule, argument="lr", got=f"{value.item()} after {steps} steps", cure="lower it")
 
 
 def _value(
@@ -298,9 +294,11 @@ def _value(
     try:
         value: Tensor = loss(embeddings, labels, ids=ids)
     except (IndexError, RuntimeError) as error:
-        raise ValueError(
-            f"{OWNER}: `loss` must accept embeddings of {embeddings.shape[1]} numbers and labels up to "
-            f"{int(labels.max())}, but failed ({first_line(error)}); give other `loss_args`."
+        raise InvalidValue(
+            f"must accept embeddings of {embeddings.shape[1]} numbers and labels up to {int(labels.max())}, but "
+            f"failed ({first_line(error)})",
+            argument="loss",
+            cure="give other `loss_args`",
         ) from error
     return value
 
@@ -370,7 +368,7 @@ def _preparation(manifest: EmbeddingManifest, source: RetrievalModule) -> dict[s
 def _save(embedder: AdaptedEmbedder, loss: nn.Module, preparation: dict[str, Any] | None, output: Path) -> None:
     """Write the checkpoint. A loss that cannot be rebuilt from it is replaced: only further training needs the loss."""
     try:
-        loss = rebuild(OWNER, "loss", describe(loss), nn.Module)
+        loss = rebuild(CALLER, "loss", describe(loss), nn.Module)
     except ValueError:
         loss = losses.SmoothAPLoss()
     module = RetrievalModule(embedder, loss)

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.command_line import printable
+from lightning_retrieval.invalid import Failed, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.preparation.prepare import open_image
@@ -76,9 +77,8 @@ def _serve(options: argparse.Namespace) -> None:
     with private_uploads() as uploads, opened_index(options.index, options.store) as index:
         images = image_folder(options.images, index)
         if not images.is_dir():
-            raise ValueError(
-                f"demo: `--images` must be the folder of the index's images, got {images}, which is no folder."
-            )
+            rule = "must be the folder of the index's images"
+            raise InvalidValue(rule, argument="images", got=f"{images}, which is no folder")
         searcher = ImageSearcher(index, **model_settings(options))
         page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
         print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
@@ -125,10 +125,8 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             prevent_thread_lock=True,
         )
     except OSError as error:
-        raise OSError(
-            f"demo: the page cannot be served on port {port} of {host}, which may be in use; give another `--port` or "
-            "`--host`."
-        ) from error
+        rule = f"the page cannot be served on port {port} of {host}, which may be in use"
+        raise Failed(rule, cure="give another `port` or `host`") from error
     return page
 
 
@@ -288,13 +286,7 @@ def _examples_and_query(gradio: Any, examples: Sequence[Any]) -> tuple[Any, Any]
     """The pictures that the empty page offers, and the place of the picture of a query."""
     offered = _pictures(gradio, "examples", examples, columns=EXAMPLES, visible=bool(examples))
     query = gradio.Image(
-        show_label=False,
-        interactive=False,
-        height=200,
-        buttons=[],
-        elem_id="query",
-        visible=False,
-        type="pil",
+        show_label=False, interactive=False, height=200, buttons=[], elem_id="query", visible=False, type="pil"
     )
     return offered, query
 
@@ -476,6 +468,6 @@ def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]
 
 
 def _import_gradio() -> Any:
-    with optional_import("demo: the page needs Gradio; install it with pip install 'lightning-retrieval[demo]'."):
+    with optional_import("the page needs Gradio; install it with pip install 'lightning-retrieval[demo]'."):
         import gradio
     return gradio

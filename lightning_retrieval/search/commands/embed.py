@@ -21,6 +21,7 @@ from lightning_retrieval.backend import Fabric, FabricDDPStrategy, Misconfigurat
 from lightning_retrieval.checks import check_choice, check_integer, first_line
 from lightning_retrieval.datamodules.image_table import find_rows, is_empty
 from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.search.commands.embedding import (
     EmbeddedBatch,
@@ -125,15 +126,13 @@ def _list_queries(embedder: ImageEmbedder, images: Path, root: Path | None) -> L
         ValueError: if the images or the table cannot be read, the table has no column `text`, or a text is empty.
     """
     if not embedder.takes_texts:
-        return list_images(OWNER, images, root)
+        return list_images(images, root)
     if root is not None:
-        raise ValueError(f"{OWNER}: `root` must be given for images only, got {root} for queries that are texts.")
+        raise InvalidValue("must be given for images only", argument="root", got=f"{root} for queries that are texts")
     if not images.is_file():
-        raise FileNotFoundError(
-            f"{OWNER}: `images` must be a table with the column text for queries that are texts, got {images}, which "
-            "is not a file."
-        )
-    table = read_table(images, required=("text",), owner=OWNER)
+        rule = "must be a table with the column text for queries that are texts"
+        raise MissingFile(rule, argument="images", got=f"{images}, which is not a file")
+    table = read_table(images, required=("text",), owner=CALLER)
     texts = table.columns["text"]
     table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
     labels = [label or None for label in table.columns.get("label", [""] * len(texts))]
@@ -176,6 +175,7 @@ def _summary(done: EmbeddedFolder) -> str:
     return f"{rows} embeddings of {manifest.dim} dimensions in {files}{found}{renewed}"
 
 
+@owned_by(OWNER)
 def embed_images(
     checkpoint: Path,
     images: Path,
@@ -234,20 +234,20 @@ def embed_images(
     check_choice(OWNER, "side", side, SIDES)
     for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
         check_integer(OWNER, name, number, least=1)
-    check_output(OWNER, output)
+    check_output(output)
     listed: ListedImages | ListedTexts | None = None
     if side == "candidates":
-        listed = list_images(OWNER, images, root)
+        listed = list_images(images, root)
     embedder = ImageEmbedder.load(
-        OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu", side=side
+        checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu", side=side
     )
     about = embedder.description()
     if listed is None:
         listed = _list_queries(embedder, images, root)
         about = {**about, "side": side}
     if file_format == "parquet":
-        check_unicode(OWNER, listed.paths)
-    fabric = new_fabric(OWNER, device, devices=devices, num_nodes=num_nodes, precision=precision)
+        check_unicode(listed.paths)
+    fabric = new_fabric(device, devices=devices, num_nodes=num_nodes, precision=precision)
     launch(fabric)
     embedder = embedder.on(str(fabric.device))
     manifest = EmbeddingManifest(
@@ -263,7 +263,7 @@ def embed_images(
         about={**about, "images": name_folder(listed.root)},
     )
     missing, changed = _embed_missing(fabric, embedder, listed, output, manifest)
-    folder = EmbeddingFolder.load(OWNER, output)
+    folder = EmbeddingFolder.load(output)
     unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
     return EmbeddedFolder(folder, len(missing), unreadable, fabric.global_rank, len(changed))
 
@@ -280,13 +280,13 @@ def _embed_missing(
     def image_files(positions: range) -> str:
         return digest_of_files(listed.files(positions))
 
-    with closing(share_folder(OWNER, output, lambda: manifest, image_files)) as shared:
+    with closing(share_folder(output, lambda: manifest, image_files)) as shared:
         collector = ShardCollector(shared.begin(manifest.dim), shared.missing, shared.image_files)
         with fabric.autocast():
             for batch in _embedded(embedder, listed, list(shared.ranges)):
                 _collect(batch, listed, collector)
         collector.finish()
-        wait_for_other_processes(OWNER)
+        wait_for_other_processes()
         return shared.missing, shared.changed
 
 
@@ -302,9 +302,7 @@ def _collect(batch: EmbeddedBatch, listed: ListedImages | ListedTexts, collector
     collector.add(batch.positions, ShardRows(ids, batch.embeddings.numpy(), paths, labels))
 
 
-def new_fabric(
-    owner: str, device: str | None, *, devices: int, num_nodes: int = 1, precision: str = PRECISIONS[0]
-) -> Fabric:
+def new_fabric(device: str | None, *, devices: int, num_nodes: int = 1, precision: str = PRECISIONS[0]) -> Fabric:
     """Fabric with a process for each device, which `launch` starts.
 
     The processes exchange only what each has to do, so they use gloo even on GPUs: with gloo, a process notices
@@ -313,7 +311,7 @@ def new_fabric(
     Raises:
         ValueError: if there are fewer devices than asked for, or a device does not support the precision.
     """
-    accelerator, numbers = _accelerator(owner, device, devices)
+    accelerator, numbers = _accelerator(device, devices)
     settings: dict[str, Any] = {}
     if devices * num_nodes > 1:
         settings["strategy"] = FabricDDPStrategy(process_group_backend="gloo", timeout=LONGEST_WAIT)
@@ -327,10 +325,8 @@ def new_fabric(
                 **settings,
             )
     except (MisconfigurationException, RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{owner}: `devices`, `num_nodes` and `precision` must be supported by this machine, got {devices}, "
-            f"{num_nodes} and {precision!r} ({first_line(error)})."
-        ) from None
+        rule = "`devices`, `num_nodes` and `precision` must be supported by this machine"
+        raise InvalidValue(rule, got=f"{devices}, {num_nodes} and {precision!r} ({first_line(error)})") from None
 
 
 def launch(fabric: Fabric) -> None:
@@ -365,23 +361,21 @@ def _end_with(first: str | None, has_joined: threading.Event) -> None:
             os._exit(1)
 
 
-def _accelerator(owner: str, device: str | None, devices: int) -> tuple[str, int | list[int]]:
+def _accelerator(device: str | None, devices: int) -> tuple[str, int | list[int]]:
     """Lightning's names of the accelerator and of the devices."""
     name = device or default_device()
     try:
         torch.empty(0, device=name)
         chosen = torch.device(name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"{owner}: {unusable_device(name, error)}") from None
+        raise unusable_device(name, error) from None
     if chosen.type not in ACCELERATORS:
-        raise ValueError(f"{owner}: `device` must be of one of the types {', '.join(ACCELERATORS)}, got {name!r}.")
+        raise InvalidValue(f"must be of one of the types {', '.join(ACCELERATORS)}", argument="device", got=repr(name))
     if ":" not in name:
         return chosen.type, devices
     if devices > 1:
-        raise ValueError(
-            f"{owner}: `device` must be without a number for several devices, got {name!r} and devices={devices}; "
-            f"use {chosen.type!r}."
-        )
+        rule = "must be without a number for several devices"
+        raise InvalidValue(rule, argument="device", got=f"{name!r} and devices={devices}", cure=f"use {chosen.type!r}")
     if chosen.type != "cuda":
         return chosen.type, devices
     return chosen.type, [chosen.index]

@@ -33,6 +33,7 @@ from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
+from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.sides import Side, side_of_module
 from lightning_retrieval.preparation.decoding import image_files
@@ -96,11 +97,10 @@ class ListedImages:
         return path
 
 
-def list_images(owner: str, images: Path, root: Path | None = None) -> ListedImages:
+def list_images(images: Path, root: Path | None = None) -> ListedImages:
     """List the images in a folder or in a table.
 
     Args:
-        owner: prefix of error messages.
         images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
         root: folder that the paths of a table are relative to; if None, the folder of the table.
 
@@ -110,8 +110,8 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
     """
     if not images.is_file():
         if root is not None:
-            raise ValueError(f"{owner}: `root` must be given for a table only, got {root} for the folder {images}.")
-        return images_in_folder(owner, images)
+            raise InvalidValue("must be given for a table only", argument="root", got=f"{root} for the folder {images}")
+        return images_in_folder(images)
     from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images  # needs Lightning
 
     table = read_table(images, required=("image",))
@@ -121,7 +121,7 @@ def list_images(owner: str, images: Path, root: Path | None = None) -> ListedIma
     return ListedImages(root or images.parent, index, labels)
 
 
-def images_in_folder(owner: str, folder: Path) -> ListedImages:
+def images_in_folder(folder: Path) -> ListedImages:
     """The images in a folder at any depth, without labels; see `image_files`.
 
     Raises:
@@ -130,21 +130,20 @@ def images_in_folder(owner: str, folder: Path) -> ListedImages:
         OSError: if a folder in it cannot be opened.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{owner}: `images` must be a folder of images, got {folder}, which is not a folder.")
-    found = image_files(owner, folder)
+        raise MissingFile("must be a folder of images", argument="images", got=f"{folder}, which is not a folder")
+    found = image_files(CALLER, folder)
     if found.special and rank() == 0:
         shown = printable(first_of(found.special))
         print(f"Skipped files that are not regular files, but FIFOs, sockets or devices: {shown}.", file=sys.stderr)
     if not found.paths:
-        raise ValueError(f"{owner}: `images` must be a folder of images, got {folder}, which holds no image.")
+        raise InvalidValue("must be a folder of images", argument="images", got=f"{folder}, which holds no image")
     return ListedImages.of_paths(folder, found.paths)
 
 
-def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None, *, made: str) -> Path:
+def recorded_checkpoint(about: Mapping[str, Any], given: Path | None, *, made: str) -> Path:
     """The checkpoint that embeddings were made with: the given file, else the file that they record.
 
     Args:
-        owner: prefix of error messages.
         about: metadata of the embeddings.
         given: the checkpoint, or the folder of its runs.
         made: what was made with the checkpoint, with a verb, for error messages.
@@ -156,24 +155,20 @@ def recorded_checkpoint(owner: str, about: Mapping[str, Any], given: Path | None
     if given is None:
         given = Path(str(about.get("checkpoint")))
         if not is_checkpoint(given):
-            raise FileNotFoundError(
-                f"{owner}: `checkpoint` must be given, because the checkpoint that the {made} made with is no longer "
-                f"at {given}."
-            )
-    checkpoint = find_checkpoint(owner, given)
+            rule = f"must be given, because the checkpoint that the {made} made with is no longer at {given}"
+            raise MissingFile(rule, argument="checkpoint")
+    checkpoint = find_checkpoint(CALLER, given)
     sha256 = checkpoint_digest(checkpoint)
     if sha256 == about.get("checkpoint_sha256"):
         return checkpoint
-    module = load_checkpoint(owner, checkpoint)
+    module = load_checkpoint(checkpoint)
     prepared = json.loads(json.dumps(module.preparation))  # in the form that `about` has in a file
     is_prepared_alike = prepared in (None, about.get("preparation"))
     network = {"checkpoint_sha256": sha256, NETWORK: network_digest(module)}
     if not (is_prepared_alike and is_same_network(about, network)):
-        raise ValueError(
-            f"{owner}: `checkpoint` must be the one that the {made} made with, because embeddings of different models "
-            f"cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or embed the images "
-            "again."
-        )
+        rule = f"must be the one that the {made} made with, because embeddings of different models cannot be compared"
+        cure = "give the right checkpoint, or embed the images again"
+        raise InvalidValue(rule, argument="checkpoint", got=f"another, {checkpoint.absolute()}", cure=cure)
     return checkpoint
 
 
@@ -192,7 +187,7 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
     file = Path(str(earlier.get("checkpoint")))
     if recorded is None and is_checkpoint(file) and checkpoint_digest(file) == earlier.get("checkpoint_sha256"):
         with suppress(ValueError):
-            recorded = network_digest(load_checkpoint("is_same_network", file))
+            recorded = network_digest(load_checkpoint(file))
     return recorded is not None and recorded == about.get(NETWORK)
 
 
@@ -208,11 +203,10 @@ def print_guess(about: Mapping[str, Any], *, made: str = "") -> None:
         print(warning, file=sys.stderr)
 
 
-def load_checkpoint(owner: str, checkpoint: Path, restored: Callable[[Any], Any] = restored_network) -> Any:
+def load_checkpoint(checkpoint: Path, restored: Callable[[Any], Any] = restored_network) -> Any:
     """Load a network on the CPU, without downloading the pretrained weights that its training began with.
 
     Args:
-        owner: prefix of error messages.
         checkpoint: path of an existing file. Its objects are rebuilt from plain values, so loading runs no code of the
             file.
         restored: rebuilds the network from the content of the file; if it returns None, `restored_module` does.
@@ -225,20 +219,17 @@ def load_checkpoint(owner: str, checkpoint: Path, restored: Callable[[Any], Any]
     Raises:
         ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
     """
-    rule = (
-        f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
-        f"{checkpoint}"
-    )
+    rule = "must be the checkpoint of a RetrievalModule that can be rebuilt from it"
     damage = find_damage(checkpoint)
     if damage is not None:
-        raise ValueError(f"{rule}, which is damaged: {damage}.")
+        raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
     try:
         saved = read_checkpoint(checkpoint)
         network = restored(saved)
         if network is None:
             network = restored_retrieval_module(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
-        raise ValueError(f"{rule} ({first_line(error)}).") from None
+        raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint} ({first_line(error)})") from None
     network.steps_of_training = int(saved.get("global_step") or 0)
     return network
 
@@ -333,7 +324,6 @@ class ImageEmbedder:
     transform came from (see `choose_transform`). It is saved with an index.
     """
 
-    owner: str
     module: Any  # a `RetrievalNetwork` or `RetrievalModule`
     transform: Callable[[Any], Tensor]
     about: dict[str, Any]
@@ -346,7 +336,6 @@ class ImageEmbedder:
     @classmethod
     def load(
         cls,
-        owner: str,
         checkpoint: Path,
         *,
         transform: str | None,
@@ -360,7 +349,6 @@ class ImageEmbedder:
         """Load the model of a checkpoint.
 
         Args:
-            owner: prefix of error messages.
             checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, see `find_checkpoint`.
             transform: name of the transform that the user gave, see `choose_transform`.
             recorded: the preparation recorded in an index; if None, or if queries have their own network, the
@@ -376,10 +364,10 @@ class ImageEmbedder:
             FileNotFoundError: if the checkpoint does not exist.
             ValueError: if an argument is invalid, or the transform does not fit the model.
         """
-        check_integer(owner, "batch_size", batch_size, least=1)
-        check_integer(owner, "num_workers", num_workers, least=0)
-        checkpoint = find_checkpoint(owner, checkpoint)
-        module = load_checkpoint(owner, checkpoint)
+        check_integer(CALLER, "batch_size", batch_size, least=1)
+        check_integer(CALLER, "num_workers", num_workers, least=0)
+        checkpoint = find_checkpoint(CALLER, checkpoint)
+        module = load_checkpoint(checkpoint)
         if side_of_module(module, "queries").tokenizer is not None:
             side = "candidates"
         of_side = side_of_module(module, side)
@@ -388,7 +376,7 @@ class ImageEmbedder:
         channels = image_channels(module)
         if module.query_embedder is not None:
             channels = image_channels(of_side.embedder)
-        prepare, serialised, source = choose_transform(owner, checkpoint, of_side, transform, recorded, channels)
+        prepare, serialised, source = choose_transform(checkpoint, of_side, transform, recorded, channels)
         about = {
             "checkpoint": str(checkpoint.absolute()),
             "checkpoint_sha256": sha256 or checkpoint_digest(checkpoint),
@@ -402,7 +390,7 @@ class ImageEmbedder:
             batch_size = 1
         if device is None:
             device = default_device()
-        return cls(owner, module.eval(), prepare, about, batch_size, num_workers, "cpu", side=side).on(device)
+        return cls(module.eval(), prepare, about, batch_size, num_workers, "cpu", side=side).on(device)
 
     def description(self) -> dict[str, Any]:
         """What is stored with embeddings: `about`, and the digest of the network, for which all weights are read."""
@@ -417,7 +405,7 @@ class ImageEmbedder:
         try:
             module = self.module.to(device)
         except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"{self.owner}: {unusable_device(device, error)}") from None
+            raise unusable_device(device, error) from None
         return replace(self, module=module, device=device)
 
     def embed(self, listed: ListedImages, groups: Sequence[Sequence[int]] | None = None) -> Iterator[EmbeddedBatch]:
@@ -484,16 +472,13 @@ class ImageEmbedder:
         """The transformed images as one batch."""
         for image in images:
             if not isinstance(image, Tensor):
-                raise ValueError(
-                    f"{self.owner}: `transform` must return a tensor (channels, height, width), got "
-                    f"{type(image).__name__}; end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True)."
-                )
+                rule = "must return a tensor (channels, height, width)"
+                cure = "end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True)"
+                raise InvalidValue(rule, argument="transform", got=type(image).__name__, cure=cure)
         shapes = {tuple(image.shape) for image in images}
         if len(shapes) > 1:
-            raise ValueError(
-                f"{self.owner}: `transform` must give images of one size, got {sorted(shapes)[:3]}; set "
-                "`batch_size` to 1, or use a transform that crops."
-            )
+            cure = "set `batch_size` to 1, or use a transform that crops"
+            raise InvalidValue("must give images of one size", argument="transform", got=sorted(shapes)[:3], cure=cure)
         return torch.stack(list(images))
 
     def embed_items(self, items: Sequence[LoadedImage], listed: ListedImages) -> EmbeddedBatch:
@@ -517,10 +502,8 @@ class ImageEmbedder:
             is_finite = torch.isfinite(embeddings).all(1)
             if not is_finite.all():
                 first = positions[int(is_finite.int().argmin())]
-                raise ValueError(
-                    f"{self.owner}: embeddings must be finite, but the model gives NaN or inf for "
-                    f"{printable(listed.name(first))}; look at its training."
-                )
+                rule = f"embeddings must be finite, but the model gives NaN or inf for {printable(listed.name(first))}"
+                raise InvalidValue(rule, cure="look at its training")
         return EmbeddedBatch(positions, embeddings, unreadable)
 
     @property
@@ -537,29 +520,25 @@ class ImageEmbedder:
         """
         tokenizer = side_of_module(self.module, "queries").tokenizer
         if tokenizer is None:
-            raise ValueError(
-                f"{self.owner}: `text` must be given for a checkpoint whose network of queries embeds texts, got "
-                f"{self.about['checkpoint']}, whose queries are images; give images, or train with a TextEmbedder."
-            )
+            rule = "must be given for a checkpoint whose network of queries embeds texts"
+            got = f"{self.about['checkpoint']}, whose queries are images"
+            raise InvalidValue(rule, argument="text", got=got, cure="give images, or train with a TextEmbedder")
         rows = []
         for begin in range(0, len(texts), self.batch_size):
             tokens = tokenizer(texts[begin : begin + self.batch_size]).to(self.device)
             rows.append(self.module.embed_queries(tokens).float().cpu())
         embeddings = torch.cat(rows)
         if not torch.isfinite(embeddings).all():
-            raise ValueError(
-                f"{self.owner}: embeddings must be finite, but the model gives NaN or inf for texts; look at its "
-                "training."
-            )
+            rule = "embeddings must be finite, but the model gives NaN or inf for texts"
+            raise InvalidValue(rule, cure="look at its training")
         return embeddings
 
     @torch.inference_mode()
     def _embed_batch(self, images: Tensor) -> Tensor:
         if side_of_module(self.module, self.side).tokenizer is not None:
-            raise ValueError(
-                f"{self.owner}: `checkpoint` must be one whose network of {self.side} embeds images, got "
-                f"{self.about['checkpoint']}, which embeds texts; train with texts as queries."
-            )
+            rule = f"must be one whose network of {self.side} embeds images"
+            got = f"{self.about['checkpoint']}, which embeds texts"
+            raise InvalidValue(rule, argument="checkpoint", got=got, cure="train with texts as queries")
         try:
             images = images.to(self.device)
             if self.normalizes and isinstance(self.transform, Preparation):
@@ -570,15 +549,13 @@ class ImageEmbedder:
             embeddings: Tensor = embed(images).float().cpu()
         except (RuntimeError, ValueError, AssertionError) as error:
             if is_out_of_memory(error):
-                raise ValueError(
-                    f"{self.owner}: `batch_size` must be small enough for the memory of the device, got {len(images)}; "
-                    "lower it."
-                ) from None
+                rule = "must be small enough for the memory of the device"
+                raise InvalidValue(rule, argument="batch_size", got=len(images), cure="lower it") from None
             shown = shown_transform(self.about["preparation"])
-            raise ValueError(
-                f"{self.owner}: the model must embed the images that {shown} gives, of shape {tuple(images.shape)} and "
-                f"{images.dtype}, but raises {type(error).__name__} ({first_line(error)}); if it is made for other "
-                "images, give another `transform`."
+            raise InvalidValue(
+                f"the model must embed the images that {shown} gives, of shape {tuple(images.shape)} and "
+                f"{images.dtype}, but raises {type(error).__name__} ({first_line(error)})",
+                cure="if it is made for other images, give another `transform`",
             ) from error
         return embeddings
 
@@ -590,6 +567,7 @@ def default_device() -> str:
     return "cpu"
 
 
-def unusable_device(device: str, error: Exception) -> str:
-    """A sentence about a device for which torch raised an error."""
-    return f"`device` must be a device that torch can use here, got {device!r} ({first_line(error)})."
+def unusable_device(device: str, error: Exception) -> InvalidValue:
+    """The error for a device for which torch raised an error."""
+    shown = f"{device!r} ({first_line(error)})"
+    return InvalidValue("must be a device that torch can use here", argument="device", got=shown)

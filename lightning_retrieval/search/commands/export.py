@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.files import is_of_others, new_files, writing
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation import prepare
 from lightning_retrieval.preparation.preparation import Preparation
@@ -105,6 +106,7 @@ def _megabytes(file: Path) -> str:
     return f"{file.stat().st_size / 1e6:.2f} MB"
 
 
+@owned_by(OWNER)
 def export_model(
     checkpoint: Path,
     output: Path,
@@ -141,16 +143,14 @@ def export_model(
     """
     load_onnx()  # raises before any work is done, if a package is missing
     if output.exists() and not output.is_dir():
-        raise ValueError(f"{OWNER}: `output` must be a folder, got {output}, which is something else.")
+        raise InvalidValue("must be a folder", argument="output", got=f"{output}, which is something else")
     _check_not_of_others(output)
     listed = None
     if int8:
         listed = _labelled_images(images, root)
     elif images is not None or root is not None:
-        raise ValueError(f"{OWNER}: `images` and `root` must not be given without `int8`, which alone uses images.")
-    embedder = ImageEmbedder.load(
-        OWNER, checkpoint, transform=transform, batch_size=TIMED_IMAGES, num_workers=0, device="cpu"
-    )
+        raise InvalidValue("`images` and `root` must not be given without `int8`, which alone uses images")
+    embedder = ImageEmbedder.load(checkpoint, transform=transform, batch_size=TIMED_IMAGES, num_workers=0, device="cpu")
     merge = getattr(getattr(embedder.module, "embedder", None), "merge_lora", None)
     if merge is not None:
         merge()
@@ -187,30 +187,25 @@ def _check_not_of_others(output: Path) -> None:
     if is_of_others(output / PREPARATION, FORMAT):
         of_others.append(PREPARATION)
     if of_others:
-        raise ValueError(
-            f"{OWNER}: `output` must be a folder without files of others that an export would replace, got {output}, "
-            f"whose {' and '.join(of_others)} no export wrote; give another folder."
-        )
+        rule = "must be a folder without files of others that an export would replace"
+        got = f"{output}, whose {' and '.join(of_others)} no export wrote"
+        raise InvalidValue(rule, argument="output", got=got, cure="give another folder")
 
 
 def _preparation(embedder: ImageEmbedder) -> Preparation:
     """The preparation of a model; raises unless it produces images of one size, for a single network."""
     if embedder.module.query_embedder is not None:
-        raise ValueError(
-            f"{OWNER}: `checkpoint` must be of a model with one network, got {embedder.about['checkpoint']}, which has "
-            "a `query_embedder`; export the checkpoint of the candidates, and serve queries with `embed_queries`."
-        )
+        got = f"{embedder.about['checkpoint']}, which has a `query_embedder`"
+        cure = "export the checkpoint of the candidates, and serve queries with `embed_queries`"
+        raise InvalidValue("must be of a model with one network", argument="checkpoint", got=got, cure=cure)
     preparation = embedder.transform
     if not isinstance(preparation, Preparation):
-        raise ValueError(
-            f"{OWNER}: the model of `checkpoint` must have been evaluated with a Preparation, which a program can "
-            "include, got another transform; evaluate it with `image_size`, `mean` and `std` instead."
-        )
+        rule = "the model of `checkpoint` must have been evaluated with a Preparation, which a program can include"
+        got = "another transform"
+        raise InvalidValue(rule, got=got, cure="evaluate it with `image_size`, `mean` and `std` instead")
     if preparation.image_size is None:
-        raise ValueError(
-            f"{OWNER}: the model of `checkpoint` must be one of images of one size, got one that keeps the size of "
-            "each image; evaluate it with an `image_size`."
-        )
+        rule = "the model of `checkpoint` must be one of images of one size"
+        raise InvalidValue(rule, got="one that keeps the size of each image", cure="evaluate it with an `image_size`")
     return preparation
 
 
@@ -241,10 +236,8 @@ def check_program(name: str, embed: Callable[[Tensor], Tensor], program: Embeddi
         images = program.random_images(count, seed=count)
         difference = largest_difference(embed(images), program(images))
         if not difference <= TOLERANCE:
-            raise ValueError(
-                f"{OWNER}: {name} must differ from the model by at most {TOLERANCE:g}, got {difference:.2g}; please "
-                "report the backbone."
-            )
+            rule = f"{name} must differ from the model by at most {TOLERANCE:g}"
+            raise InvalidValue(rule, got=f"{difference:.2g}", cure="please report the backbone")
         largest = max(largest, difference)
     return largest
 
@@ -252,16 +245,14 @@ def check_program(name: str, embed: Callable[[Tensor], Tensor], program: Embeddi
 def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:
     """The images of a table with labels, or of class folders; the name of a class folder is the label of its images."""
     if images is None:
-        raise ValueError(f"{OWNER}: `images` must be given with `int8`, to calibrate it and to measure what it costs.")
-    listed = list_images(OWNER, images, root)
+        raise InvalidValue("must be given with `int8`, to calibrate it and to measure what it costs", argument="images")
+    listed = list_images(images, root)
     labels = listed.labels
     if set(labels) == {None}:
         labels = [Path(path).parent.as_posix() for path in listed.index.paths]
     if None in labels or not 1 < len(set(labels)) < len(labels):
-        raise ValueError(
-            f"{OWNER}: `images` must be of several classes with several images, in class folders or in a table with "
-            f"the column label, got {images}."
-        )
+        rule = "must be of several classes with several images, in class folders or in a table with the column label"
+        raise InvalidValue(rule, argument="images", got=images)
     return dataclasses.replace(listed, labels=labels)
 
 

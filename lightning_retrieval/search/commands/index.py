@@ -20,6 +20,7 @@ from lightning_retrieval.checks import check_finite_number, check_integer
 from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
 from lightning_retrieval.datamodules.table_file import TableColumns, find_missing, read_table
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.search.commands.embed import launch, new_fabric
 from lightning_retrieval.search.commands.embedding import (
@@ -97,6 +98,7 @@ def _summary(made: EmbeddingStore) -> str:
     return f"{images}, {made.dim} dimensions, {made.factory} ({quality})"
 
 
+@owned_by("index_images")
 def index_images(
     checkpoint: Path,
     images: Path,
@@ -164,22 +166,19 @@ def index_images(
     Cost:
         A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
-    owner = "index_images"
-    new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
-    listed = images_in_folder(owner, images)
+    new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
+    listed = images_in_folder(images)
     paths = listed.index.paths
-    rows = NewRows(torch.arange(len(paths)), paths, read_metadata(owner, metadata, paths))
+    rows = NewRows(torch.arange(len(paths)), paths, read_metadata(metadata, paths))
     embedder = ImageEmbedder.load(
-        owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
+        checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
     if validation is not None and embedder.module.query_embedder is not None:
-        raise ValueError(
-            f"{owner}: `validation` must not be given for a model with a `query_embedder`, since its embeddings are of "
-            f"candidates, got {validation}; give `threshold` to the search."
-        )
+        rule = "must not be given for a model with a `query_embedder`, since its embeddings are of candidates"
+        raise InvalidValue(rule, argument="validation", got=validation, cure="give `threshold` to the search")
     about = {**embedder.description(), "images": name_folder(images)}
-    about |= choose_threshold(owner, validation, false_match_rate, about)
-    writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
+    about |= choose_threshold(validation, false_match_rate, about)
+    writer = IndexWriter(new, about, overwrite=overwrite, update=update)
     dim = embedder.dim()
     new.check_dim(dim)
     new.check_paths(paths)
@@ -187,6 +186,7 @@ def index_images(
     return writer.write(dim, rows, lambda positions: embedder.embed_all(listed, positions.tolist()))
 
 
+@owned_by("index_embeddings")
 def index_embeddings(
     embeddings: Path,
     output: Path,
@@ -242,26 +242,24 @@ def index_embeddings(
         training rows, a block of 65,536 rows and one file of embeddings. Each file is read up to five times: all files
         are first verified, and training uses rows from all files.
     """
-    owner = "index_embeddings"
     start = None
-    if check_integer(owner, "devices", devices, least=1) > 1:
-        _check_one_process(owner, devices, store=store, update=update)
-        fabric = new_fabric(owner, "cpu", devices=devices)
+    if check_integer(CALLER, "devices", devices, least=1) > 1:
+        _check_one_process(devices, store=store, update=update)
+        fabric = new_fabric("cpu", devices=devices)
         start = functools.partial(launch, fabric)
         if fabric.global_rank > 0:
-            return _help(owner, start, embeddings, output)
-    new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
-    folder = EmbeddingFolder.load(owner, embeddings)
+            return _help(start, embeddings, output)
+    new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
+    folder = EmbeddingFolder.load(embeddings)
     manifest = folder.manifest
     if manifest.about.get("side") == "queries":
-        raise ValueError(
-            f"{owner}: `embeddings` must be of candidates, got {embeddings}, which holds embeddings of queries; embed "
-            "the candidates, which is the default."
-        )
+        rule = "must be of candidates"
+        got = f"{embeddings}, which holds embeddings of queries"
+        raise InvalidValue(rule, argument="embeddings", got=got, cure="embed the candidates, which is the default")
     new.check_dim(manifest.dim)
     rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
-    new_rows = NewRows(rows.ids, rows.paths, read_metadata(owner, metadata, rows.paths))
+    new_rows = NewRows(rows.ids, rows.paths, read_metadata(metadata, rows.paths))
     unreadable = [UnreadableImage(*image) for image in rows.unreadable]
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
@@ -269,12 +267,12 @@ def index_embeddings(
             return EmbeddedImages(positions, rows, unreadable)  # `rows` reads the embeddings from files
         return EmbeddedImages(positions, rows[positions], unreadable)
 
-    about = {**manifest.about, **choose_threshold(owner, validation, false_match_rate, manifest.about)}
-    writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
+    about = {**manifest.about, **choose_threshold(validation, false_match_rate, manifest.about)}
+    writer = IndexWriter(new, about, overwrite=overwrite, update=update)
     return writer.write(manifest.dim, new_rows, embedded)
 
 
-def _check_one_process(owner: str, devices: int, *, store: str | None, update: bool) -> None:
+def _check_one_process(devices: int, *, store: str | None, update: bool) -> None:
     """Raise if only one process can build such an index."""
     reason = None
     if store is not None:
@@ -282,21 +280,19 @@ def _check_one_process(owner: str, devices: int, *, store: str | None, update: b
     elif update:
         reason = "with `update`, which reads the index into memory"
     if reason is not None:
-        raise ValueError(f"{owner}: `devices` must be 1 {reason}, got {devices}.")
+        raise InvalidValue(f"must be 1 {reason}", argument="devices", got=devices)
 
 
-def _help(
-    owner: str, start: Callable[[], object], embeddings: Path, output: Path
-) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+def _help(start: Callable[[], object], embeddings: Path, output: Path) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Help the first process to build the index, and return what it returns."""
     start()
     help_build_on_disk()
     index = RetrievalIndex.load(output, mapped=True, verify=False)
-    return index, [UnreadableImage(*image) for image in EmbeddingFolder.load(owner, embeddings).unreadable()]
+    return index, [UnreadableImage(*image) for image in EmbeddingFolder.load(embeddings).unreadable()]
 
 
 def choose_threshold(
-    owner: str, validation: Path | None, false_match_rate: float | None, about: Mapping[str, Any]
+    validation: Path | None, false_match_rate: float | None, about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Choose the threshold of an index with these metadata.
 
@@ -311,22 +307,21 @@ def choose_threshold(
     if validation is None and false_match_rate is None:
         return {}
     if validation is None or false_match_rate is None:
-        raise ValueError(f"{owner}: `validation` must be given with `false_match_rate`, and neither alone; give both.")
-    check_finite_number(owner, "false_match_rate", false_match_rate, least=0, most=1)
-    folder = EmbeddingFolder.load(owner, validation)
+        rule = "must be given with `false_match_rate`, and neither alone"
+        raise InvalidValue(rule, argument="validation", cure="give both")
+    check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
+    folder = EmbeddingFolder.load(validation)
     difference = model_difference(folder.manifest.about, about)
     if difference is not None:
-        raise ValueError(
-            f"{owner}: `validation` must be of the model of the index, got {validation}, but {difference}; embed again."
-        )
+        rule = "must be of the model of the index"
+        raise InvalidValue(rule, argument="validation", got=f"{validation}, but {difference}", cure="embed again")
     metrics = RetrievalMetrics()
     metrics.update(*map(torch.from_numpy, folder.labelled("validation")))
     scores = nearest_scores(metrics)
     if len(scores.positives) == 0:
-        raise ValueError(
-            f"{owner}: `validation` must have several images of a label, got {validation}, in which each label has "
-            "one; embed more images."
-        )
+        rule = "must have several images of a label"
+        got = f"{validation}, in which each label has one"
+        raise InvalidValue(rule, argument="validation", got=got, cure="embed more images")
     value = scores.threshold(false_match_rate)
     false_matches, misses = float(scores.false_match_rates(value)), float(scores.miss_rates(value))
     rates = {"false_match_rate": false_matches, "miss_rate": misses}
@@ -334,12 +329,11 @@ def choose_threshold(
 
 
 def read_image_rows(
-    owner: str, name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
+    name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
 ) -> tuple[TableColumns, dict[str, int]]:
     """Read a table that has a single row for each image.
 
     Args:
-        owner: prefix of error messages.
         name: name of the argument that gives the table, for error messages.
         table: CSV or Parquet table.
         required: as for `read_table`.
@@ -353,21 +347,20 @@ def read_image_rows(
         ValueError: if the table cannot be read, or an image is in several rows.
     """
     if not table.is_file():
-        raise FileNotFoundError(f"{owner}: `{name}` must be a CSV or Parquet table, got {table}, which is not a file.")
+        raise MissingFile("must be a CSV or Parquet table", argument=name, got=f"{table}, which is not a file")
     read = read_table(table, required, all_columns=all_columns)
     images = parse_images(read)
     check_unique_images(read, images, None)
     return read, {image: row for row, image in enumerate(images)}
 
 
-def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:
+def read_metadata(table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:
     """The metadata of images: for the name of each column of a table, the values of all images.
 
     A column holds numbers if each of its texts is a number below 2**53, written without leading zeros. Otherwise it
     holds text, with a warning if half of its texts or more are numbers.
 
     Args:
-        owner: prefix of error messages.
         table: CSV or Parquet table with the column `image` and further columns; if None, there is no metadata.
         paths: the paths of the images.
 
@@ -378,22 +371,20 @@ def read_metadata(owner: str, table: Path | None, paths: Sequence[str]) -> dict[
     """
     if table is None:
         return {}
-    read, row_of = read_image_rows(owner, "metadata", table, all_columns=True)
+    read, row_of = read_image_rows("metadata", table, all_columns=True)
     missing = find_missing(paths, row_of)
     if missing:
-        raise ValueError(
-            f"{owner}: `metadata` must have a row for each image of the index, got {table}, in which {len(missing)} of "
-            f"{len(paths)} images are missing, such as {missing[0]!r}."
-        )
+        got = f"{table}, in which {len(missing)} of {len(paths)} images are missing, such as {missing[0]!r}"
+        raise InvalidValue("must have a row for each image of the index", argument="metadata", got=got)
     rows = [row_of[path] for path in paths]
-    columns = {name: _typed(owner, read, name, rows) for name in read.columns if name != "image"}
+    columns = {name: _typed(read, name, rows) for name in read.columns if name != "image"}
     if not columns:
-        raise ValueError(f"{owner}: `metadata` must have columns besides image, got none in {table}.")
-    new_columns(owner, columns, len(paths))  # raises for an invalid name
+        raise InvalidValue("must have columns besides image", argument="metadata", got=f"none in {table}")
+    new_columns(columns, len(paths))  # raises for an invalid name
     return columns
 
 
-def _typed(owner: str, table: TableColumns, name: str, rows: Sequence[int]) -> list[Any]:
+def _typed(table: TableColumns, name: str, rows: Sequence[int]) -> list[Any]:
     """The values of some rows of a column: numbers if all its texts are numbers, else text."""
     texts = table.columns[name]
     others = [row for row, text in enumerate(texts) if not _is_number(text)]
@@ -401,7 +392,7 @@ def _typed(owner: str, table: TableColumns, name: str, rows: Sequence[int]) -> l
         return [float(texts[row]) for row in rows]
     if len(others) <= len(texts) / 2:
         warnings.warn(
-            f"{owner}: the column {name!r} of `metadata` holds text, so a search cannot compare it with a number: "
+            f"the column {name!r} of `metadata` holds text, so a search cannot compare it with a number: "
             f"{len(others)} of its {len(texts)} values are no plain numbers, the first of them {texts[others[0]]!r} at "
             f"{table.unit} {table.lines[others[0]]} of {table.path}.",
             stacklevel=2,

@@ -1,6 +1,7 @@
 """Chooses the preparation for a checkpoint's model after training: that of its evaluation, if recorded."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_retrieval.checks import first_line
+from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import (
@@ -30,17 +32,11 @@ DEFAULT_NAMES = {1: "glyphs"}  # name of the preparation by number of channels; 
 
 
 def choose_transform(
-    owner: str,
-    checkpoint: Path,
-    side: ModuleSide,
-    requested: str | None,
-    recorded: dict[str, Any] | None,
-    channels: int,
+    checkpoint: Path, side: ModuleSide, requested: str | None, recorded: dict[str, Any] | None, channels: int
 ) -> tuple[Transform, dict[str, Any], str]:
     """Choose the transform for a model, and say where the choice came from.
 
     Args:
-        owner: prefix of error messages.
         checkpoint: file of the model, for error messages.
         side: the network. It decides if both `requested` and `recorded` are None.
         requested: the name that the user gave: one of `Preparation.NAMES`, or the dotted name of a function; or None.
@@ -59,17 +55,17 @@ def choose_transform(
     wanted = side.wanted
     transform: Transform
     if recorded is not None:
-        transform, source = rebuild_transform(owner, recorded, requested), "checkpoint"
+        transform, source = rebuild_transform(CALLER, recorded, requested), "checkpoint"
     elif requested is not None:
-        transform, source = named_transform(owner, requested), "argument"
+        transform, source = named_transform(CALLER, requested), "argument"
     elif wanted is not None:
         transform, source = wanted, "model"
     else:
         transform, source = Preparation.named(DEFAULT_NAMES.get(channels, "plain")), "default"
     if isinstance(transform, Preparation):
-        _check_channels(owner, checkpoint, transform, channels)
+        _check_channels(checkpoint, transform, channels)
     elif requested is not None:
-        _check_function(owner, requested, transform)
+        _check_function(requested, transform)
     serialised = serialise_transform(transform)
     if "function" in serialised and requested is not None:
         serialised = {"function": requested}
@@ -107,36 +103,29 @@ def warning_of_guess(about: Mapping[str, Any], *, made: str = "") -> str | None:
     )
 
 
-def _check_function(owner: str, name: str, function: Transform) -> None:
+def _check_function(name: str, function: Transform) -> None:
     """Raise unless a function maps an image to a tensor."""
-    rule = f"{owner}: `transform` must name a function from a PIL image to a tensor, got {name!r}"
+    invalid = partial(InvalidValue, "must name a function from a PIL image to a tensor", argument="transform")
     if isinstance(function, type):
-        raise ValueError(f"{rule}, which is a class; name a function, or an object of the class.")
+        raise invalid(got=f"{name!r}, which is a class", cure="name a function, or an object of the class")
     try:
         made = function(Image.new("RGB", PROBED_SIZE))
     except Exception as error:  # an error of the user's code
-        raise ValueError(
-            f"{rule}, which raises {type(error).__name__} for a black image of {PROBED_SIZE[0]} x {PROBED_SIZE[1]} "
-            f"pixels ({first_line(error)})."
-        ) from error
+        pixels = f"{PROBED_SIZE[0]} x {PROBED_SIZE[1]} pixels ({first_line(error)})"
+        raise invalid(got=f"{name!r}, which raises {type(error).__name__} for a black image of {pixels}") from error
     if not isinstance(made, Tensor):
-        raise ValueError(
-            f"{rule}, which returns {type(made).__name__}; end it with v2.ToImage() and v2.ToDtype(torch.float32, "
-            "scale=True)."
-        )
+        cure = "end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True)"
+        raise invalid(got=f"{name!r}, which returns {type(made).__name__}", cure=cure)
 
 
-def _check_channels(owner: str, checkpoint: Path, preparation: Preparation, channels: int) -> None:
+def _check_channels(checkpoint: Path, preparation: Preparation, channels: int) -> None:
     if preparation.channels == channels:
         return
     if channels not in (1, 3):
-        raise ValueError(
-            f"{owner}: the model of `checkpoint` must take images with 1 or 3 channels, like image files, got "
-            f"{checkpoint}, whose model takes {channels} channels; embed the images yourself and add them to a "
-            "RetrievalIndex."
-        )
+        rule = "the model of `checkpoint` must take images with 1 or 3 channels, like image files"
+        got = f"{checkpoint}, whose model takes {channels} channels"
+        raise InvalidValue(rule, got=got, cure="embed the images yourself and add them to a RetrievalIndex")
     shown = shown_transform(serialise_transform(preparation))
-    raise ValueError(
-        f"{owner}: `transform` must give images with the number of channels that the model of {checkpoint} takes, "
-        f"{channels}, got {shown}, which gives {preparation.channels}; take {DEFAULT_NAMES.get(channels, 'plain')!r}."
-    )
+    rule = f"must give images with the number of channels that the model of {checkpoint} takes, {channels}"
+    got = f"{shown}, which gives {preparation.channels}"
+    raise InvalidValue(rule, argument="transform", got=got, cure=f"take {DEFAULT_NAMES.get(channels, 'plain')!r}")

@@ -19,6 +19,7 @@ import torch
 
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import new_file, not_written, reason
+from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
 from lightning_retrieval.search.commands.options import model_settings
@@ -45,9 +46,8 @@ def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
     if page is not None:
         _page_target(page)  # raises before the search
     if images is not None and not images.is_dir():
-        raise ValueError(
-            f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
-        )
+        rule = "must be the folder of the index's images"
+        raise InvalidValue(rule, argument="images", got=f"{images}, which is not a folder")
     with opened_index(options.index, options.store) as index:
         results, unreadable = _search_in(index, options)
         if options.json:
@@ -82,14 +82,12 @@ def _page_target(page: Path) -> Path:
     """The file to write the page to, with symbolic links resolved; raises unless it is a regular or a new file."""
     target = Path(os.path.realpath(page))
     if page.is_dir() or not target.parent.is_dir():
-        raise ValueError(f"search: `--html` must be a file in an existing folder, got {page}.")
+        raise InvalidValue("must be a file in an existing folder", argument="html", got=page)
     is_special = page.exists() and not page.is_file()
     is_loop = target.is_symlink()
     if is_special or is_loop:
-        raise ValueError(
-            f"search: `--html` must be a regular file, got {page}, which is a FIFO, a socket, a device or a link to "
-            "itself."
-        )
+        got = f"{page}, which is a FIFO, a socket, a device or a link to itself"
+        raise InvalidValue("must be a regular file", argument="html", got=got)
     return target
 
 
@@ -100,7 +98,7 @@ def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about:
         with new_file(_page_target(page)) as file:
             file.write(source.encode())
     except OSError as error:
-        raise not_written("search", f"`--html` {page}", error) from None
+        raise not_written(CALLER, f"`html` {page}", error) from None
     if missing:
         hits = sum(len(result.hits) for result in results)
         print(

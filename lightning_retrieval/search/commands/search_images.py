@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, short_repr
 from lightning_retrieval.command_line import printable
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
     ListedImages,
@@ -70,6 +71,7 @@ class QueryResult:
         return f"Nothing similar: the nearest image has similarity {self.nearest:.4f}, below {self.threshold:.4f}."
 
 
+@owned_by(OWNER)
 def search_images(
     index: EmbeddingStore,
     queries: Sequence[str],
@@ -136,6 +138,7 @@ class ImageSearcher:
         device: as for `search_images`.
     """
 
+    @owned_by(OWNER)
     def __init__(
         self,
         index: EmbeddingStore,
@@ -151,8 +154,7 @@ class ImageSearcher:
         self.index = index
         self.threshold = _threshold_of(index, threshold)
         self._embedder = ImageEmbedder.load(
-            OWNER,
-            recorded_checkpoint(OWNER, index.about, checkpoint, made="index was"),
+            recorded_checkpoint(index.about, checkpoint, made="index was"),
             transform=transform,
             recorded=index.about["preparation"],
             sha256=index.about["checkpoint_sha256"],
@@ -172,6 +174,7 @@ class ImageSearcher:
         """Whether a query may be a text."""
         return self._embedder.takes_texts
 
+    @owned_by(OWNER)
     def search(
         self, queries: Sequence[str], request: Request, *, texts: Sequence[str] = ()
     ) -> tuple[list[QueryResult], list[UnreadableImage]]:
@@ -180,16 +183,14 @@ class ImageSearcher:
         of_texts: list[QueryResult] = []
         unreadable: list[UnreadableImage] = []
         if not all(text.strip() for text in texts):
-            raise ValueError(f"{OWNER}: `text` must have a character that is not white space, got {list(texts)}.")
+            raise InvalidValue("must have a character that is not white space", argument="text", got=list(texts))
         if texts:  # first, so that errors are raised before any image is embedded
             of_texts = self._results(texts, self._embedder.embed_texts(texts), request, is_text=True)
         if queries:
             embedded = self._embedder.embed_all(_listed(queries))
             unreadable = embedded.unreadable
             if len(embedded.positions) == 0 and not texts:
-                raise ValueError(
-                    f"{OWNER}: none of the {len(queries)} queries can be read, the first: {unreadable[0]}."
-                )
+                raise InvalidValue(f"none of the {len(queries)} queries can be read, the first: {unreadable[0]}")
             readable = [queries[position] for position in embedded.positions.tolist()]
             of_images = self._results(readable, embedded.embeddings[:], request)
         return [*of_images, *of_texts], unreadable
@@ -233,6 +234,7 @@ def _listed(queries: Sequence[str]) -> ListedImages:
     return ListedImages.of_paths(root, paths, names=[str(file) for file in files])
 
 
+@owned_by(OWNER)
 def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
     """The folder of an index's images: the given folder, else the folder recorded in the index.
 
@@ -245,32 +247,32 @@ def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
     if given is not None:
         return given
     if "images" not in index.about:
-        raise ValueError(f"{OWNER}: `images` must be given, because the index does not say where its images are.")
+        raise InvalidValue("must be given, because the index does not say where its images are", argument="images")
     recorded = str(index.about["images"])
     if not is_named(Path(recorded)):
-        raise ValueError(
-            f"{OWNER}: `images` must be given, because the index names the folder {printable(short_repr(recorded))}, "
-            "whose images this user has not embedded here; give the folder if its pictures may be shown."
+        raise InvalidValue(
+            f"must be given, because the index names the folder {printable(short_repr(recorded))}, whose images "
+            "this user has not embedded here",
+            argument="images",
+            cure="give the folder if its pictures may be shown",
         )
     return Path(recorded)
 
 
 def _check_index(index: EmbeddingStore) -> None:
     if not {"checkpoint", "checkpoint_sha256", "preparation"} <= index.about.keys():
-        raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")
+        raise InvalidValue("must be an index of images that `index_images` made", argument="index")
 
 
 def _threshold_of(index: EmbeddingStore, given: float | None) -> float | None:
     """The lowest similarity of a hit: the given number, else the threshold of the index; None for no threshold."""
     if given is not None:
-        return check_finite_number(OWNER, "threshold", given)
+        return check_finite_number(CALLER, "threshold", given)
     recorded = index.about.get(THRESHOLD)
     if recorded is None:
         return None
     try:
-        return check_finite_number(OWNER, "threshold", recorded["value"])
+        return check_finite_number(CALLER, "threshold", recorded["value"])
     except (LookupError, TypeError, ValueError):
-        raise ValueError(
-            f"{OWNER}: `threshold` must be given, because the index must record a number as its threshold, got "
-            f"{short_repr(recorded)}."
-        ) from None
+        rule = "must be given, because the index must record a number as its threshold"
+        raise InvalidValue(rule, argument="threshold", got=short_repr(recorded)) from None

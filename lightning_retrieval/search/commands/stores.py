@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, first_line
-from lightning_retrieval.invalid import owned_by
+from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
 from lightning_retrieval.search.store.disk_lists import ROWS_IN_MEMORY, check_lists, check_rows_in_memory
 from lightning_retrieval.search.store.index import RetrievalIndex
-from lightning_retrieval.search.store.milvus_connection import OWNER, check_dim, check_store
+from lightning_retrieval.search.store.milvus_connection import check_dim, check_store
 from lightning_retrieval.search.store.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
 from lightning_retrieval.search.store.rows import Rows, plain_values
 from lightning_retrieval.search.store.storage import MANIFEST, check_folder
@@ -76,7 +76,7 @@ class NewRows:
 
     def column_kinds(self) -> dict[str, Kind]:
         """The kind of each column."""
-        return kinds_of(new_columns(OWNER, self.columns, len(self.ids)))
+        return kinds_of(new_columns(self.columns, len(self.ids)))
 
 
 class EarlierRows:
@@ -85,19 +85,17 @@ class EarlierRows:
     A row is identified by its path, or by its id if it has no path.
 
     Args:
-        owner: prefix of error messages.
         index: the existing index.
         name: name of the index in messages.
         about: `about` of the new index.
     """
 
-    def __init__(self, owner: str, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
+    def __init__(self, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
         self.ids = index.ids
         self.column_kinds = index.column_kinds
         self.threshold = index.about.get(THRESHOLD)
         self.difference = _difference(index.about, about)
         """Why none of the rows can be kept in the new index; None if rows can be kept."""
-        self._owner = owner
         self._name = name
         paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
         self._rows = row_keys(self.ids, paths)
@@ -111,19 +109,20 @@ class EarlierRows:
             why = "their images are not among the new ones"
             cure += ", or `update` to add the images that are new and remove the rows of those that are gone"
         if lost > 0:
-            raise ValueError(
-                f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of "
-                f"the {len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
+            raise InvalidValue(
+                f"must be new, or an index whose rows are all in the new one, but {lost} of the {len(self.ids)} "
+                f"rows of {self._name} are not, because {why}",
+                argument="output",
+                cure=f"give {cure}, or give another path",
             )
         self._check_columns(rows)
 
     def _check_columns(self, rows: NewRows) -> None:
         kinds = rows.column_kinds()
         if kinds != self.column_kinds:
-            raise ValueError(
-                f"{self._owner}: `metadata` must have the columns of {self._name}, {shown_kinds(self.column_kinds)}, "
-                f"got {shown_kinds(kinds)}; give a table with them, or `overwrite` to replace the index."
-            )
+            rule = f"must have the columns of {self._name}, {shown_kinds(self.column_kinds)}"
+            cure = "give a table with them, or `overwrite` to replace the index"
+            raise InvalidValue(rule, argument="metadata", got=shown_kinds(kinds), cure=cure)
 
     def gone(self, rows: NewRows) -> Int[Tensor, " gone"]:
         """The ids of the existing rows that are missing in the new index, which has these rows.
@@ -133,18 +132,16 @@ class EarlierRows:
                 have the same path.
         """
         if self.difference is not None and len(self.ids) > 0:
-            raise ValueError(
-                f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}: "
-                f"it has {len(self.ids)} rows, and {self.difference}; give `overwrite` to replace it, or another path."
-            )
+            rule = "must be given for an index of the same model and images"
+            got = f"{self._name}: it has {len(self.ids)} rows, and {self.difference}"
+            raise InvalidValue(rule, argument="update", got=got, cure="give `overwrite` to replace it, or another path")
         self._check_columns(rows)
         new = row_keys(rows.ids, rows.paths)
         for keys in (new, self._rows):
             if len(np.unique(keys)) < len(keys):
-                raise ValueError(
-                    f"{self._owner}: `update` must be given for rows with different paths, got some with the same path "
-                    "in the index or in the new rows; give `overwrite` to replace the index."
-                )
+                rule = "must be given for rows with different paths"
+                got = "some with the same path in the index or in the new rows"
+                raise InvalidValue(rule, argument="update", got=got, cure="give `overwrite` to replace the index")
         return self.ids[torch.from_numpy(~np.isin(self._rows, new))]
 
     def is_new(self, rows: NewRows) -> NDArray[np.bool_]:
@@ -202,7 +199,6 @@ class FaissFolder:
     """A new faiss index in a folder.
 
     Args:
-        owner: prefix of error messages.
         folder: folder of the index.
         settings: settings of the index.
 
@@ -210,12 +206,11 @@ class FaissFolder:
         ValueError: if the folder holds other files, or a number is invalid.
     """
 
-    def __init__(self, owner: str, folder: Path, *, settings: IndexSettings) -> None:
-        check_folder(owner, folder)
+    def __init__(self, folder: Path, *, settings: IndexSettings) -> None:
+        check_folder(folder)
         RetrievalIndex(1, shards=settings.shards)
         if settings.rows_in_memory is not None:
             check_rows_in_memory(settings.rows_in_memory)
-        self._owner = owner
         self._folder = folder
         self._settings = settings
 
@@ -236,9 +231,9 @@ class FaissFolder:
         """
         if not (self._folder / MANIFEST).is_file():
             return None
-        with _reported_as_unreadable(self._owner, self._folder):
+        with _reported_as_unreadable(self._folder):
             index = RetrievalIndex.load(self._folder, mapped=True, verify=False)
-            return EarlierRows(self._owner, index, str(self._folder), about=about)
+            return EarlierRows(index, str(self._folder), about=about)
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
@@ -249,20 +244,16 @@ class FaissFolder:
                 process has changed the index meanwhile.
         """
         if self._settings.rows_in_memory is not None:
-            raise ValueError(
-                f"{self._owner}: `rows_in_memory` must not be given with `update`, which reads the index into memory, "
-                f"got {self._settings.rows_in_memory}."
-            )
+            rule = "must not be given with `update`, which reads the index into memory"
+            raise InvalidValue(rule, argument="rows_in_memory", got=self._settings.rows_in_memory)
         before = (self._folder / MANIFEST).read_bytes()
         index = RetrievalIndex.load(self._folder)
-        _check_settings(self._owner, index, self._settings)
+        _check_settings(index, self._settings)
         yield index
-        index.about = plain_values(self._owner, about)
+        index.about = plain_values(about)
         if (self._folder / MANIFEST).read_bytes() != before:
-            raise ValueError(
-                f"{self._owner}: {self._folder} must not be changed by another process during an update, but was; run "
-                "the command again."
-            )
+            rule = f"{self._folder} must not be changed by another process during an update, but was"
+            raise InvalidValue(rule, cure="run the command again")
         index.save(self._folder)
 
     def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
@@ -295,7 +286,6 @@ class MilvusCollection:
     """A new index in Milvus.
 
     Args:
-        owner: prefix of error messages.
         name: name of the index.
         uri: URI of the store.
         settings: settings of the index; `shards` and `rows_in_memory` are not supported.
@@ -305,20 +295,15 @@ class MilvusCollection:
         OSError: if the store cannot be reached.
     """
 
-    def __init__(self, owner: str, name: str, uri: str, *, settings: IndexSettings) -> None:
+    def __init__(self, name: str, uri: str, *, settings: IndexSettings) -> None:
         if settings.rows_in_memory is not None:
-            raise ValueError(
-                f"{owner}: `rows_in_memory` must not be given with a store in Milvus, which keeps rows in files, got "
-                f"{settings.rows_in_memory}."
-            )
+            rule = "must not be given with a store in Milvus, which keeps rows in files"
+            raise InvalidValue(rule, argument="rows_in_memory", got=settings.rows_in_memory)
         if settings.shards != 1:
-            raise ValueError(
-                f"{owner}: `shards` must be 1 with a store in Milvus, which distributes rows by itself, got "
-                f"{settings.shards}."
-            )
-        with owned_by(OWNER, uri="store", name="output"):
+            rule = "must be 1 with a store in Milvus, which distributes rows by itself"
+            raise InvalidValue(rule, argument="shards", got=settings.shards)
+        with reported_as(CALLER, uri="store", name="output"):
             check_store(uri, name, settings.factory, settings.parameters)
-        self._owner = owner
         self._address = (uri, name)
         self._settings = settings
 
@@ -338,20 +323,20 @@ class MilvusCollection:
             OSError: if Milvus reports an error.
         """
         name = self._address[1]
-        with _reported_as_unreadable(self._owner, name):
+        with _reported_as_unreadable(name):
             try:
                 store = MilvusStore(*self._address)
             except FileNotFoundError:
                 return None
             with closing(store):
-                return EarlierRows(self._owner, store, name, about=about)
+                return EarlierRows(store, name, about=about)
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
         """Context with the existing index, to change its rows; `about` is stored at the end, except after an error."""
         store = MilvusStore(*self._address)
         try:
-            _check_settings(self._owner, store, self._settings)
+            _check_settings(store, self._settings)
             yield store
             store.record_about(about)
         except BaseException:
@@ -361,7 +346,7 @@ class MilvusCollection:
     def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
         settings = {"factory": self._settings.factory, "parameters": self._settings.parameters}
-        with owned_by(OWNER, uri="store", name="output"):
+        with reported_as(CALLER, uri="store", name="output"):
             store = MilvusStore.create(*self._address, dim, about=about, columns=rows.column_kinds(), **settings)
         try:
             store.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
@@ -374,11 +359,10 @@ class MilvusCollection:
         return store
 
 
-def new_index(owner: str, output: Path, store: str | None, settings: IndexSettings) -> FaissFolder | MilvusCollection:
+def new_index(output: Path, store: str | None, settings: IndexSettings) -> FaissFolder | MilvusCollection:
     """The index that a command will write, checked before any image is embedded.
 
     Args:
-        owner: prefix of error messages.
         output: folder of the index, or its name in the store.
         store: `"milvus:URI"`; if None, the index is a folder of faiss files.
         settings: settings of the index.
@@ -388,15 +372,14 @@ def new_index(owner: str, output: Path, store: str | None, settings: IndexSettin
         OSError: if the store cannot be reached.
     """
     if store is None:
-        return FaissFolder(owner, output, settings=settings)
-    return MilvusCollection(owner, str(output), _uri(store), settings=settings)
+        return FaissFolder(output, settings=settings)
+    return MilvusCollection(str(output), _uri(store), settings=settings)
 
 
 class IndexWriter:
     """Writes an index. An existing index in the same place is replaced or updated.
 
     Args:
-        owner: prefix of error messages.
         new: the index to write.
         about: plain values to save with the index.
         overwrite: replace an existing index, whatever it holds.
@@ -408,18 +391,11 @@ class IndexWriter:
     """
 
     def __init__(
-        self,
-        owner: str,
-        new: FaissFolder | MilvusCollection,
-        about: Mapping[str, Any],
-        *,
-        overwrite: bool,
-        update: bool,
+        self, new: FaissFolder | MilvusCollection, about: Mapping[str, Any], *, overwrite: bool, update: bool
     ) -> None:
-        self._owner = owner
-        self._overwrite = check_bool(owner, "overwrite", overwrite)
-        if check_bool(owner, "update", update) and overwrite:
-            raise ValueError(f"{owner}: `overwrite` must not be given with `update`; give one of them.")
+        self._overwrite = check_bool(CALLER, "overwrite", overwrite)
+        if check_bool(CALLER, "update", update) and overwrite:
+            raise InvalidValue("must not be given with `update`", argument="overwrite", cure="give one of them")
         self._new = new
         self._about = dict(about)
         self._earlier: EarlierRows | None = None
@@ -443,10 +419,7 @@ class IndexWriter:
             earlier.check_kept(rows)
 
     def write(
-        self,
-        dim: int,
-        rows: NewRows,
-        embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
+        self, dim: int, rows: NewRows, embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages]
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
         """Write the index, or update the existing one.
 
@@ -479,10 +452,7 @@ class IndexWriter:
         return rows, embedded.embeddings, embedded.unreadable
 
     def _updated(
-        self,
-        earlier: EarlierRows,
-        rows: NewRows,
-        embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
+        self, earlier: EarlierRows, rows: NewRows, embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages]
     ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
         gone = earlier.gone(rows)
         with self._new.updated(self._about) as index:
@@ -502,11 +472,11 @@ class IndexWriter:
         first = ""
         if unreadable:
             first = f", the first: {unreadable[0]}"
-        raise ValueError(f"{self._owner}: none of the {len(unreadable)} images can be read{first}.")
+        raise InvalidValue(f"none of the {len(unreadable)} images can be read{first}")
 
 
 @contextmanager
-def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
+def _reported_as_unreadable(name: str | Path) -> Iterator[None]:
     """If an existing index cannot be read, raise an error that suggests `overwrite`.
 
     Raises:
@@ -515,21 +485,18 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(
-            f"{owner}: `output` must be new, or an index that can be read, got {name} ({first_line(error)}); give "
-            "`overwrite` to replace it, or give another path."
-        ) from None
+        rule = "must be new, or an index that can be read"
+        cure = "give `overwrite` to replace it, or give another path"
+        raise InvalidValue(rule, argument="output", got=f"{name} ({first_line(error)})", cure=cure) from None
 
 
-def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
+def _check_settings(index: Any, settings: IndexSettings) -> None:
     """Raise if a setting is neither the default nor the setting of the index to update."""
     for name, default in asdict(IndexSettings()).items():
         given, found = getattr(settings, name), getattr(index, name, default)
         if given not in (found, default):
-            raise ValueError(
-                f"{owner}: `{name}` must be that of the index with `update`, {found!r}, or not be given, got "
-                f"{given!r}; give `overwrite` to build the index anew."
-            )
+            rule = f"must be that of the index with `update`, {found!r}, or not be given"
+            raise InvalidValue(rule, argument=name, got=repr(given), cure="give `overwrite` to build the index anew")
 
 
 @contextmanager
@@ -550,7 +517,7 @@ def opened_index(index: Path, store: str | None, *, verify: bool = True) -> Iter
         yield RetrievalIndex.load(index, mapped=True, verify=verify)
         return
     uri = _uri(store)
-    with owned_by(OWNER, uri="store", name="index"):
+    with reported_as(CALLER, uri="store", name="index"):
         opened = MilvusStore(uri, str(index))
     try:
         yield opened
@@ -566,8 +533,6 @@ def close_index(index: EmbeddingStore) -> None:
 
 def _uri(store: str) -> str:
     if not store.startswith(KIND) or store == KIND:
-        raise ValueError(
-            "MilvusStore: `store` must be milvus: and a file or an address, such as milvus:photos.db or "
-            f"milvus:http://localhost:19530, got {store!r}."
-        )
+        rule = "must be milvus: and a file or an address, such as milvus:photos.db or milvus:http://localhost:19530"
+        raise InvalidValue(rule, argument="store", got=repr(store))
     return store.removeprefix(KIND)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from lightning_retrieval.checks import first_line
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 
-OWNER = "export_model"
 METADATA = "lightning_retrieval"  # key of the JSON in the file's metadata
 INPUT, OUTPUT = "images", "embeddings"
 
@@ -36,9 +36,9 @@ def load_onnx() -> tuple[Any, Any]:
         ValueError: if torch is too old.
     """
     if not can_write_onnx(torch.__version__):
-        raise ValueError(f"{OWNER}: ONNX files need torch >= 2.8, got {torch.__version__}; install a newer torch.")
+        raise InvalidValue("ONNX files need torch >= 2.8", got=torch.__version__, cure="install a newer torch")
     with optional_import(
-        f"{OWNER}: onnx, onnxscript and onnxruntime must be installed: pip install 'lightning-retrieval[onnx]'."
+        "onnx, onnxscript and onnxruntime must be installed: pip install 'lightning-retrieval[onnx]'."
     ):
         import onnx
         import onnxruntime
@@ -63,10 +63,9 @@ def write_onnx(exported: ExportedProgram, path: Path, about: Mapping[str, Any]) 
         with _quiet():
             program: Any = torch.onnx.export(exported, (), input_names=[INPUT], output_names=[OUTPUT], dynamo=True)
     except Exception as error:  # the exporter raises errors of many types
-        raise ValueError(
-            f"{OWNER}: the model must consist of operations that ONNX has, got an error ({first_line(error)}); use "
-            "the program of torch.export."
-        ) from None
+        rule = "the model must consist of operations that ONNX has"
+        got = f"an error ({first_line(error)})"
+        raise InvalidValue(rule, got=got, cure="use the program of torch.export") from None
     model = program.model_proto
     onnx.helper.set_model_props(model, {METADATA: json.dumps(about)})
     onnx.save(model, path)

@@ -10,6 +10,7 @@ from torch.export import Dim, ExportedProgram
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import check_instance, first_line
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.preparation.preparation import Preparation
 
 OWNER = "export_program"
@@ -72,7 +73,7 @@ class EmbeddingProgram(nn.Module):
         preparation = self.preparation
         size = preparation.image_size
         if size is None:
-            raise ValueError(f"{OWNER}: the preparation must have an `image_size`, got None; give it one.")
+            raise InvalidValue("the preparation must have an `image_size`", got="None", cure="give it one")
         if isinstance(size, int):
             size = (size, size)
         shape = (count, preparation.channels, *size)
@@ -82,6 +83,7 @@ class EmbeddingProgram(nn.Module):
         return preparation.normalize(pixels)
 
 
+@owned_by(OWNER)
 def export_program(program: EmbeddingProgram) -> ExportedProgram:
     """Export a program with `torch.export`, for any number of images.
 
@@ -100,10 +102,11 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
         with torch.no_grad():
             return torch.export.export(program, (images,), dynamic_shapes={"images": dynamic})
     except Exception as error:  # torch.export raises errors of many types, including internal ones
-        raise ValueError(
-            f"{OWNER}: the model must be one that torch.export can trace for any batch, and its forward must not "
-            f"depend on the values of tensors, got an error for {type(program.module).__name__} "
-            f"({first_line(error)}); replace Python conditions on tensors by torch.where, or fix sizes."
+        raise InvalidValue(
+            "the model must be one that torch.export can trace for any batch, and its forward must not depend on "
+            "the values of tensors",
+            got=f"an error for {type(program.module).__name__} ({first_line(error)})",
+            cure="replace Python conditions on tensors by torch.where, or fix sizes",
         ) from None
 
 

@@ -48,11 +48,7 @@ def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> 
 
             types = ["MatMul", "Gemm"]
             quantize_dynamic(
-                str(prepared),
-                str(target),
-                op_types_to_quantize=types,
-                weight_type=QuantType.QInt8,
-                reduce_range=True,
+                str(prepared), str(target), op_types_to_quantize=types, weight_type=QuantType.QInt8, reduce_range=True
             )
             return "dynamic"
         _quantize_static(prepared, target, calibration)

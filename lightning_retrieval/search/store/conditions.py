@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_mapping, check_string, short_repr
 from lightning_retrieval.files import DigestStream
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 
 Kind = Literal["text", "number"]
@@ -89,7 +90,7 @@ def shown_kinds(kinds: Mapping[str, Kind]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items()) or "none"
 
 
-def check_column_name(owner: str, name: Any) -> None:
+def check_column_name(name: Any) -> None:
     """Raise unless a column may have this name.
 
     Raises:
@@ -97,17 +98,19 @@ def check_column_name(owner: str, name: Any) -> None:
     """
     is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
     if not is_name or keyword.iskeyword(name):
-        raise ValueError(
-            f"{owner}: `columns` must have names of letters, digits and _ that do not begin with a digit and are no "
-            f"keyword of Python, such as class, got {short_repr(name)}; rename the column."
+        raise InvalidValue(
+            "must have names of letters, digits and _ that do not begin with a digit and are no keyword of Python, "
+            "such as class",
+            argument="columns",
+            got=short_repr(name),
+            cure="rename the column",
         )
 
 
-def new_columns(owner: str, columns: Mapping[str, Values] | None, rows: int) -> dict[str, Column]:
+def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Column]:
     """The columns of new rows.
 
     Args:
-        owner: prefix of error messages.
         columns: by name, the values of all rows; None for no columns.
         rows: number of rows.
 
@@ -118,40 +121,39 @@ def new_columns(owner: str, columns: Mapping[str, Values] | None, rows: int) -> 
     """
     if columns is None:
         return {}
-    check_mapping(owner, "columns", columns)
+    check_mapping(CALLER, "columns", columns)
     made = {}
     for name, values in columns.items():
-        check_column_name(owner, name)
-        made[name] = _column(owner, name, values, rows)
+        check_column_name(name)
+        made[name] = _column(name, values, rows)
     return made
 
 
-def _column(owner: str, name: str, values: Values, rows: int) -> Column:
+def _column(name: str, values: Values, rows: int) -> Column:
     import pyarrow
 
     listed: Any = values
     if isinstance(values, (Tensor, np.ndarray)):
         listed = values.tolist()
     if not isinstance(listed, Sequence) or isinstance(listed, str):
-        raise TypeError(f"{owner}: `columns` must have a sequence of values for {name}, got {short_repr(values)}.")
+        raise InvalidType(f"must have a sequence of values for {name}", argument="columns", got=short_repr(values))
     if len(listed) != rows:
-        raise ValueError(
-            f"{owner}: `columns` must have one value for each of {rows} rows, got {len(listed)} for {name}."
-        )
+        rule = f"must have one value for each of {rows} rows"
+        raise InvalidValue(rule, argument="columns", got=f"{len(listed)} for {name}")
     types = set(map(type, listed))
     if types <= {str}:
         try:
             texts = PackedStrings(listed).arrow().dictionary_encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{owner}: `columns` must hold valid Unicode for {name}, got {short_repr(error.object)}."
-            ) from None
+            rule = f"must hold valid Unicode for {name}"
+            raise InvalidValue(rule, argument="columns", got=short_repr(error.object)) from None
         return pyarrow.DictionaryArray.from_arrays(texts.indices.cast(pyarrow.int64()), texts.dictionary)
     if not types <= {int, float}:
         shown = ", ".join(sorted(kind.__name__ for kind in types))
-        raise TypeError(f"{owner}: `columns` must hold only strings or only numbers for {name}, got {shown}.")
+        raise InvalidType(f"must hold only strings or only numbers for {name}", argument="columns", got=shown)
     if not all(map(is_exact, listed)):
-        raise ValueError(f"{owner}: `columns` must hold finite numbers, integers up to 2**53, for {name}, got others.")
+        rule = f"must hold finite numbers, integers up to 2**53, for {name}"
+        raise InvalidValue(rule, argument="columns", got="others")
     return as_arrow(np.array(listed, np.float64))
 
 
@@ -162,16 +164,15 @@ def is_exact(value: float) -> bool:
     return math.isfinite(value)
 
 
-def check_same_columns(owner: str, kinds: Mapping[str, Kind], new: Mapping[str, Kind]) -> None:
+def check_same_columns(kinds: Mapping[str, Kind], new: Mapping[str, Kind]) -> None:
     """Raise unless new rows have the columns of the index.
 
     Raises:
         ValueError: if names or kinds differ.
     """
     if new != kinds:
-        raise ValueError(
-            f"{owner}: `columns` must be the columns of the index, {shown_kinds(kinds)}, got {shown_kinds(new)}."
-        )
+        rule = f"must be the columns of the index, {shown_kinds(kinds)}"
+        raise InvalidValue(rule, argument="columns", got=shown_kinds(new))
 
 
 def column_writers(columns: Mapping[str, Column]) -> dict[str, Callable[[DigestStream], None]]:
@@ -194,11 +195,10 @@ def _write(stream: DigestStream, data: bytes) -> None:
     stream.write(data)
 
 
-def read_columns(owner: str, files: Mapping[str, Path], rows: int, mode: Literal["r"] | None) -> dict[str, Column]:
+def read_columns(files: Mapping[str, Path], rows: int, mode: Literal["r"] | None) -> dict[str, Column]:
     """Read the files that `column_writers` wrote, or map the values into memory.
 
     Args:
-        owner: prefix of error messages.
         files: the files of an index by name.
         rows: number of rows of the index.
         mode: mode of `np.load`.
@@ -212,7 +212,7 @@ def read_columns(owner: str, files: Mapping[str, Path], rows: int, mode: Literal
 
     columns: dict[str, Column] = {}
     for number, (name, kind) in enumerate(json.loads(files[LIST].read_bytes()).items()):
-        check_column_name(owner, name)
+        check_column_name(name)
         values: NDArray[Any] = np.load(files[f"column-{number}.npy"], mode)
         dtype = {"text": np.int64, "number": np.float64}[kind]
         if values.shape != (rows,) or values.dtype != dtype:
@@ -245,11 +245,10 @@ class Combined:
 Condition = Compared | Combined
 
 
-def parse_where(owner: str, where: str | None, kinds: Mapping[str, Kind]) -> Condition | None:
+def parse_where(where: str | None, kinds: Mapping[str, Kind]) -> Condition | None:
     """Parse a condition.
 
     Args:
-        owner: prefix of error messages.
         where: the text of the condition; None for no condition.
         kinds: the kinds of the index's columns.
 
@@ -260,7 +259,7 @@ def parse_where(owner: str, where: str | None, kinds: Mapping[str, Kind]) -> Con
     """
     if where is None:
         return None
-    check_string(owner, "where", where)
+    check_string(CALLER, "where", where)
     try:
         if len(where) > MOST_CHARACTERS:
             raise ValueError(f"which has {len(where):,} characters, more than {MOST_CHARACTERS:,}")
@@ -275,10 +274,10 @@ def parse_where(owner: str, where: str | None, kinds: Mapping[str, Kind]) -> Con
         reason = "which is nested too deeply"
     except ValueError as error:
         reason = str(error)
-    raise ValueError(f"{owner}: `where` must be a condition such as {EXAMPLE}, got {short_repr(where)}, {reason}.")
+    raise InvalidValue(f"must be a condition such as {EXAMPLE}", argument="where", got=f"{short_repr(where)}, {reason}")
 
 
-def check_group(owner: str, group_by: str | None, kinds: Mapping[str, Kind]) -> None:
+def check_group(group_by: str | None, kinds: Mapping[str, Kind]) -> None:
     """Raise unless results can be grouped by a column; None for no groups.
 
     Raises:
@@ -287,9 +286,10 @@ def check_group(owner: str, group_by: str | None, kinds: Mapping[str, Kind]) -> 
     """
     if group_by is None:
         return
-    check_string(owner, "group_by", group_by)
+    check_string(CALLER, "group_by", group_by)
     if group_by not in kinds:
-        raise ValueError(f"{owner}: `group_by` must be a column of the index, {shown_kinds(kinds)}, got {group_by!r}.")
+        rule = f"must be a column of the index, {shown_kinds(kinds)}"
+        raise InvalidValue(rule, argument="group_by", got=repr(group_by))
 
 
 @dataclass(frozen=True)
@@ -307,11 +307,10 @@ class Request:
     group_by: str | None = None
 
 
-def checked_request(owner: str, k: int, where: str | None, group_by: str | None, kinds: Mapping[str, Kind]) -> Request:
+def checked_request(k: int, where: str | None, group_by: str | None, kinds: Mapping[str, Kind]) -> Request:
     """What a search asks for, after its condition and its column of groups are checked.
 
     Args:
-        owner: prefix of error messages.
         k: number of results of each query, which the index has checked.
         where: the condition as text; None for no condition.
         group_by: name of a column; None for no groups.
@@ -321,8 +320,8 @@ def checked_request(owner: str, k: int, where: str | None, group_by: str | None,
         ValueError: if `where` is not a condition on the columns, or `group_by` is no column.
         TypeError: if `where` or `group_by` is not a string.
     """
-    condition = parse_where(owner, where, kinds)
-    check_group(owner, group_by, kinds)
+    condition = parse_where(where, kinds)
+    check_group(group_by, kinds)
     return Request(k, condition, group_by)
 
 

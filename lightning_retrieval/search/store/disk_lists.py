@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.distributed import scatter_objects, together, world_size
 from lightning_retrieval.files import DigestStream, write_verified
+from lightning_retrieval.invalid import CALLER, InvalidValue, Unreachable, owned_by
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store.faiss_index import (
     add_block,
@@ -37,7 +38,7 @@ from lightning_retrieval.search.store.faiss_index import (
     without_transform,
     write_shard,
 )
-from lightning_retrieval.search.store.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks, part_of
+from lightning_retrieval.search.store.rows import BLOCK, Rows, check_rows, normalized_blocks, part_of
 from lightning_retrieval.search.store.storage import NewVersion
 
 ID_BYTES, SIZE_BYTES = 8, 8
@@ -59,18 +60,17 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
         ValueError: if a number is out of range, or faiss stores data of a row outside of the inverted lists.
         TypeError: if `rows_in_memory` is not an integer.
     """
-    check_rows(OWNER, "embeddings", embeddings, index.d)
+    check_rows("embeddings", embeddings, index.d)
     check_rows_in_memory(rows_in_memory)
     if rows_before > 0:
-        raise ValueError(
-            f"{OWNER}: an index must be empty to be built on disk, got one of {rows_before} rows; make a new one."
-        )
+        rule = "an index must be empty to be built on disk"
+        raise InvalidValue(rule, got=f"one of {rows_before} rows", cure="make a new one")
     check_lists(index, factory)
 
 
 def check_rows_in_memory(rows_in_memory: int) -> None:
     """Raise unless `rows_in_memory` is an integer and at least the number of rows in a block."""
-    check_integer(OWNER, "rows_in_memory", rows_in_memory, least=BLOCK)
+    check_integer(CALLER, "rows_in_memory", rows_in_memory, least=BLOCK)
 
 
 def check_lists(index: Any, factory: str) -> None:
@@ -83,10 +83,12 @@ def check_lists(index: Any, factory: str) -> None:
     inner = without_transform(index)
     is_known = type(inner) in (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
     if not is_known or not faiss.serialize_index(index).tobytes().endswith(_no_rows(inner)):
-        raise ValueError(
-            f"{OWNER}: `factory` must be IVF with Flat, SQ or PQ, such as 'IVF1024,PQ16', for an index that is built "
-            f"on disk or by several processes, got {factory!r}; choose one of these, or build the index in memory by "
-            "one process."
+        raise InvalidValue(
+            "must be IVF with Flat, SQ or PQ, such as 'IVF1024,PQ16', for an index that is built on disk or by "
+            "several processes",
+            argument="factory",
+            got=repr(factory),
+            cure="choose one of these, or build the index in memory by one process",
         )
 
 
@@ -114,7 +116,7 @@ def move_to_disk(index: Any, path: Path) -> Part:
     """
     faiss = load_faiss()
     ivf = faiss.extract_index_ivf(index)
-    write_verified(OWNER, path, partial(_write_lists, ivf))
+    write_verified(CALLER, path, partial(_write_lists, ivf))
     # New lists: emptied lists would keep their memory, which adds up if each part fills different lists.
     empty = faiss.ArrayInvertedLists(ivf.nlist, ivf.code_size)
     ivf.replace_invlists(empty, True)
@@ -282,7 +284,7 @@ def add_on_disk(
     if launch is None:
         return assigned.add_to(shards)
     trained = assigned.folder / TRAINED
-    write_verified(OWNER, trained, partial(write_shard, shards[0]))
+    write_verified(CALLER, trained, partial(write_shard, shards[0]))
     launch()
     with _other_processes():
         mine = scatter_objects(assigned.divide(world_size()))
@@ -291,6 +293,7 @@ def add_on_disk(
     return [list(chain.from_iterable(of_shard)) for of_shard in zip(*parts_of_processes)]
 
 
+@owned_by("RetrievalIndex")
 def help_build_on_disk() -> None:
     """Add the rows that the first process of a group, which runs `RetrievalIndex.build_on_disk`, gives this process.
 
@@ -342,10 +345,8 @@ def _other_processes() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = first_line(error).partition(". ")[0]  # without the advice of gloo
-        raise ConnectionError(
-            f"{OWNER}: all processes must run until the index is complete, but another one has ended early "
-            f"({reason}); run the same command again."
-        ) from None
+        rule = f"all processes must run until the index is complete, but another one has ended early ({reason})"
+        raise Unreachable(rule, cure="run the same command again") from None
 
 
 def merge_on_disk(shards: Sequence[Any], parts: Sequence[Sequence[Part]], version: NewVersion) -> list[Any]:

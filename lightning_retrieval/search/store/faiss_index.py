@@ -25,7 +25,7 @@ from lightning_retrieval.files import DigestStream
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.progress import Progress
-from lightning_retrieval.search.store.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
+from lightning_retrieval.search.store.rows import BLOCK, Rows, normalized_blocks, normalized_sample
 
 ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
@@ -36,7 +36,7 @@ HAMMING = r"(?:^|,)\s*ht\s*="  # the search parameter that compares PQ codes by 
 
 def load_faiss() -> Any:
     """Import `faiss` and make it use as many threads as torch."""
-    with optional_import(f"{OWNER}: needs faiss, which cannot be imported; pip install faiss-cpu."):
+    with optional_import("needs faiss, which cannot be imported; pip install faiss-cpu."):
         import faiss
     faiss.omp_set_num_threads(torch.get_num_threads())
     return faiss
@@ -52,25 +52,23 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     """
     faiss = load_faiss()
     if not isinstance(factory, str):
-        raise InvalidType(
-            f"`factory` must be a string, such as 'Flat', got {short_repr(factory)} ({type(factory).__name__}).", OWNER
-        )
+        rule = "must be a string, such as 'Flat'"
+        raise InvalidType(rule, argument="factory", got=f"{short_repr(factory)} ({type(factory).__name__})")
     try:
         if "IDMap" in factory:
             raise RuntimeError("ids are always kept, so omit IDMap")
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         raise InvalidValue(
-            f"`factory` must be one of faiss' factory strings, such as 'Flat' or 'IVF1024,PQ16', that fits "
-            f"inner products of {dim} numbers, got {factory!r} ({faiss_reason(error)}).",
-            OWNER,
+            "must be one of faiss' factory strings, such as 'Flat' or 'IVF1024,PQ16', that fits inner products of "
+            f"{dim} numbers",
+            argument="factory",
+            got=f"{factory!r} ({faiss_reason(error)})",
         ) from None
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:  # faiss silently ignores the requested metric
-        raise InvalidValue(
-            f"`factory` must be one that faiss has inner products for, got {factory!r}, which gives "
-            "Euclidean distances; use another, such as 'HNSW32' or 'IVF1024,PQ16'.",
-            OWNER,
-        )
+        rule = "must be one that faiss has inner products for"
+        got = f"{factory!r}, which gives Euclidean distances"
+        raise InvalidValue(rule, argument="factory", got=got, cure="use another, such as 'HNSW32' or 'IVF1024,PQ16'")
     if not isinstance(without_transform(index), faiss.IndexIVF):  # only IVF indexes store ids themselves
         index = faiss.IndexIDMap(index)
     set_search_parameters(index, factory, parameters)
@@ -105,11 +103,9 @@ def check_trained_for(trained: str, parameters: str) -> None:
         ValueError: if only the new parameters set `ht`.
     """
     if re.search(HAMMING, parameters) and not re.search(HAMMING, trained):
-        raise InvalidValue(
-            f"`parameters` must not set ht in an index that was built without it, because its codes are not "
-            f"ordered for it, got {parameters!r}; build the index again with ht in its parameters.",
-            OWNER,
-        )
+        rule = "must not set ht in an index that was built without it, because its codes are not ordered for it"
+        cure = "build the index again with ht in its parameters"
+        raise InvalidValue(rule, argument="parameters", got=repr(parameters), cure=cure)
 
 
 def without_transform(index: Any) -> Any:
@@ -129,22 +125,16 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
         TypeError: if `parameters` is not a string.
     """
     if not isinstance(parameters, str):
-        raise InvalidType(
-            f"`parameters` must be a string, such as 'nprobe=16', got {short_repr(parameters)} "
-            f"({type(parameters).__name__}).",
-            OWNER,
-        )
+        rule = "must be a string, such as 'nprobe=16'"
+        raise InvalidType(rule, argument="parameters", got=f"{short_repr(parameters)} ({type(parameters).__name__})")
     if not parameters:
         return
     _check_counts(parameters)
     try:
         load_faiss().ParameterSpace().set_index_parameters(index, parameters)
     except RuntimeError as error:
-        raise InvalidValue(
-            f"`parameters` must be those that faiss has for {factory!r}, such as 'nprobe=16' for IVF "
-            f"or 'efSearch=64' for HNSW, got {parameters!r} ({faiss_reason(error)}).",
-            OWNER,
-        ) from None
+        rule = f"must be those that faiss has for {factory!r}, such as 'nprobe=16' for IVF or 'efSearch=64' for HNSW"
+        raise InvalidValue(rule, argument="parameters", got=f"{parameters!r} ({faiss_reason(error)})") from None
 
 
 def _check_counts(parameters: str) -> None:
@@ -152,9 +142,8 @@ def _check_counts(parameters: str) -> None:
     for assignment in parameters.split(","):
         name, _, value = assignment.partition("=")
         if name.strip().endswith(COUNTS) and not re.fullmatch("0*[1-9][0-9]{0,8}", value.strip()):
-            raise InvalidValue(
-                f"`parameters` must set {name.strip()} to an integer from 1 to 999999999, got {parameters!r}.", OWNER
-            )
+            rule = f"must set {name.strip()} to an integer from 1 to 999999999"
+            raise InvalidValue(rule, argument="parameters", got=repr(parameters))
 
 
 def faiss_reason(error: RuntimeError) -> str:
@@ -184,9 +173,8 @@ def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
         if "training points" in str(error):
             problem = f"{len(embeddings)} rows are not enough"
             cure = "add more rows in the first call, or use Flat or fewer lists"
-        raise InvalidValue(
-            f"`factory` {factory!r} must be trained, for which {problem} ({faiss_reason(error)}); {cure}.", OWNER
-        ) from None
+        rule = f"{factory!r} must be trained, for which {problem} ({faiss_reason(error)})"
+        raise InvalidValue(rule, argument="factory", cure=cure) from None
     for number in range(1, len(shards)):
         shards[number] = faiss.clone_index(shards[0])
 
@@ -205,11 +193,8 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
                 add_block(shards, block, ids[begin : begin + len(block)])
                 progress.update(len(block))
     except RuntimeError as error:
-        raise InvalidValue(
-            f"{len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "
-            f"({faiss_reason(error)}); use another factory, such as Flat or HNSW32.",
-            OWNER,
-        ) from None
+        rule = f"{len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} ({faiss_reason(error)})"
+        raise InvalidValue(rule, cure="use another factory, such as Flat or HNSW32") from None
 
 
 def _reserve(shards: list[Any], rows: int) -> None:
@@ -235,12 +220,7 @@ def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: ND
 
 
 def search_shards(
-    shards: list[Any],
-    dim: int,
-    queries: Float[Tensor, "query dim"],
-    k: int,
-    *,
-    among: NDArray[np.int64] | None = None,
+    shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int, *, among: NDArray[np.int64] | None = None
 ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
     """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer rows are found.
 
@@ -265,16 +245,12 @@ def search_shards(
             block_similarities, block_ids = search(block, k)
         except RuntimeError as error:
             if among is not None and "params" in str(error):
-                raise InvalidValue(
-                    "`where` and `group_by` must be given for an index that faiss can filter, got one that "
-                    "it cannot; use Flat, HNSW, SQ, or IVF with Flat, SQ or PQ, without RFlat.",
-                    OWNER,
-                ) from None
-            raise InvalidValue(
-                f"faiss cannot search for the {k} nearest rows ({faiss_reason(error)}); ask for fewer, or "
-                "change the search parameters with set_parameters.",
-                OWNER,
-            ) from None
+                rule = "`where` and `group_by` must be given for an index that faiss can filter"
+                cure = "use Flat, HNSW, SQ, or IVF with Flat, SQ or PQ, without RFlat"
+                raise InvalidValue(rule, got="one that it cannot", cure=cure) from None
+            rule = f"faiss cannot search for the {k} nearest rows ({faiss_reason(error)})"
+            cure = "ask for fewer, or change the search parameters with set_parameters"
+            raise InvalidValue(rule, cure=cure) from None
         similarities.append(block_similarities)
         ids.append(block_ids)
     all_similarities = np.concatenate(similarities)
@@ -343,11 +319,8 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
         why = f"because faiss reports: {faiss_reason(error)}"
         if "not implemented" in str(error):
             why = "because faiss does not support it"
-        raise InvalidValue(
-            f"rows cannot be removed from an index of {factory!r}, {why}; build the index again without them, "
-            "or use Flat or IVF.",
-            OWNER,
-        ) from None
+        rule = f"rows cannot be removed from an index of {factory!r}, {why}"
+        raise InvalidValue(rule, cure="build the index again without them, or use Flat or IVF") from None
 
 
 def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[Tensor, "rows dim"]:
@@ -369,11 +342,9 @@ def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[T
             else:
                 rows[here] = _rebuild_from_lists(shard, ids[here])
         except RuntimeError as error:
-            raise InvalidValue(
-                f"faiss cannot give rows of this index back ({faiss_reason(error)}); keep the embeddings in "
-                "files, as `lightning-retrieval embed` writes them.",
-                OWNER,
-            ) from None
+            rule = f"faiss cannot give rows of this index back ({faiss_reason(error)})"
+            cure = "keep the embeddings in files, as `lightning-retrieval embed` writes them"
+            raise InvalidValue(rule, cure=cure) from None
     return torch.from_numpy(rows)
 
 
@@ -435,4 +406,4 @@ def read_shard(path: Path, mapped: bool) -> Any:
     try:
         return faiss.read_index(os.fspath(path), flags)
     except RuntimeError as error:
-        raise InvalidValue(f"faiss cannot read {path} ({faiss_reason(error)}); build the index again.", OWNER) from None
+        raise InvalidValue(f"faiss cannot read {path} ({faiss_reason(error)})", cure="build the index again") from None

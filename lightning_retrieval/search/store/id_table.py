@@ -11,77 +11,74 @@ from torch import Tensor
 
 from lightning_retrieval.checks import as_int64, check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
+from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.store import conditions
-from lightning_retrieval.search.store.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows
+from lightning_retrieval.search.store.rows import Rows, check_finite_rows, check_paths, check_rows
 
 LARGEST_ID = int(np.iinfo(np.int64).max)
 
 
-def integer_ids(owner: str, ids: Any) -> NDArray[np.int64]:
+def integer_ids(ids: Any) -> NDArray[np.int64]:
     """Validate ids and convert them to an array.
 
     Raises:
         ValueError: if the ids are not one-dimensional.
         TypeError: if the ids are not a tensor of integers.
     """
-    ids = as_int64(owner, "ids", ids)
-    check_tensor(owner, "ids", ids)
+    ids = as_int64(CALLER, "ids", ids)
+    check_tensor(CALLER, "ids", ids)
     if ids.ndim != 1:
-        raise ValueError(f"{owner}: `ids` must have shape (rows,), got {tuple(ids.shape)}.")
-    check_integers(owner, "ids", ids, len(ids), "ids")
+        raise InvalidValue("must have shape (rows,)", argument="ids", got=tuple(ids.shape))
+    check_integers(CALLER, "ids", ids, len(ids), "ids")
     array: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
     return array
 
 
-def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
+def check_new_ids(ids: Tensor, rows: int) -> NDArray[np.int64]:
     """Validate the ids of new rows and convert them to an array, which may share the memory of the tensor.
 
     Raises:
         ValueError: if the number of ids differs from the number of rows, or an id is negative or occurs twice.
         TypeError: if the ids are not integers.
     """
-    ids = as_int64(owner, "ids", ids)
-    check_integers(owner, "ids", ids, rows, "embeddings")
+    ids = as_int64(CALLER, "ids", ids)
+    check_integers(CALLER, "ids", ids, rows, "embeddings")
     new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64, copy=False)
     if rows > 0 and new.min() < 0:
-        raise ValueError(f"{owner}: `ids` must be >= 0, got {new.min()}.")
+        raise InvalidValue("must be >= 0", argument="ids", got=new.min())
     if _ascend(new):
         return new
     distinct, counts = np.unique(new, return_counts=True)
     repeated = distinct[counts > 1]
     if len(repeated) > 0:
-        raise ValueError(f"{owner}: `ids` must differ, got {repeated[0]} for several rows.")
+        raise InvalidValue("must differ", argument="ids", got=f"{repeated[0]} for several rows")
     return new
 
 
-def ids_after(owner: str, largest: int, rows: int) -> NDArray[np.int64]:
+def ids_after(largest: int, rows: int) -> NDArray[np.int64]:
     """The next `rows` integers after the largest id of an index (-1 for an empty index).
 
     Raises:
         ValueError: if the integers do not fit into 64 bits.
     """
     if rows > LARGEST_ID - largest:
-        raise ValueError(
-            f"{owner}: `ids` must be given, because there are no {rows} integers of 64 bits after the largest id, "
-            f"{largest}."
-        )
+        rule = f"must be given, because there are no {rows} integers of 64 bits after the largest id, {largest}"
+        raise InvalidValue(rule, argument="ids")
     return largest + np.arange(1, rows + 1)
 
 
-def check_none_known(owner: str, known: NDArray[np.int64]) -> None:
+def check_none_known(known: NDArray[np.int64]) -> None:
     """Raise if `known`, the new ids that are already in the index, is not empty."""
     if len(known) > 0:
-        raise ValueError(
-            f"{owner}: `ids` must be new, got {len(known)} that are in the index, such as {known.min()}; remove those "
-            "first."
-        )
+        got = f"{len(known)} that are in the index, such as {known.min()}"
+        raise InvalidValue("must be new", argument="ids", got=got, cure="remove those first")
 
 
-def check_all_known(owner: str, unknown: NDArray[np.int64]) -> None:
+def check_all_known(unknown: NDArray[np.int64]) -> None:
     """Raise if `unknown`, the requested ids that are not in the index, is not empty."""
     if len(unknown) > 0:
-        raise ValueError(f"{owner}: `ids` must be in the index, got {unknown[0]}, which is not.")
+        raise InvalidValue("must be in the index", argument="ids", got=f"{unknown[0]}, which is not")
 
 
 class IdTable:
@@ -110,7 +107,7 @@ class IdTable:
         if mapped:
             mode = "r"
         data, ends = np.load(files["paths.npy"], mode), np.load(files["path-ends.npy"], mode)
-        columns = conditions.read_columns(OWNER, files, len(ends), mode)
+        columns = conditions.read_columns(files, len(ends), mode)
         return cls(np.load(files["ids.npy"], mode), PackedStrings.from_arrays(data, ends), columns)
 
     def writers(self) -> dict[str, Callable[[DigestStream], None]]:
@@ -137,9 +134,9 @@ class IdTable:
             largest = -1
             if len(self) > 0:
                 largest = int(self.ids[-1])
-            return ids_after(OWNER, largest, rows)
-        new = check_new_ids(OWNER, ids, rows)
-        check_none_known(OWNER, new[np.isin(new, self.ids)])
+            return ids_after(largest, rows)
+        new = check_new_ids(ids, rows)
+        check_none_known(new[np.isin(new, self.ids)])
         return new
 
     def add(
@@ -200,7 +197,7 @@ class IdTable:
         positions = np.searchsorted(self.ids, ids)
         known = positions < len(self)
         known[known] = self.ids[positions[known]] == ids[known]
-        check_all_known(OWNER, ids[~known])
+        check_all_known(ids[~known])
         return positions
 
 
@@ -214,14 +211,14 @@ def check_new_rows(
     columns: Mapping[str, conditions.Values] | None,
 ) -> tuple[NDArray[np.int64], dict[str, conditions.Column]]:
     """Validate new rows and return their ids and columns."""
-    check_rows(OWNER, "embeddings", embeddings, dim)
+    check_rows("embeddings", embeddings, dim)
     new_ids = table.new_ids(ids, len(embeddings))
     if paths is not None:
-        check_paths(OWNER, paths, len(embeddings))
-    added = conditions.new_columns(OWNER, columns, len(embeddings))
+        check_paths(paths, len(embeddings))
+    added = conditions.new_columns(columns, len(embeddings))
     if len(table) > 0 and len(new_ids) > 0:
-        conditions.check_same_columns(OWNER, conditions.kinds_of(table.columns), conditions.kinds_of(added))
-    check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
+        conditions.check_same_columns(conditions.kinds_of(table.columns), conditions.kinds_of(added))
+    check_finite_rows("embeddings", embeddings, new_ids, paths)
     return new_ids, added
 
 

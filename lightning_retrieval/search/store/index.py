@@ -27,7 +27,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.files import is_system_error
-from lightning_retrieval.invalid import Invalid, InvalidValue
+from lightning_retrieval.invalid import CALLER, Invalid, InvalidValue, owned_by
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.store import conditions, faiss_index
 from lightning_retrieval.search.store.conditions import Request
@@ -40,7 +40,6 @@ from lightning_retrieval.search.store.disk_lists import (
 )
 from lightning_retrieval.search.store.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.store.rows import (
-    OWNER,
     SMALL_BLOCK,
     Queries,
     Rows,
@@ -54,6 +53,7 @@ from lightning_retrieval.search.store.rows import (
 )
 from lightning_retrieval.search.store.storage import NewVersion, new_version, read_folder
 
+OWNER = "RetrievalIndex"
 LARGEST_DIM = 2**31 - 1  # limit of faiss
 MOST_SHARDS = 10_000  # each shard is a file
 RECALL_AT, RECALL_QUERIES = 10, 256
@@ -61,9 +61,7 @@ SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # attr
 
 
 def measure_recall(
-    search: Callable[[Tensor, int], tuple[Tensor, Tensor]],
-    embeddings: Rows,
-    ids: NDArray[np.int64],
+    search: Callable[[Tensor, int], tuple[Tensor, Tensor]], embeddings: Rows, ids: NDArray[np.int64]
 ) -> float | None:
     """Recall@10 of an index, with a sample of its rows as queries; None if there is only one row.
 
@@ -213,12 +211,13 @@ class RetrievalIndex:
         self.factory = factory
         self.parameters = parameters
         self.shards = checked(self, shards=shards)
-        self.about = plain_values(OWNER, about)
+        with owned_by(OWNER):
+            self.about = plain_values(about)
+            self.faiss_indexes = self._empty_shards()
         self.recall: float | None = None
         """Recall@10 against exact search, see `add`; None for an exact index, and until it is measured."""
         self.mapped = False
         """Whether the files are mapped into memory; such an index cannot be changed."""
-        self.faiss_indexes = self._empty_shards()
         self._table = IdTable.empty()
         self._lock = EditLock()
 
@@ -260,7 +259,7 @@ class RetrievalIndex:
             TypeError: if embeddings are not floating point, ids are not integers, `paths` is not a sequence of strings,
                 or a column has values of other types.
         """
-        with self._lock.editing():
+        with owned_by(OWNER), self._lock.editing():
             check_not_mapped(self.mapped, "add to")
             new_ids, added = check_new_rows(self._table, self.dim, embeddings, ids=ids, paths=paths, columns=columns)
             is_first = len(self) == 0 and len(new_ids) > 0
@@ -299,9 +298,8 @@ class RetrievalIndex:
             TypeError: if queries are not floating point, `k` is not an integer, or `where` or `group_by` is not a
                 string.
         """
-        request = self.request(k, where, group_by)
-        with self._lock.reading():
-            return self._search(queries, request)
+        with owned_by(OWNER), self._lock.reading():
+            return self._search(queries, self._request(k, where, group_by))
 
     def request(self, k: int, where: str | None = None, group_by: str | None = None) -> Request:
         """Check what a search asks for; for `search_with_paths`, and to raise errors before queries are embedded.
@@ -315,9 +313,8 @@ class RetrievalIndex:
             ValueError: if `k` is out of range, `where` is not a condition on the columns, or `group_by` is no column.
             TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
         """
-        with self._lock.reading():
-            k = check_results(OWNER, k, len(self))
-            return conditions.checked_request(OWNER, k, where, group_by, self.column_kinds)
+        with owned_by(OWNER), self._lock.reading():
+            return self._request(k, where, group_by)
 
     def search_with_paths(
         self, queries: Queries, request: Request
@@ -336,12 +333,16 @@ class RetrievalIndex:
             ValueError: as in `search`.
             TypeError: as in `search`.
         """
-        with self._lock.reading():
+        with owned_by(OWNER), self._lock.reading():
             similarities, ids = self._search(queries, request)
             return similarities, ids, [self._table.paths_of_found(row) for row in ids.numpy()]
 
+    def _request(self, k: int, where: str | None, group_by: str | None) -> Request:
+        k = check_results(k, len(self))
+        return conditions.checked_request(k, where, group_by, self.column_kinds)
+
     def _search(self, queries: Queries, request: Request) -> tuple[Tensor, Tensor]:
-        rows = query_rows(OWNER, queries, self.dim)
+        rows = query_rows(queries, self.dim)
         k, condition, group_by = request.k, request.condition, request.group_by
         if group_by is None:
             return self._nearest(rows, k, condition)
@@ -404,7 +405,7 @@ class RetrievalIndex:
         """
         path = check_path(OWNER, "folder", folder)
         check_callable(OWNER, "launch", launch, may_be_none=True)
-        with self._lock.editing():
+        with owned_by(OWNER), self._lock.editing():
             check_not_mapped(self.mapped, "add to")
             check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
             new_ids, added = check_new_rows(self._table, self.dim, embeddings, ids=ids, paths=paths, columns=columns)
@@ -435,9 +436,9 @@ class RetrievalIndex:
             ValueError: if faiss does not know a parameter, `nprobe` or `efSearch` is not an integer >= 1, or only the
                 new parameters set `ht`, for which PQ is trained in another way.
         """
-        # Creating a new index raises for invalid parameters before any shard is changed.
-        new = faiss_index.new_faiss_index(self.dim, self.factory, self.parameters)
-        with self._lock.editing():
+        with owned_by(OWNER), self._lock.editing():
+            # Creating a new index raises for invalid parameters before any shard is changed.
+            new = faiss_index.new_faiss_index(self.dim, self.factory, self.parameters)
             faiss_index.set_search_parameters(new, self.factory, parameters)
             faiss_index.check_trained_for(self.parameters, parameters)
             for index in self.faiss_indexes:
@@ -455,8 +456,8 @@ class RetrievalIndex:
                 kind of index, such as HNSW.
             TypeError: if ids are not integers.
         """
-        removed = np.unique(integer_ids(OWNER, ids))
-        with self._lock.editing():
+        with owned_by(OWNER), self._lock.editing():
+            removed = np.unique(integer_ids(ids))
             check_not_mapped(self.mapped, "remove from")
             positions = self._table.positions(removed)
             faiss_index.remove_from_shards(self.faiss_indexes, self.factory, removed)
@@ -471,9 +472,8 @@ class RetrievalIndex:
         Raises:
             ValueError: if an id is not in the index.
         """
-        wanted = integer_ids(OWNER, ids)
-        with self._lock.reading():
-            return self._table.paths_of(wanted)
+        with owned_by(OWNER), self._lock.reading():
+            return self._table.paths_of(integer_ids(ids))
 
     @property
     def column_kinds(self) -> dict[str, conditions.Kind]:
@@ -489,8 +489,8 @@ class RetrievalIndex:
         Raises:
             ValueError: if an id is not in the index.
         """
-        wanted = integer_ids(OWNER, ids)
-        with self._lock.reading():
+        with owned_by(OWNER), self._lock.reading():
+            wanted = integer_ids(ids)
             return {name: self._table.values(name, wanted) for name in self._table.columns}
 
     def embeddings(self, ids: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "rows dim"]:
@@ -509,8 +509,8 @@ class RetrievalIndex:
             4 D bytes for each row of the result and, during the call, a table of all ids: 16 bytes for each row of the
             index, or about 80 with IVF.
         """
-        with self._lock.editing():  # an IVF index gets a table of all ids during the call
-            wanted = integer_ids(OWNER, self.ids if ids is None else ids)
+        with owned_by(OWNER), self._lock.editing():  # an IVF index gets a table of all ids during the call
+            wanted = integer_ids(self.ids if ids is None else ids)
             self._table.positions(wanted)  # raises for an unknown id
             return faiss_index.rebuild_rows(self.faiss_indexes, self.dim, wanted)
 
@@ -525,14 +525,15 @@ class RetrievalIndex:
             ValueError: if the folder holds other files, another process writes to it, or the index is memory-mapped.
             OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
         """
-        path = check_path(OWNER, "folder", folder)
-        with self._lock.reading():
+        with owned_by(OWNER), self._lock.reading():
+            path = check_path(OWNER, "folder", folder)
             check_not_mapped(self.mapped, "save")
             with new_version(path) as version:
                 version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
                 self._publish(version)
 
     @classmethod
+    @owned_by(OWNER)
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
         """Read a saved index. If another process saves a new index meanwhile, the new index is read.
 
@@ -565,8 +566,8 @@ class RetrievalIndex:
                 raise KeyError(missing[0])
             recall = settings.pop("recall")
             if recall is not None:
-                recall = check_not_negative(OWNER, "recall", recall, most=1)
-            count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
+                recall = check_not_negative(CALLER, "recall", recall, most=1)
+            count = check_integer(CALLER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
             _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
@@ -580,9 +581,8 @@ class RetrievalIndex:
                 reason = first_line(error.of(""))
             elif isinstance(error, KeyError):
                 reason = f"{error} is missing"
-            raise InvalidValue(
-                f"{folder} is damaged, its manifest and its files do not fit ({reason}); build the index again.", OWNER
-            ) from None
+            rule = f"{folder} is damaged, its manifest and its files do not fit ({reason})"
+            raise InvalidValue(rule, cure="build the index again") from None
         index._table = table
         index.faiss_indexes = shards
         index.recall = recall

@@ -34,14 +34,12 @@ from lightning_retrieval.checks import (
     first_line,
     short_repr,
 )
-from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable
+from lightning_retrieval.invalid import CALLER, Failed, InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.store import conditions
 
-OWNER = "MilvusStore"  # prefix of error messages
 MISSING = (
-    f"{OWNER}: a store in Milvus needs pymilvus and milvus-lite; install them with pip install "
-    "'lightning-retrieval[milvus]'."
+    "a store in Milvus needs pymilvus and milvus-lite; install them with pip install 'lightning-retrieval[milvus]'."
 )
 SUFFIX = ".db"  # pymilvus recognises a file of Milvus Lite by this suffix
 ADDRESS = re.compile("(https?|tcp|unix):")
@@ -83,9 +81,7 @@ class MilvusConnection:
             OSError: if Milvus reports an error.
         """
         if self._client is None:
-            raise InvalidValue(
-                f"the connection to {self.shown} must be open for {method}; open the index again.", OWNER
-            )
+            raise InvalidValue(f"the connection to {self.shown} must be open for {method}", cure="open the index again")
         seconds = CALLING
         if method in LONG:
             seconds = LONG_CALLING
@@ -104,8 +100,8 @@ class MilvusConnection:
         except MilvusException as error:
             cure = ""
             if error.code == ErrorCode.COLLECTION_NOT_FOUND:
-                cure = "; another process has replaced or deleted the index, so open it again"
-            raise OSError(f"{OWNER}: {self.shown} reports an error in {method} ({_reason(error)}){cure}.") from None
+                cure = "another process has replaced or deleted the index, so open it again"
+            raise Failed(f"{self.shown} reports an error in {method} ({_reason(error)})", cure=cure) from None
 
     def load(self, collection: str) -> None:
         """Load a collection, so that it can be searched.
@@ -144,27 +140,23 @@ class MilvusConnection:
                 if self.file is not None:
                     _connections[self.file] += 1
         except pymilvus.MilvusException as error:
-            raise Unreachable(f"{self._unreachable(error)}", OWNER) from None
+            raise self._unreachable(error) from None
         return client
 
-    def _unreachable(self, error: Exception) -> str:
+    def _unreachable(self, error: Exception) -> Unreachable:
+        rule, why, cure = "must be a file of Milvus Lite", f"it cannot open ({_reason(error)})", ""
         if self.file is None:
-            return (
-                f"`uri` must be the address of Milvus, got {self.shown}, where nothing answered within "
-                f"{CONNECTING:g} s ({_reason(error)}); nothing was written, so start Milvus there or give another "
-                "address."
-            )
-        if _is_locked(self.file):
-            return (
-                f"`uri` must not be in use, got {self.shown}, which another process has opened; wait until it has "
-                "finished, or let a server share the file: milvus-lite server --data-dir FILE."
-            )
-        return f"`uri` must be a file of Milvus Lite, got {self.shown}, which it cannot open ({_reason(error)})."
+            rule, why = "must be the address of Milvus", f"did not answer within {CONNECTING:g} s ({_reason(error)})"
+            cure = "nothing was written, so start Milvus there or give another address"
+        elif _is_locked(self.file):
+            rule, why = "must not be in use", "another process has opened"
+            cure = "wait until it has finished, or let a server share the file: milvus-lite server --data-dir FILE"
+        return Unreachable(rule, argument="uri", got=f"{self.shown}, which {why}", cure=cure)
 
 
 def is_file(uri: str) -> bool:
     """Whether a URI is the path of a file of Milvus Lite, not an address; raises unless the URI is a string."""
-    check_string(OWNER, "uri", uri)
+    check_string(CALLER, "uri", uri)
     return not ADDRESS.match(uri)
 
 
@@ -179,21 +171,16 @@ def shown_uri(uri: str) -> str:
 def _lite_file(uri: str, may_create: bool) -> Path:
     """The absolute path of a file of Milvus Lite, on disk a folder; raises if it must exist but does not."""
     if not uri.endswith(SUFFIX):
-        raise InvalidValue(
-            f"`uri` must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as "
-            f"http://localhost:19530, got {uri!r}.",
-            OWNER,
-        )
-    file = Path(os.path.abspath(check_path(OWNER, "uri", uri)))
+        rule = f"must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as http://localhost:19530"
+        raise InvalidValue(rule, argument="uri", got=repr(uri))
+    file = Path(os.path.abspath(check_path(CALLER, "uri", uri)))
     if file.exists() and not file.is_dir():
-        raise InvalidValue(
-            f"`uri` must be a folder that Milvus Lite wrote, or a new path, got the file {uri}; give another path.",
-            OWNER,
-        )
+        rule = "must be a folder that Milvus Lite wrote, or a new path"
+        raise InvalidValue(rule, argument="uri", got=f"the file {uri}", cure="give another path")
     if not file.exists() and not may_create:
-        raise MissingFile(f"`uri` must be a file of Milvus Lite, got {uri}, which does not exist.", OWNER)
+        raise MissingFile("must be a file of Milvus Lite", argument="uri", got=f"{uri}, which does not exist")
     if not file.parent.is_dir():
-        raise MissingFile(f"`uri` must be in a folder that exists, got {uri}; create {file.parent}.", OWNER)
+        raise MissingFile("must be in a folder that exists", argument="uri", got=uri, cure=f"create {file.parent}")
     return file
 
 
@@ -270,22 +257,16 @@ def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, A
         ValueError: if `factory` has another form, or its type of index does not exist.
         TypeError: if `factory` is not a string.
     """
-    check_string(OWNER, "factory", factory)
+    check_string(CALLER, "factory", factory)
     kind, _, assignments = factory.partition(",")
     kind = kind.strip().upper()
     values = _assignments(assignments)
     if kind not in KINDS or values is None:
-        raise InvalidValue(
-            f"`factory` must be a type of index that Milvus has, and how it is built, such as {EXAMPLES}, got "
-            f"{short_repr(factory)}.",
-            OWNER,
-        )
+        rule = f"must be a type of index that Milvus has, and how it is built, such as {EXAMPLES}"
+        raise InvalidValue(rule, argument="factory", got=short_repr(factory))
     if of_lite and kind not in LITE_KINDS:
-        raise InvalidValue(
-            f"`factory` must be one that Milvus Lite has, {', '.join(LITE_KINDS)}, got {factory!r}; take "
-            "one of these, or a server.",
-            OWNER,
-        )
+        rule = f"must be one that Milvus Lite has, {', '.join(LITE_KINDS)}"
+        raise InvalidValue(rule, argument="factory", got=repr(factory), cure="take one of these, or a server")
     return kind, values
 
 
@@ -296,14 +277,11 @@ def search_parameters(parameters: str) -> dict[str, Any]:
         ValueError: if `parameters` does not consist of assignments of numbers.
         TypeError: if `parameters` is not a string.
     """
-    check_string(OWNER, "parameters", parameters)
+    check_string(CALLER, "parameters", parameters)
     values = _assignments(parameters)
     if values is None:
-        raise InvalidValue(
-            f"`parameters` must be assignments of positive numbers, at most {LARGEST}, such as 'ef=64' or "
-            f"'nprobe=16', got {short_repr(parameters)}.",
-            OWNER,
-        )
+        rule = f"must be assignments of positive numbers, at most {LARGEST}, such as 'ef=64' or 'nprobe=16'"
+        raise InvalidValue(rule, argument="parameters", got=short_repr(parameters))
     return values
 
 
@@ -365,29 +343,26 @@ def check_store(uri: str, name: str, factory: str, parameters: str) -> None:
 
 def check_dim(dim: int) -> int:
     """Return the dimension of an embedding; raise unless Milvus supports it."""
-    return check_integer(OWNER, "dim", dim, least=LEAST_DIM, most=LARGEST_DIM)
+    return check_integer(CALLER, "dim", dim, least=LEAST_DIM, most=LARGEST_DIM)
 
 
 def check_columns(columns: Mapping[str, conditions.Kind] | None) -> dict[str, conditions.Kind]:
     """Return the kind of each column of metadata; raise unless the names and the kinds are valid."""
     if columns is None:
         return {}
-    check_mapping(OWNER, "columns", columns)
+    check_mapping(CALLER, "columns", columns)
     for name, kind in columns.items():
-        conditions.check_column_name(OWNER, name)
-        check_choice(OWNER, "columns", kind, conditions.COLUMN_KINDS)
+        conditions.check_column_name(name)
+        check_choice(CALLER, "columns", kind, conditions.COLUMN_KINDS)
     return dict(columns)
 
 
 def check_name(name: str) -> None:
     """Raise unless Milvus accepts this name."""
-    check_string(OWNER, "name", name)
+    check_string(CALLER, "name", name)
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or len(name) > LONGEST_NAME:
-        raise InvalidValue(
-            f"`name` must consist of letters, digits and _, at most {LONGEST_NAME}, and not begin with a "
-            f"digit, got {name!r}.",
-            OWNER,
-        )
+        rule = f"must consist of letters, digits and _, at most {LONGEST_NAME}, and not begin with a digit"
+        raise InvalidValue(rule, argument="name", got=repr(name))
 
 
 def check_replaceable(connection: MilvusConnection, name: str) -> None:
@@ -402,11 +377,8 @@ def check_replaceable(connection: MilvusConnection, name: str) -> None:
     collection = _collection_of(connection, name)
     described = connection.call("describe_collection", collection)
     if collection == name or PROPERTY not in described.get("properties", {}):
-        raise InvalidValue(
-            f"`name` must be new or that of an index, got {name!r}, which is something else in "
-            f"{connection.shown}; give another.",
-            OWNER,
-        )
+        got = f"{name!r}, which is something else in {connection.shown}"
+        raise InvalidValue("must be new or that of an index", argument="name", got=got, cure="give another")
 
 
 def create_collection(
@@ -454,27 +426,23 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
     """
     check_name(name)
     if not connection.call("has_collection", name):
-        raise MissingFile(
-            f"`name` must be that of an index in {connection.shown}, got {name!r}, which it does not hold.", OWNER
-        )
+        rule = f"must be that of an index in {connection.shown}"
+        raise MissingFile(rule, argument="name", got=f"{name!r}, which it does not hold")
     collection = _collection_of(connection, name)
     described = connection.call("describe_collection", collection)
     properties = described.get("properties", {})
     if PROPERTY not in properties:
-        raise InvalidValue(
-            f"`name` must be that of an index, got {name!r}, a collection in {connection.shown} that "
-            "something else made.",
-            OWNER,
-        )
+        got = f"{name!r}, a collection in {connection.shown} that something else made"
+        raise InvalidValue("must be that of an index", argument="name", got=got)
     try:
         values = dict(json.loads(properties[PROPERTY]))
     except (TypeError, ValueError, RecursionError):
         values = {}
     if values.get("version") != VERSION:
         raise InvalidValue(
-            f"{name!r} in {connection.shown} has format version {values.get('version')!r}, but this release "
-            f"reads version {VERSION}; {REBUILD}.",
-            OWNER,
+            f"{name!r} in {connection.shown} has format version {values.get('version')!r}, but this release reads "
+            f"version {VERSION}",
+            cure=REBUILD,
         )
     try:
         metadata = _metadata(values)
@@ -484,9 +452,8 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
         if properties.get(ROWS):
             rows = int(properties[ROWS])
     except (TypeError, ValueError):
-        raise InvalidValue(
-            f"{name!r} in {connection.shown} is damaged, its metadata are invalid; {REBUILD}.", OWNER
-        ) from None
+        rule = f"{name!r} in {connection.shown} is damaged, its metadata are invalid"
+        raise InvalidValue(rule, cure=REBUILD) from None
     _check_fields(connection, collection, described["fields"], metadata.dim)
     return collection, metadata, recall, rows
 
@@ -541,6 +508,7 @@ def _check_fields(connection: MilvusConnection, collection: str, fields: list[di
     if found != (dim, METRIC):
         raise InvalidValue(
             f"the collection {collection!r} in {connection.shown} must have {dim} dimensions and the metric "
-            f"{METRIC}, as the index needs them, got {found[0]} and {found[1]}; {REBUILD}.",
-            OWNER,
+            f"{METRIC}, as the index needs them",
+            got=f"{found[0]} and {found[1]}",
+            cure=REBUILD,
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
+from lightning_retrieval.invalid import Failed, InvalidValue, owned_by
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store import conditions
 from lightning_retrieval.search.store import milvus_connection as milvus
@@ -30,7 +31,6 @@ from lightning_retrieval.search.store.milvus_connection import (
     COLUMN,
     EMBEDDING,
     ID,
-    OWNER,
     PATH,
     REBUILD,
     Metadata,
@@ -50,6 +50,7 @@ from lightning_retrieval.search.store.rows import (
     query_rows,
 )
 
+OWNER = "MilvusStore"
 BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # maximum numbers of rows and of bytes in one insertion
 BATCH_IDS, BATCH_QUERIES = 4_096, 256  # maximum numbers of ids and of queries in one request
 MOST_RESULTS = 16_384  # maximum number of results of one query, a limit of Milvus
@@ -98,14 +99,11 @@ def check_path_bytes(paths: Sequence[str], name: str = "paths") -> None:
         try:
             size = len(path.encode())
         except UnicodeEncodeError:
-            raise ValueError(
-                f"{OWNER}: `{name}` must be valid Unicode, got {path!r}; rename the file, or keep the index in a "
-                "folder."
-            ) from None
+            cure = "rename the file, or keep the index in a folder"
+            raise InvalidValue("must be valid Unicode", argument=name, got=repr(path), cure=cure) from None
         if size > milvus.LONGEST_PATH:
-            raise ValueError(
-                f"{OWNER}: `{name}` must have at most {milvus.LONGEST_PATH} bytes each, got one of {size}."
-            )
+            rule = f"must have at most {milvus.LONGEST_PATH} bytes each"
+            raise InvalidValue(rule, argument=name, got=f"one of {size}")
 
 
 def check_directions(name: str, embeddings: Rows) -> None:
@@ -113,7 +111,7 @@ def check_directions(name: str, embeddings: Rows) -> None:
     for begin, block in normalized_blocks(embeddings):
         zero = ~block.any(axis=1)
         if zero.any():
-            raise ValueError(f"{OWNER}: `{name}` must not be zero, got zeros in row {begin + int(zero.argmax())}.")
+            raise InvalidValue("must not be zero", argument=name, got=f"zeros in row {begin + int(zero.argmax())}")
 
 
 class MilvusStore:
@@ -156,6 +154,7 @@ class MilvusStore:
         commands `lightning-retrieval index`, `search` and `demo` use Milvus.
     """
 
+    @owned_by(OWNER)
     def __init__(self, uri: str, name: str) -> None:
         self.uri = uri
         self._connection = MilvusConnection(uri, may_create=False)
@@ -175,6 +174,7 @@ class MilvusStore:
         self._metadata = metadata
 
     @classmethod
+    @owned_by(OWNER)
     def create(
         cls,
         uri: str,
@@ -206,18 +206,20 @@ class MilvusStore:
         dim = milvus.check_dim(dim)
         kind, build_parameters = milvus.index_kind(factory, of_lite=milvus.is_file(uri))
         milvus.search_parameters(parameters)
-        metadata = Metadata(name, dim, factory, parameters, plain_values(OWNER, about), milvus.check_columns(columns))
+        metadata = Metadata(name, dim, factory, parameters, plain_values(about), milvus.check_columns(columns))
         with closing(MilvusConnection(uri, may_create=True)) as connection:
             milvus.check_replaceable(connection, name)
             collection = milvus.create_collection(connection, metadata, kind, build_parameters)
             return cls(uri, collection)
 
+    @owned_by(OWNER)
     def __len__(self) -> int:
         """Number of rows in the index."""
         (row,) = self._call("query", output_fields=["count(*)"])
         return int(row["count(*)"])
 
     @property
+    @owned_by(OWNER)
     def ids(self) -> Int[Tensor, " rows"]:
         """The ids of all rows, sorted.
 
@@ -226,6 +228,7 @@ class MilvusStore:
         """
         return torch.from_numpy(np.sort(all_ids(self._connection, self.collection)))
 
+    @owned_by(OWNER)
     def add(
         self,
         embeddings: Rows,
@@ -251,20 +254,20 @@ class MilvusStore:
                 or a column has values of other types.
             OSError: if Milvus reports an error; the message says how many rows were added before.
         """
-        check_rows(OWNER, "embeddings", embeddings, self.dim)
+        check_rows("embeddings", embeddings, self.dim)
         rows = len(embeddings)
         stored = len(self)
         new_ids = self._new_ids(ids, rows, stored)
         if paths is None:
             paths = [""] * rows
-        check_paths(OWNER, paths, rows)
+        check_paths(paths, rows)
         check_path_bytes(paths)
-        new = conditions.new_columns(OWNER, columns, rows)
-        conditions.check_same_columns(OWNER, self.column_kinds, conditions.kinds_of(new))
+        new = conditions.new_columns(columns, rows)
+        conditions.check_same_columns(self.column_kinds, conditions.kinds_of(new))
         for name, kind in self.column_kinds.items():
             if kind == "text":
                 check_path_bytes(conditions.python_values(new[name].dictionary), "columns")
-        check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
+        check_finite_rows("embeddings", embeddings, new_ids, paths)
         check_directions("embeddings", embeddings)
 
         added = 0
@@ -274,12 +277,14 @@ class MilvusStore:
                     self._call("insert", data=rows_of_a_request)
                     added += len(rows_of_a_request)
                     progress.update(len(rows_of_a_request))
-        except OSError as error:
-            raise OSError(f"{error} {added} of {rows} rows were added before.") from None
+        except Failed as error:
+            error.rule += f", after {added} of {rows} rows were added"
+            raise
         is_exact = milvus.index_kind(self.factory)[0] == milvus.EXACT
         if stored == 0 and rows > 0 and not is_exact:
             self._measure_recall(embeddings, new_ids)
 
+    @owned_by(OWNER)
     def search(
         self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
@@ -307,6 +312,7 @@ class MilvusStore:
         similarities, ids, _ = self._search(queries, self.request(k, where, group_by), [ID])
         return similarities, ids
 
+    @owned_by(OWNER)
     def request(self, k: int, where: str | None = None, group_by: str | None = None) -> Request:
         """Check what a search asks for, as `RetrievalIndex.request` does. Whether there are k rows is checked later.
 
@@ -320,8 +326,9 @@ class MilvusStore:
             TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
         """
         k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
-        return conditions.checked_request(OWNER, k, where, group_by, self.column_kinds)
+        return conditions.checked_request(k, where, group_by, self.column_kinds)
 
+    @owned_by(OWNER)
     def search_with_paths(
         self, queries: Queries, request: Request
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
@@ -344,7 +351,7 @@ class MilvusStore:
 
     def _search(self, queries: Queries, request: Request, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """The similarities, ids and paths of the nearest rows; paths are "" unless `fields` contains them."""
-        rows = query_rows(OWNER, queries, self.dim)
+        rows = query_rows(queries, self.dim)
         check_directions("queries", rows)
         k, condition, group_by = request.k, request.condition, request.group_by
         search = partial(self._nearest, fields, group_by)
@@ -356,13 +363,14 @@ class MilvusStore:
             )
         similarities, ids = conditions.as_tensors(results, k)
         if bool((ids < 0).any()):
-            check_results(OWNER, k, len(self))
+            check_results(k, len(self))
         paths = []
         for found in results:
             of_query = [row.path for row in found]
             paths.append(of_query + [""] * (k - len(found)))
         return similarities, ids, paths
 
+    @owned_by(OWNER)
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters of this object, but not those recorded in Milvus.
 
@@ -376,6 +384,7 @@ class MilvusStore:
         milvus.search_parameters(parameters)
         self.parameters = join_parameters(self.parameters, parameters)
 
+    @owned_by(OWNER)
     def record_about(self, about: Mapping[str, Any]) -> None:
         """Replace the plain values that are stored with the index, in this object and in Milvus.
 
@@ -386,10 +395,11 @@ class MilvusStore:
             TypeError: if `about` holds anything but plain values.
             OSError: if Milvus reports an error.
         """
-        metadata = replace(self._metadata, about=plain_values(OWNER, about))
+        metadata = replace(self._metadata, about=plain_values(about))
         self._call("alter_collection_properties", properties=metadata.as_property())
         self._metadata, self.about = metadata, metadata.about
 
+    @owned_by(OWNER)
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
         """Remove rows, with their ids and paths.
 
@@ -401,12 +411,13 @@ class MilvusStore:
             TypeError: if ids are not integers.
             OSError: if Milvus reports an error.
         """
-        removed = np.unique(integer_ids(OWNER, ids))
-        check_all_known(OWNER, np.setdiff1d(removed, list(self._fields(removed, ID))))
+        removed = np.unique(integer_ids(ids))
+        check_all_known(np.setdiff1d(removed, list(self._fields(removed, ID))))
         with self._changed_rows():
             for part in id_batches(removed):
                 self._call("delete", ids=part)
 
+    @owned_by(OWNER)
     def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
         """The paths of rows; "" for rows without a path.
 
@@ -417,13 +428,14 @@ class MilvusStore:
             ValueError: if an id is not in the index.
             OSError: if Milvus reports an error.
         """
-        return self._values(PATH, integer_ids(OWNER, ids))
+        return self._values(PATH, integer_ids(ids))
 
     @property
     def column_kinds(self) -> dict[str, conditions.Kind]:
         """The names of the columns, each with `"text"` or `"number"`."""
         return dict(self._metadata.columns)
 
+    @owned_by(OWNER)
     def columns(self, ids: Int[Tensor, " rows"]) -> dict[str, list[Any]]:
         """The metadata of rows: for the name of each column, the values of these rows.
 
@@ -434,9 +446,10 @@ class MilvusStore:
             ValueError: if an id is not in the index.
             OSError: if Milvus reports an error.
         """
-        wanted = integer_ids(OWNER, ids)
+        wanted = integer_ids(ids)
         return {name: self._values(COLUMN + name, wanted) for name in self.column_kinds}
 
+    @owned_by(OWNER)
     def publish(self) -> None:
         """Give this index its name, in one atomic step, and delete the earlier index of this name.
 
@@ -453,6 +466,7 @@ class MilvusStore:
             self._counts_rows = True
         milvus.publish_collection(self._connection, self.collection, self.name)
 
+    @owned_by(OWNER)
     def drop(self) -> None:
         """Delete the index with all its rows, published or not, and close the connection."""
         milvus.drop_collection(self._connection, self.collection)
@@ -478,9 +492,10 @@ class MilvusStore:
         If a collection's list of files is damaged, Milvus Lite silently opens the collection without those files' rows.
         """
         if rows is not None and len(self) != rows:
-            raise ValueError(
-                f"{OWNER}: {name!r} in {self._connection.shown} is damaged, or another program has changed it: it must "
-                f"hold {rows} rows, but holds {len(self)}; {REBUILD}."
+            raise InvalidValue(
+                f"{name!r} in {self._connection.shown} is damaged, or another program has changed it: it must hold "
+                f"{rows} rows, but holds {len(self)}",
+                cure=REBUILD,
             )
 
     @contextmanager
@@ -526,16 +541,16 @@ class MilvusStore:
     def _values(self, field: str, ids: NDArray[np.int64]) -> list[Any]:
         """The values of a field for the rows with these ids; raises for an unknown id."""
         values = self._fields(np.unique(ids), field)
-        check_all_known(OWNER, np.setdiff1d(ids, list(values)))
+        check_all_known(np.setdiff1d(ids, list(values)))
         return [values[row_id] for row_id in ids.tolist()]
 
     def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
         """The ids of new rows; raises if an id is in use, since Milvus would silently replace the row with this id."""
         if ids is None:
-            return ids_after(OWNER, self._largest_id(stored), rows)
-        new = check_new_ids(OWNER, ids, rows)
+            return ids_after(self._largest_id(stored), rows)
+        new = check_new_ids(ids, rows)
         if stored > 0:
-            check_none_known(OWNER, np.fromiter(self._fields(new, ID), np.int64))
+            check_none_known(np.fromiter(self._fields(new, ID), np.int64))
         return new
 
     def _largest_id(self, stored: int) -> int:

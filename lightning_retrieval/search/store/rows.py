@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings, has_finite_sum
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.rows import normalize
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 
-OWNER = "RetrievalIndex"  # prefix of error messages
 BLOCK = 1 << 16  # rows that are passed to faiss at a time
 SMALL_BLOCK = 1 << 12  # rows that are normalised or checked at a time, so that temporary copies are small
 SHOWN = 5  # number of invalid rows that an error message names
@@ -158,51 +158,45 @@ def sample_rows(rows: int, most: int) -> Int[Tensor, " sampled"]:
     return torch.from_numpy(np.sort(sampled))
 
 
-def check_rows(owner: str, name: str, embeddings: Any, dim: int) -> None:
+def check_rows(name: str, embeddings: Any, dim: int) -> None:
     """Raise unless `embeddings` is a floating-point tensor of shape (rows, dim), or `FolderRows` of this shape."""
     if not isinstance(embeddings, FolderRows):
-        check_float(owner, name, embeddings)
+        check_float(CALLER, name, embeddings)
     if len(embeddings.shape) != 2 or embeddings.shape[1] != dim:
-        raise ValueError(
-            f"{owner}: `{name}` must have shape (rows, {dim}), as the index has, got {tuple(embeddings.shape)}."
-        )
+        rule = f"must have shape (rows, {dim}), as the index has"
+        raise InvalidValue(rule, argument=name, got=tuple(embeddings.shape))
 
 
-def query_rows(owner: str, queries: Queries, dim: int) -> Float[Tensor, "query dim"]:
+def query_rows(queries: Queries, dim: int) -> Float[Tensor, "query dim"]:
     """Queries as a tensor of rows; one vector becomes one row. Raise unless they are finite and have this dimension."""
     if isinstance(queries, np.ndarray):
-        queries = _tensor_of(owner, queries)
-    check_float(owner, "queries", queries)
+        queries = _tensor_of(queries)
+    check_float(CALLER, "queries", queries)
     if queries.shape == (dim,):
         queries = queries[None]
     if queries.ndim != 2 or queries.shape[1] != dim:
-        raise ValueError(
-            f"{owner}: `queries` must have shape (rows, {dim}), or ({dim},) for one vector, as the index has, "
-            f"got {tuple(queries.shape)}."
-        )
-    check_finite_rows(owner, "queries", queries, np.arange(len(queries)))
+        rule = f"must have shape (rows, {dim}), or ({dim},) for one vector, as the index has"
+        raise InvalidValue(rule, argument="queries", got=tuple(queries.shape))
+    check_finite_rows("queries", queries, np.arange(len(queries)))
     return queries
 
 
-def _tensor_of(owner: str, array: NDArray[Any]) -> Tensor:
+def _tensor_of(array: NDArray[Any]) -> Tensor:
     """A copy of an array as a tensor. Torch takes neither a foreign byte order nor, silently, a read-only array."""
     native = array.dtype.newbyteorder("=")
     if native not in (np.float16, np.float32, np.float64):
-        raise TypeError(f"{owner}: `queries` must have the dtype float16, float32 or float64, got {array.dtype}.")
+        raise InvalidType("must have the dtype float16, float32 or float64", argument="queries", got=array.dtype)
     return torch.from_numpy(array.astype(native, order="C"))
 
 
 def check_not_mapped(mapped: bool, operation: str) -> None:
     """Raise if the files of an index are memory-mapped."""
     if mapped:
-        raise ValueError(
-            f"{OWNER}: cannot {operation} an index whose files are mapped into memory; load it with mapped=False."
-        )
+        rule = f"cannot {operation} an index whose files are mapped into memory"
+        raise InvalidValue(rule, cure="load it with mapped=False")
 
 
-def check_finite_rows(
-    owner: str, name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None
-) -> None:
+def check_finite_rows(name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None) -> None:
     """Raise if a row holds NaN or infinity; the message gives ids and paths of the first such rows."""
     if isinstance(embeddings, FolderRows) and embeddings.has_finite_sums:
         return
@@ -221,39 +215,37 @@ def check_finite_rows(
         shown.append(text)
     if len(invalid) > SHOWN:
         shown.append("...")
-    raise ValueError(
-        f"{owner}: `{name}` must be finite, got NaN or inf in {len(invalid)} of {len(embeddings)} rows: "
-        f"{', '.join(shown)}."
-    )
+    got = f"NaN or inf in {len(invalid)} of {len(embeddings)} rows: {', '.join(shown)}"
+    raise InvalidValue("must be finite", argument=name, got=got)
 
 
-def plain_values(owner: str, about: Mapping[str, Any] | None) -> dict[str, Any]:
+def plain_values(about: Mapping[str, Any] | None) -> dict[str, Any]:
     """Validate the values that are saved with an index: raise unless they can be stored as JSON."""
     if about is None:
         return {}
-    check_mapping(owner, "about", about)
+    check_mapping(CALLER, "about", about)
     try:
         json.dumps(dict(about))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{owner}: `about` must hold plain values only, since it is saved as JSON ({error}).") from None
+        rule = f"must hold plain values only, since it is saved as JSON ({error})"
+        raise InvalidType(rule, argument="about") from None
     return dict(about)
 
 
-def check_paths(owner: str, paths: Sequence[str], rows: int) -> None:
+def check_paths(paths: Sequence[str], rows: int) -> None:
     """Raise unless there is one string for each row."""
     if not isinstance(paths, PackedStrings):
-        check_strings(owner, "paths", paths)
+        check_strings(CALLER, "paths", paths)
     if len(paths) != rows:
-        raise ValueError(f"{owner}: `paths` must have one entry for each of {rows} rows, got {len(paths)}.")
+        raise InvalidValue(f"must have one entry for each of {rows} rows", argument="paths", got=len(paths))
 
 
-def check_results(owner: str, k: Any, rows: int) -> int:
+def check_results(k: Any, rows: int) -> int:
     """Return `k`, the number of results; raise unless it is from 1 to the number of rows in the index."""
-    results = check_integer(owner, "k", k, least=1)
+    results = check_integer(CALLER, "k", k, least=1)
     if results > rows:
-        raise ValueError(
-            f"{owner}: `k` must be at most the number of rows in the index, {rows}, got {k}; ask for fewer."
-        )
+        rule = f"must be at most the number of rows in the index, {rows}"
+        raise InvalidValue(rule, argument="k", got=k, cure="ask for fewer")
     return results
 
 

@@ -32,7 +32,7 @@ from lightning_retrieval.files import (
     write_verified,
     writing,
 )
-from lightning_retrieval.search.store.rows import OWNER
+from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
 
 MANIFEST = "manifest.json"
 REBUILD = "build the index again"
@@ -43,7 +43,7 @@ Writer = Callable[[DigestStream], None]
 Read = TypeVar("Read")
 
 
-def check_folder(owner: str, folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raise unless an index may be written to a path: a new path, an empty folder, or the folder of an index.
 
     An index in the folder may be damaged or incomplete.
@@ -53,10 +53,8 @@ def check_folder(owner: str, folder: Path) -> None:
     """
     occupied = folder.exists() or folder.is_symlink()
     if occupied and not (folder.is_dir() and _may_be_replaced(folder)):
-        raise ValueError(
-            f"{owner}: the index must be written to a new folder or over an index, got {folder}, which is something "
-            "else; give another path."
-        )
+        rule = "the index must be written to a new folder or over an index"
+        raise InvalidValue(rule, got=f"{folder}, which is something else", cure="give another path")
 
 
 class NewVersion:
@@ -85,7 +83,7 @@ class NewVersion:
             OSError: if the file cannot be written completely.
         """
         path = self.inner / name
-        digest = write_verified(OWNER, path, write)
+        digest = write_verified(CALLER, path, write)
         self._fingerprints[f"{self.inner.name}/{name}"] = _fingerprint(path, digest)
         return path
 
@@ -109,7 +107,7 @@ class NewVersion:
             flush(path)
         self.is_published = True  # set first, so that an interrupt cannot lead to the deletion of files in the manifest
         try:
-            write_verified(OWNER, self._folder / MANIFEST, lambda stream: stream.write(content))
+            write_verified(CALLER, self._folder / MANIFEST, lambda stream: stream.write(content))
         except OSError:
             self.is_published = False
             raise
@@ -127,20 +125,19 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
     Raises:
         ValueError: if the folder holds anything but an index, is inside a file, or another process writes to it.
     """
-    check_folder(OWNER, folder)
+    check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(
-            f"{OWNER}: the index must be written to a folder, got {folder}, which is inside a file; give another path."
-        ) from None
+        rule = "the index must be written to a folder"
+        raise InvalidValue(rule, got=f"{folder}, which is inside a file", cure="give another path") from None
     except OSError as error:
-        raise not_written(OWNER, folder, error) from None
-    with folder_lock(OWNER, folder):
+        raise not_written(CALLER, folder, error) from None
+    with folder_lock(CALLER, folder):
         delete_temporary_files(folder)
         _delete_unused(folder)
         version = NewVersion(folder, folder / f"files-{secrets.token_hex(4)}")
-        with writing(OWNER, folder):
+        with writing(CALLER, folder):
             version.inner.mkdir()
         try:
             yield version
@@ -183,24 +180,23 @@ def _check_files(folder: Path, expected: Mapping[str, Any], verify: bool) -> dic
     for name, fingerprint in expected.items():
         file = folder / name
         if not file.is_file():
-            raise FileNotFoundError(f"{OWNER}: {folder} is damaged, {name} is missing; {REBUILD}.")
+            raise MissingFile(f"{folder} is damaged, {name} is missing", cure=REBUILD)
         size = file.stat().st_size
         if size != fingerprint["bytes"]:
-            raise ValueError(
-                f"{OWNER}: {file} is damaged, it has {size} bytes instead of {fingerprint['bytes']}; {REBUILD}."
-            )
+            rule = f"{file} is damaged, it has {size} bytes instead of {fingerprint['bytes']}"
+            raise InvalidValue(rule, cure=REBUILD)
         if verify and _fingerprint(file, file_digest(file)) != fingerprint:
-            raise ValueError(f"{OWNER}: {file} is damaged, its checksum is not that of the manifest; {REBUILD}.")
+            raise InvalidValue(f"{file} is damaged, its checksum is not that of the manifest", cure=REBUILD)
         files[file.name] = file
     return files
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of an index; raise if it is damaged or not a manifest."""
-    manifest = FORMAT.read(OWNER, folder)
+    manifest = FORMAT.read(CALLER, folder)
     is_valid = manifest.keys() == {"files", "settings"} and _lists_files(manifest["files"])
     if not is_valid or not isinstance(manifest["settings"], dict):
-        raise ValueError(f"{OWNER}: {folder / MANIFEST} is damaged, it does not list files and settings; {REBUILD}.")
+        raise InvalidValue(f"{folder / MANIFEST} is damaged, it does not list files and settings", cure=REBUILD)
     return manifest
 
 

@@ -102,7 +102,7 @@ def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys,
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     if command == "predict":
         (run,) = tmp_path.glob("*/version_*/embeddings")
-        rows = EmbeddingFolder.load("me", run).read(0)
+        rows = EmbeddingFolder.load(run).read(0)
         assert torch.equal(torch.from_numpy(rows.embeddings), torch.cat(predicted))
         assert len(rows.ids) == 128
         return

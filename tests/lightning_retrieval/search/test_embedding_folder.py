@@ -31,7 +31,7 @@ from tests.lightning_retrieval.search.store.vectors import memory
 MANIFEST = EmbeddingManifest(
     images=5, images_sha256="list", model_sha256="model", preparation={"transform": "plain"}, dim=3, shard_size=2
 )
-INVALID = r"^me: .* (is damaged, |must be (a|the) manifest of |has format version )"
+INVALID = r"^/.* (is damaged, |must be (a|the) manifest of |has format version )"
 FORMATS = pytest.mark.parametrize("file_format", ["parquet", "npy"])
 
 
@@ -52,7 +52,7 @@ def assert_same(found, expected):
 
 def begun(path, file_format):
     """A folder without its second shard; the rows of the first."""
-    folder = EmbeddingFolder.create("me", path / "e", dataclasses.replace(MANIFEST, file_format=file_format))
+    folder = EmbeddingFolder.create(path / "e", dataclasses.replace(MANIFEST, file_format=file_format))
     written = rows_of(folder, 0, unreadable=(1,))
     folder.write(0, written)
     folder.write(2, rows_of(folder, 2))
@@ -63,7 +63,7 @@ def begun(path, file_format):
 def test_rows_come_back_exactly(tmp_path, file_format):
     folder, written = begun(tmp_path, file_format)
     folder.write(1, rows_of(folder, 1, unreadable=(2, 3)))
-    loaded = EmbeddingFolder.load("me", tmp_path / "e")
+    loaded = EmbeddingFolder.load(tmp_path / "e")
     assert loaded.manifest == folder.manifest
     assert_same(loaded.read(0), written)
     assert_same(loaded.read(2), rows_of(folder, 2))
@@ -75,9 +75,9 @@ def test_rows_come_back_exactly(tmp_path, file_format):
 def test_a_failed_write_leaves_no_shard_and_missing_shards_are_those_without_a_file(tmp_path, file_format, monkeypatch):
     folder, _ = begun(tmp_path, file_format)
     assert [list(folder.positions(shard)) for shard in range(3)] == [[0, 1], [2, 3], [4]]
-    assert EmbeddingFolder.create("me", tmp_path / "e", folder.manifest).missing() == [1]
-    with pytest.raises(ValueError, match=r"^me: .* but 1 of its 3 shards are missing \(part-00001\.\w+\)"):
-        EmbeddingFolder.load("me", tmp_path / "e")
+    assert EmbeddingFolder.create(tmp_path / "e", folder.manifest).missing() == [1]
+    with pytest.raises(ValueError, match=r"^/.* but 1 of its 3 shards are missing \(part-00001\.\w+\)"):
+        EmbeddingFolder.load(tmp_path / "e")
 
     def fail(*args):
         raise KeyboardInterrupt
@@ -89,7 +89,7 @@ def test_a_failed_write_leaves_no_shard_and_missing_shards_are_those_without_a_f
     assert folder.missing() == [1]
     assert not list(folder.path.glob(".*"))
     (folder.path / ".0123456789abcdef.tmp").touch()  # of a process that was killed
-    with folder.lock(), pytest.raises(ValueError, match=r"^me: .* is being written to by another process; wait"):
+    with folder.lock(), pytest.raises(ValueError, match=r"^/.* is being written to by another process; wait"):
         folder.lock().__enter__()
     assert not list(folder.path.glob(".*"))
 
@@ -97,9 +97,9 @@ def test_a_failed_write_leaves_no_shard_and_missing_shards_are_those_without_a_f
 @pytest.mark.refusal
 def test_numbers_that_are_too_large_for_the_type_raise(tmp_path):
     manifest = dataclasses.replace(MANIFEST, file_format="npy", dtype="float16")
-    folder = EmbeddingFolder.create("me", tmp_path, manifest)
+    folder = EmbeddingFolder.create(tmp_path, manifest)
     rows = rows_of(folder, 0)
-    with pytest.raises(ValueError, match=r"^me: `dtype` must be .*, got float16 for numbers up to .*; use float32\.$"):
+    with pytest.raises(ValueError, match=r"^`dtype` must be .*, got float16 for numbers up to .*; use float32\.$"):
         folder.write(0, dataclasses.replace(rows, embeddings=rows.embeddings * 1e6))
     assert folder.missing() == [0, 1, 2]
 
@@ -116,8 +116,8 @@ def test_other_readers_see_one_table(tmp_path):
 
 @pytest.mark.refusal
 def test_a_folder_of_something_else_is_not_continued(tmp_path):
-    EmbeddingFolder.create("me", tmp_path, MANIFEST)
-    EmbeddingFolder.create("me", tmp_path, dataclasses.replace(MANIFEST, about={"checkpoint": "moved.ckpt"}))
+    EmbeddingFolder.create(tmp_path, MANIFEST)
+    EmbeddingFolder.create(tmp_path, dataclasses.replace(MANIFEST, about={"checkpoint": "moved.ckpt"}))
     for changed, what in [
         ({"model_sha256": "b"}, "of another model;"),
         ({"preparation": {"transform": "roadmap"}}, "of images that were prepared otherwise "),
@@ -127,18 +127,18 @@ def test_a_folder_of_something_else_is_not_continued(tmp_path):
         ({"file_format": "npy"}, "with file_format=parquet, not npy"),
         ({"dim": 4}, "with dim=3, not 4"),
     ]:
-        with pytest.raises(ValueError, match=rf"^me: `output` must be a new folder or .* holds embeddings {what}"):
-            EmbeddingFolder.create("me", tmp_path, dataclasses.replace(MANIFEST, **changed))
+        with pytest.raises(ValueError, match=rf"^`output` must be a new folder or .* holds embeddings {what}"):
+            EmbeddingFolder.create(tmp_path, dataclasses.replace(MANIFEST, **changed))
 
 
 @pytest.mark.refusal
 def test_folders_that_hold_no_embeddings_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for path in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(ValueError, match=r"^me: `output` must be a new folder, .* which is something else; give"):
-            EmbeddingFolder.create("me", path, MANIFEST)
-    with pytest.raises(FileNotFoundError, match=r"^me: the embeddings must be a folder with _manifest.json in it, got"):
-        EmbeddingFolder.load("me", tmp_path)
+        with pytest.raises(ValueError, match=r"^`output` must be a new folder, .* which is something else; give"):
+            EmbeddingFolder.create(path, MANIFEST)
+    with pytest.raises(FileNotFoundError, match=r"^the embeddings must be a folder with _manifest.json in it, got"):
+        EmbeddingFolder.load(tmp_path)
 
 
 @pytest.mark.refusal
@@ -154,7 +154,7 @@ def test_a_shard_that_is_read_again_must_not_have_changed(tmp_path, file_format)
     damaged[damaged.index(written.embeddings.tobytes()[:4])] ^= 1
     file.write_bytes(damaged)
     os.utime(file, (0, 0))  # also where the clock of the file system is coarse
-    with pytest.raises(ValueError, match=r"^me: .*part-00000\.\w+ must not change while .*; run the command again"):
+    with pytest.raises(ValueError, match=r"^/.*part-00000\.\w+ must not change while .*; run the command again"):
         folder.read_again(0)
     file.unlink()
     with pytest.raises(ValueError, match="removed or replaced"):
@@ -169,7 +169,7 @@ def test_a_damaged_or_emptied_shard_is_named(tmp_path, file_format):
     damaged = bytearray(file.read_bytes())
     damaged[damaged.index(written.embeddings.tobytes()[:4])] ^= 1
     file.write_bytes(damaged)
-    message = r"^me: .*part-0000\d\.\w+ is damaged \(.+\); delete it, and run the command"
+    message = r"^/.*part-0000\d\.\w+ is damaged \(.+\); delete it, and run the command"
     with pytest.raises(ValueError, match=message):
         folder.read(0)
     for file in folder.path.glob("part-00002.*"):
@@ -191,10 +191,10 @@ def test_the_digest_of_a_list_depends_on_order_paths_labels_and_boxes():
 def test_every_bit_of_a_manifest_counts(tmp_path):
     about = {"checkpoint": "é\udcff.ckpt", "scale": 1e-05}
     manifest = dataclasses.replace(MANIFEST, about=about, preparation={"a": [1.5, None]})
-    EmbeddingFolder.create("me", tmp_path, manifest)
+    EmbeddingFolder.create(tmp_path, manifest)
     file = tmp_path / "_manifest.json"
     complete = file.read_bytes()
-    assert EmbeddingFolder("me", tmp_path, manifest).check_begun()
+    assert EmbeddingFolder(tmp_path, manifest).check_begun()
     for bit in range(0, 8 * len(complete), 7):  # in each byte
         damaged = bytearray(complete)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -203,21 +203,21 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
             if json.loads(damaged) == json.loads(complete):  # 1e-05 is 1E-05
                 continue
         with pytest.raises(ValueError, match=INVALID):
-            EmbeddingFolder.load("me", tmp_path)
+            EmbeddingFolder.load(tmp_path)
 
 
 @pytest.mark.refusal
 def test_a_forged_manifest_is_invalid(tmp_path):
-    EmbeddingFolder.create("me", tmp_path, MANIFEST)
+    EmbeddingFolder.create(tmp_path, MANIFEST)
     file = tmp_path / "_manifest.json"
-    values = FORMAT.read("me", tmp_path)
+    values = FORMAT.read("", tmp_path)
     changes = [{name: 0} for name in ("shard_size", "dtype", "about", "model_sha256")]
     forged = [FORMAT.encode({**values, **change}) for change in (*changes, {"images": "5"})]
     other_version = b'{"format": "lightning-retrieval embeddings", "version": 7}'
     for content in (b"{", b"[1]", b"[" * 100_000, other_version, *forged):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=INVALID):
-            EmbeddingFolder.load("me", tmp_path)
+            EmbeddingFolder.load(tmp_path)
 
 
 def test_a_manifest_of_an_earlier_release_opens(tmp_path):
@@ -228,7 +228,7 @@ def test_a_manifest_of_an_earlier_release_opens(tmp_path):
         if file.name == "_manifest.json":
             del content["sha256"]
         file.write_text(json.dumps(content))
-    again = EmbeddingFolder.create("me", folder.path, folder.manifest)
+    again = EmbeddingFolder.create(folder.path, folder.manifest)
     assert (again.missing(), again.changed(lambda positions: "another")) == ([1], [])
     assert_same(again.read(0), written)
 
@@ -239,7 +239,7 @@ SIZES = (7, 0, 7, 3)  # no image of the second file could be read
 def new_folder(path, dtype="float32"):
     """A folder, and all of its rows as one tensor."""
     manifest = dataclasses.replace(MANIFEST, images=24, dim=5, shard_size=7, file_format="npy", dtype=dtype)
-    folder = EmbeddingFolder.create("me", path, manifest)
+    folder = EmbeddingFolder.create(path, manifest)
     parts = []
     for shard, size in enumerate(SIZES):
         values = np.random.default_rng(shard).normal(size=(size, 5)).astype(np.float32)
@@ -296,7 +296,7 @@ def test_an_exact_index_takes_the_memory_of_its_rows_and_a_block(tmp_path, monke
     """The peak of a build of 40 MiB of vectors in blocks of 2 MiB and files of 1 MiB."""
     monkeypatch.setattr(rows_of_index, "BLOCK", 2048)
     manifest = dataclasses.replace(MANIFEST, images=40_960, dim=256, shard_size=1024, file_format="npy")
-    folder = EmbeddingFolder.create("me", tmp_path, manifest)
+    folder = EmbeddingFolder.create(tmp_path, manifest)
     for shard in range(len(folder)):
         values = np.random.default_rng(shard).normal(size=(1024, 256)).astype(np.float32)
         ids = np.array(folder.positions(shard))
@@ -316,11 +316,11 @@ SHARED = dataclasses.replace(MANIFEST, images=9, dim=0, file_format="npy")
 
 
 def shared(path, **changed):
-    return share_folder("me", path, lambda: dataclasses.replace(SHARED, **changed))
+    return share_folder(path, lambda: dataclasses.replace(SHARED, **changed))
 
 
 def error_of(path, **changed):
-    with pytest.raises(ValueError, match=r"^me: ") as error:
+    with pytest.raises(ValueError, match=r"^(`output` must|/.* is being|all processes must) ") as error:
         shared(path, **changed)
     return str(error.value)
 
@@ -345,16 +345,16 @@ def share_on_rank(rank, world_size, folder):
         return SHARED
 
     with pytest.raises(OSError, match=r"^me: the disk of the last rank is gone\.$"):
-        share_folder("me", folder / "e", fail_on_last_rank)
+        share_folder(folder / "e", fail_on_last_rank)
     after = shared(folder / "e")  # no lock is left
     after.close()
     return shards, after.missing, errors
 
 
 def test_processes_share_a_folder_and_its_errors(tmp_path, run_processes):
-    EmbeddingFolder.create("me", tmp_path / "e", dataclasses.replace(SHARED, dim=3))
+    EmbeddingFolder.create(tmp_path / "e", dataclasses.replace(SHARED, dim=3))
     (tmp_path / "e" / "part-00001.npy").touch()
-    EmbeddingFolder.create("me", tmp_path / "other", dataclasses.replace(SHARED, dim=3, model_sha256="b"))
+    EmbeddingFolder.create(tmp_path / "other", dataclasses.replace(SHARED, dim=3, model_sha256="b"))
     results = run_processes(share_on_rank, 2, tmp_path)
     assert [shards for shards, _, _ in results] == [[0, 3], [2, 4]]
     assert [missing for _, missing, _ in results] == [[0, 2, 3, 4]] * 2
@@ -374,7 +374,7 @@ def test_processes_share_a_folder_and_its_errors(tmp_path, run_processes):
 @pytest.mark.parametrize("complete", [range(0), range(4), range(5)])
 def test_one_process_fills_all_that_is_missing(tmp_path, complete):
     (tmp_path / "e").mkdir()
-    folder = EmbeddingFolder.create("me", tmp_path / "e", dataclasses.replace(SHARED, dim=3))
+    folder = EmbeddingFolder.create(tmp_path / "e", dataclasses.replace(SHARED, dim=3))
     for number in complete:
         (tmp_path / "e" / f"part-{number:05d}.npy").touch()
     share = shared(tmp_path / "e")
@@ -389,7 +389,7 @@ EMBEDDINGS = torch.randn(10, 2, generator=torch.Generator().manual_seed(0))
 
 
 def folder_to_collect(path):
-    return EmbeddingFolder.create("me", path, dataclasses.replace(SHARED, images=10, dim=2, shard_size=4))
+    return EmbeddingFolder.create(path, dataclasses.replace(SHARED, images=10, dim=2, shard_size=4))
 
 
 def collect(collector, positions):
@@ -426,6 +426,6 @@ def test_batches_need_not_fit_the_shards(tmp_path):
 def test_ids_must_ascend(tmp_path):
     collector = ShardCollector(folder_to_collect(tmp_path))
     collect(collector, range(2))
-    with pytest.raises(ValueError, match=r"^me: images must come in the order of their ids, got 1 after 1; use a loa"):
+    with pytest.raises(ValueError, match=r"^images must come in the order of their ids, got 1 after 1; use a loa"):
         collect(collector, [1])
     assert collector.folder.missing() == [0, 1, 2]  # the shard that was begun is not taken for complete

@@ -35,7 +35,7 @@ def predict(output, data=None, module=None, trainer_settings=(), **settings):
 
 
 def shards_of(path):
-    folder = EmbeddingFolder.load("me", path)
+    folder = EmbeddingFolder.load(path)
     return [folder.read(shard) for shard in range(len(folder))]
 
 
@@ -156,7 +156,7 @@ def test_the_manifest_names_the_checkpoint(tmp_path):
     callback = EmbeddingWriter(tmp_path / "f", file_format="npy")
     settings = {"ckpt_path": str(tmp_path / "model.ckpt"), "return_predictions": False, "weights_only": True}
     pl.Trainer(callbacks=callback, **QUIET).predict(new_module(seed=1), DataLoader(LABELLED), **settings)
-    manifest = EmbeddingFolder.load("me", tmp_path / "f").manifest
+    manifest = EmbeddingFolder.load(tmp_path / "f").manifest
     assert manifest.model_sha256 == file_digest(tmp_path / "model.ckpt")
     assert manifest.about["checkpoint"] == str(tmp_path / "model.ckpt")
 

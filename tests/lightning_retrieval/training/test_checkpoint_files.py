@@ -77,7 +77,7 @@ def test_damaged_checkpoints_are_named(name, damaged, intact):
 
 def test_index_names_a_damaged_checkpoint(damaged):
     with pytest.raises(ValueError, match=r"^index_images: `checkpoint` must be .*damaged\.ckpt, .* the checksum"):
-        load_checkpoint("index_images", damaged)
+        load_checkpoint(damaged)
 
 
 def test_the_command_line_names_a_damaged_checkpoint(damaged, capsys):

@@ -35,7 +35,7 @@ def folder_of(path, checkpoint, rows, labels, **about):
     what = {"images_sha256": "list", "model_sha256": "model", "file_format": "npy", "about": known}
     what["preparation"] = known["preparation"]
     folder = EmbeddingFolder.create(
-        "me", path, EmbeddingManifest(images=len(rows), dim=rows.shape[1], shard_size=100, **what)
+        path, EmbeddingManifest(images=len(rows), dim=rows.shape[1], shard_size=100, **what)
     )
     names = [None] * len(rows)
     if labels is not None:
@@ -102,10 +102,10 @@ def test_a_head_is_for_images_prepared_as_those_of_its_embeddings(checkpoint, tm
     preparation = serialise_transform(Preparation.named("glyphs"))
     about = {"preparation": preparation, "preparation_from": source}
     folder = folder_of(tmp_path / "e", checkpoint, *points(noise=0.5), **about)
-    assert load_checkpoint("me", checkpoint).preparation is None
+    assert load_checkpoint(checkpoint).preparation is None
     code, _, err = run(capsys, "adapt", "--embeddings", folder, "--output", tmp_path / "a.ckpt", "--max_epochs=1")
     assert (code, err.count("make the embeddings again with --transform")) == (0, warnings)
-    assert load_checkpoint("me", tmp_path / "a.ckpt").preparation == preparation
+    assert load_checkpoint(tmp_path / "a.ckpt").preparation == preparation
 
 
 def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys):
@@ -123,10 +123,10 @@ def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys
     assert (code, out.startswith(f"{adapted}: mAP of 2 held-out classes ")) == (0, True)
 
     embed_images(adapted, images, tmp_path / "new", file_format="npy", device="cpu")
-    module = load_checkpoint("me", adapted)
+    module = load_checkpoint(adapted)
     with torch.no_grad():
-        expected = module.embedder.head(FolderRows(EmbeddingFolder.load("me", embeddings))[:])
-    found = FolderRows(EmbeddingFolder.load("me", tmp_path / "new"))[:]
+        expected = module.embedder.head(FolderRows(EmbeddingFolder.load(embeddings))[:])
+    found = FolderRows(EmbeddingFolder.load(tmp_path / "new"))[:]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert found.shape == (40, 10)
     assert not any(parameter.requires_grad for parameter in module.embedder.embedder.parameters())
@@ -169,7 +169,7 @@ def test_losses_of_both_libraries(checkpoint, tmp_path, capsys, name, arguments)
     options = ["--loss", name, "--loss_args", json.dumps(arguments), "--max_epochs=2", "--batch_size=32"]
     code, _, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, *options)
     assert (code, err) == (0, "")
-    module = load_checkpoint("me", output)
+    module = load_checkpoint(output)
     assert module.embedder.head(torch.from_numpy(rows)).shape == rows.shape
 
 

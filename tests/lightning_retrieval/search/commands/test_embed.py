@@ -39,7 +39,7 @@ def embedded(glyphs, output, **settings):
 
 
 def all_rows(path):
-    folder = EmbeddingFolder.load("me", path)
+    folder = EmbeddingFolder.load(path)
     return [folder.read(shard) for shard in range(len(folder))]
 
 
@@ -120,7 +120,7 @@ def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size, monkeypat
         for one in started:
             one.end()
     assert codes[dying] == -signal.SIGKILL, started[dying].output()
-    missing = EmbeddingFolder("me", tmp_path / "e", whole.folder.manifest).missing()
+    missing = EmbeddingFolder(tmp_path / "e", whole.folder.manifest).missing()
     if world_size == 1:
         assert missing == list(range(1, 10))
     else:  # the other one has written all of its files, and says what has happened
@@ -198,7 +198,7 @@ def test_mixed_precision_and_half_of_the_space(glyphs, tmp_path):
     assert found.dtype == np.float16
     np.testing.assert_allclose(found, expected, atol=0.02)
     assert np.abs(found - expected).max() > 1e-3  # the error of bfloat16; that of float16 is 1e-4
-    manifest = EmbeddingFolder.load("me", tmp_path / "e").manifest
+    manifest = EmbeddingFolder.load(tmp_path / "e").manifest
     assert (manifest.precision, manifest.dtype) == ("bf16-mixed", "float16")
 
 
@@ -277,7 +277,7 @@ resize = TrainingTransform([v2.Resize((32, 32)), v2.Grayscale()], other, takes_p
 def test_an_object_of_the_user_that_gives_uint8_is_called_as_a_function(glyphs, tmp_path):
     write_image(tmp_path / "a.png", size=(50, 40))
     settings = {"transform": f"{__name__}.resize", "batch_size": 1, "num_workers": 0, "device": "cpu"}
-    embedder = ImageEmbedder.load("X", glyphs[0] / "model.ckpt", **settings)
+    embedder = ImageEmbedder.load(glyphs[0] / "model.ckpt", **settings)
     (batch,) = embedder.embed(ListedImages.of_paths(tmp_path, ["a.png"]))
     with torch.no_grad(), Image.open(tmp_path / "a.png") as image:
         wanted = embedder.module.embed(embedder.transform(image.convert("RGB"))[None])
@@ -319,7 +319,7 @@ def test_checkpoint_imports_no_module_of_its_own(planted, tmp_path, name):
     with pytest.raises(ValueError, match=r"^RetrievalModule: .*planted_module"):
         RetrievalModule.load_from_checkpoint(io.BytesIO(path.read_bytes()))
     with pytest.raises(ValueError, match=r"^index: `checkpoint` must be .* \(RetrievalModule: .*planted_module"):
-        load_checkpoint("index", path)
+        load_checkpoint(path)
     assert not planted[1].exists()
 
 
@@ -331,7 +331,7 @@ def test_an_object_or_a_module_that_the_user_has_imported_replaces_a_strange_cla
     assert not planted[1].exists()
     net = __import__(planted[0]).Net
     assert type(RetrievalModule.load_from_checkpoint(path).embedder) is net
-    assert type(load_checkpoint("index", path).embedder) is net
+    assert type(load_checkpoint(path).embedder) is net
 
 
 def test_command_imports_the_modules_that_the_user_names(planted, tmp_path, capsys):

@@ -128,8 +128,8 @@ def test_a_service_without_this_library_embeds_as_it_does(tmp_path):
 
 def embedded(checkpoint, pictures):
     """The names and the embeddings of pictures, as `index` embeds them."""
-    embedder = ImageEmbedder.load("test", checkpoint, transform=None, batch_size=8, num_workers=0, device="cpu")
-    listed = list_images("test", pictures, None)
+    embedder = ImageEmbedder.load(checkpoint, transform=None, batch_size=8, num_workers=0, device="cpu")
+    listed = list_images(pictures, None)
     return listed.index.paths, embedder.embed_all(listed).embeddings
 
 

@@ -35,8 +35,8 @@ def table(glyphs, tmp_path_factory):
 def validation(embeddings, glyphs, tmp_path_factory):
     """The embeddings of the forty glyphs, with a label for every four of them."""
     path = tmp_path_factory.mktemp("validation") / "e"
-    read = EmbeddingFolder.load("me", embeddings)
-    folder = EmbeddingFolder.create("me", path, read.manifest)
+    read = EmbeddingFolder.load(embeddings)
+    folder = EmbeddingFolder.create(path, read.manifest)
     paths = paths_of(glyphs[0] / "images")
     for shard in range(len(read)):
         rows = read.read(shard)
@@ -155,7 +155,7 @@ def test_an_index_of_embeddings_has_metadata(glyphs, embeddings, table, tmp_path
 def test_a_column_of_a_table_is_numbers_or_text(texts, values, tmp_path):
     table = tmp_path / "t.csv"
     table.write_text("image,a\n" + "".join(f"{row}.jpg,{text}\n" for row, text in enumerate(texts)))
-    found = read_metadata("me", table, ["1.jpg", "0.jpg"])
+    found = read_metadata(table, ["1.jpg", "0.jpg"])
     assert found == {"a": (values or texts)[::-1]}
 
 
@@ -168,8 +168,8 @@ def test_a_column_of_numbers_with_one_text_is_warned_of(other, line, tmp_path):
     with (tmp_path / "t.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows(rows)
     where = f"1 of its 4 values .* {re.escape(repr(other))} at line {line} of {re.escape(str(tmp_path / 't.csv'))}"
-    with pytest.warns(UserWarning, match=f"^me: the column 'price' of `metadata` holds text, .* {where}") as caught:
-        found = read_metadata("me", tmp_path / "t.csv", ["0.jpg", "1.jpg", "2.jpg", "3.jpg"])
+    with pytest.warns(UserWarning, match=f"^the column 'price' of `metadata` holds text, .* {where}") as caught:
+        found = read_metadata(tmp_path / "t.csv", ["0.jpg", "1.jpg", "2.jpg", "3.jpg"])
     assert len(caught) == 1
     assert found["price"] == texts
 
@@ -196,15 +196,15 @@ def test_tables_that_are_not_metadata_raise(text, sentence, glyphs, tmp_path, ca
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("image\nx.png\n", "me: `metadata` must have columns besides image, got none"),
-        ("image,a b\nx.png,1\n", "me: `columns` must have names of letters, digits and _"),
+        ("image\nx.png\n", "`metadata` must have columns besides image, got none"),
+        ("image,a b\nx.png,1\n", "`columns` must have names of letters, digits and _"),
     ],
 )
 def test_names_of_columns_that_are_missing_or_invalid_raise(text, sentence, tmp_path):
     table = tmp_path / "t.csv"
     table.write_text(text)
     with pytest.raises(ValueError, match=sentence):
-        read_metadata("me", table, ["x.png"])
+        read_metadata(table, ["x.png"])
 
 
 def labelled_folder(path):
@@ -214,7 +214,7 @@ def labelled_folder(path):
     centres = {name: generator.normal(size=6) for name in sorted(set(names))}
     rows = np.stack([centres[name] + 0.7 * generator.normal(size=6) for name in names]).astype(np.float32)
     what = {"images_sha256": "list", "model_sha256": "model", "preparation": {}, "file_format": "npy"}
-    folder = EmbeddingFolder.create("me", path, EmbeddingManifest(images=70, dim=6, shard_size=20, **what))
+    folder = EmbeddingFolder.create(path, EmbeddingManifest(images=70, dim=6, shard_size=20, **what))
     kept = []
     for shard in range(4):
         ids = [number for number in folder.positions(shard) if number % 13 > 0]
@@ -240,7 +240,7 @@ def test_a_threshold_has_the_rates_of_a_loop(tmp_path):
     names, rows = labelled_folder(tmp_path / "e")
     assert min(names.count(name) for name in names) > 1
     for rate in (0.0, 0.1, 0.5):
-        chosen = choose_threshold("me", tmp_path / "e", rate, {})["threshold"]
+        chosen = choose_threshold(tmp_path / "e", rate, {})["threshold"]
         assert chosen["images"] == 64
         assert (chosen["false_match_rate"], chosen["miss_rate"]) == rates_by_loop(names, rows, chosen["value"])
         assert chosen["false_match_rate"] <= rate < rates_by_loop(names, rows, chosen["value"] - 0.1)[0]
@@ -284,10 +284,10 @@ def test_thresholds_that_cannot_be_chosen_raise(glyphs, embeddings, other_model,
     assert not (tmp_path / "i").exists()
     what = {"images_sha256": "list", "model_sha256": "model", "preparation": {}, "file_format": "npy"}
     manifest = EmbeddingManifest(images=2, dim=2, shard_size=2, **what)
-    folder = EmbeddingFolder.create("me", tmp_path / "e", manifest)
+    folder = EmbeddingFolder.create(tmp_path / "e", manifest)
     folder.write(0, ShardRows(np.arange(2), np.eye(2, dtype=np.float32), ["a.jpg", "b.jpg"], ["a", "b"]))
-    with pytest.raises(ValueError, match=r"me: `validation` must have several images of a label"):
-        choose_threshold("me", tmp_path / "e", 0.5, {})
+    with pytest.raises(ValueError, match=r"`validation` must have several images of a label"):
+        choose_threshold(tmp_path / "e", 0.5, {})
 
 
 @pytest.mark.refusal

@@ -103,7 +103,7 @@ def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, ca
     assert found == pytest.approx(scores, abs=1e-5)
     args = ["--images", tmp_path / "images", "--output", tmp_path / "rows", "--checkpoint", model, "--format=npy"]
     assert command(capsys, "embed", *args)[0] == 0
-    rows = EmbeddingFolder.load("test", tmp_path / "rows").read(0).embeddings
+    rows = EmbeddingFolder.load(tmp_path / "rows").read(0).embeddings
     assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
 
 

@@ -206,7 +206,7 @@ def embedded_queries(folder, tmp_path, capsys, name, source):
     given = [f"--checkpoint={folder / name}.ckpt", f"--images={source}", f"--output={output}", "--side=queries"]
     code, _, err = command(capsys, "embed", *given, "--format=npy", "--shard_size=4")
     assert (code, err) == (0, "")
-    rows = FolderRows(EmbeddingFolder.load("test", output))
+    rows = FolderRows(EmbeddingFolder.load(output))
     return list(rows.paths), rows[torch.arange(len(rows))]
 
 

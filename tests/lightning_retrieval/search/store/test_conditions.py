@@ -192,7 +192,7 @@ def test_only_queries_that_lack_groups_are_searched_again(monkeypatch):
 
 
 def test_what_a_condition_is_parsed_to():
-    parsed = parse_where("me", " not price < 2e1 and (brand not in ['b', \"a\"] or stock >= -3)", KINDS)
+    parsed = parse_where(" not price < 2e1 and (brand not in ['b', \"a\"] or stock >= -3)", KINDS)
     listed = Compared("brand", "in", frozenset({"a", "b"}))
     either = Combined("or", (Combined("not", (listed,)), Compared("stock", ">=", -3.0)))
     assert parsed == Combined("and", (Combined("not", (Compared("price", "<", 20.0),)), either))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex, files, progress
+from lightning_retrieval.invalid import NotWritten
 from lightning_retrieval.search.store import disk_lists, faiss_index, rows, storage
 from lightning_retrieval.search.store.disk_lists import help_build_on_disk
 from tests.lightning_retrieval.search.store.vectors import DIM, ROWS, built, memory, newly_built, vectors
@@ -103,7 +104,7 @@ def fail_together(rank, world_size, folder, failing):
 
     def fails(owner, path, write):
         if path.name.startswith(failing):
-            raise OSError(f"{owner}: {path.name} cannot be written (No space left on device).")
+            raise NotWritten(f"{path.name} cannot be written (No space left on device)", owner)
         return real(owner, path, write)
 
     disk_lists.write_verified = fails
@@ -282,7 +283,7 @@ def test_a_kill_of_one_process_leaves_the_old_index_and_the_next_build_begins_an
         for one in started:
             one.end()
     assert codes[dying] == -signal.SIGKILL, started[dying].output()
-    assert "ConnectionError: RetrievalIndex: all processes must run until the" in started[1 - dying].output()
+    assert "Unreachable: RetrievalIndex: all processes must run until the" in started[1 - dying].output()
     assert len(RetrievalIndex.load(folder)) == 50
     on_disk(folder, shards=2)
     assert len(list(folder.glob("files-*"))) == 1

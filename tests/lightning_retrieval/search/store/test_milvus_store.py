@@ -383,7 +383,7 @@ def test_connections_to_one_file_share_it(tmp_path):
     second = MilvusConnection(uri, may_create=False)
     first.close()
     first.close()
-    with pytest.raises(ValueError, match=r"^MilvusStore: the connection to .* must be open for list_collections; open"):
+    with pytest.raises(ValueError, match=r"^the connection to .* must be open for list_collections; open"):
         first.call("list_collections")
     assert second.call("list_collections") == []
     second.close()
@@ -441,7 +441,7 @@ def test_a_file_that_another_process_has_opened(tmp_path):
     with (tmp_path / "photos.db" / "LOCK").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConnectionError, match=r"^MilvusStore: `uri` must not be in use, got .*photos.db, which "):
-            MilvusConnection(uri, may_create=False)
+            MilvusStore(uri, "birds")
     MilvusConnection(uri, may_create=False).close()
 
 
@@ -453,7 +453,7 @@ def test_paths_that_are_no_file_of_milvus_lite(tmp_path):
         ("ftp://host", ValueError, r"or an address such as http://localhost:19530, got 'ftp://host'"),
         (str(tmp_path / "old.db"), ValueError, r"a folder that Milvus Lite wrote, .* got the file .*old\.db; give"),
         (str(tmp_path / "gone.db"), FileNotFoundError, r"got .*gone\.db, which does not exist"),
-        (3, TypeError, r"^MilvusStore: `uri` must be a string, got 3"),
+        (3, TypeError, r"^`uri` must be a string, got 3"),
     ]
     for uri, error, message in wrong:
         with pytest.raises(error, match=message):
@@ -468,7 +468,7 @@ def test_an_address_where_nothing_answers():
     with pytest.raises(ConnectionError) as raised:
         MilvusConnection("http://root:secret@127.0.0.1:9", may_create=True)
     message = str(raised.value)
-    assert message.startswith("MilvusStore: `uri` must be the address of Milvus, got http://...@127.0.0.1:9, where ")
+    assert message.startswith("`uri` must be the address of Milvus, got http://...@127.0.0.1:9, which did not answer")
     assert message.endswith("; nothing was written, so start Milvus there or give another address.")
     assert "secret" not in message
     assert shown_uri("photos@home.db") == "photos@home.db"
@@ -497,7 +497,7 @@ def test_invalid_kinds_parameters_and_names():
         (check_name, "name", ["", "a b", "a/b", "1a", "é", "a" * 201]),
     ):
         for value in values:
-            with pytest.raises(ValueError, match=f"^MilvusStore: `{argument}` must .* got '"):
+            with pytest.raises(ValueError, match=f"^`{argument}` must .* got '"):
                 function(value)
-    with pytest.raises(ValueError, match=r"^MilvusStore: `factory` .* Milvus Lite has, FLAT, .*, got 'SCANN'"):
+    with pytest.raises(ValueError, match=r"^`factory` .* Milvus Lite has, FLAT, .*, got 'SCANN'"):
         index_kind("SCANN", of_lite=True)

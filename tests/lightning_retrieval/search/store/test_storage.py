@@ -260,8 +260,8 @@ def test_an_index_that_an_earlier_commit_has_written(mapped, tmp_path):
 @pytest.mark.parametrize("file_format", ["parquet", "npy"])
 def test_embeddings_that_an_earlier_commit_has_written(file_format, tmp_path):
     shutil.copytree(EARLIER / f"embeddings-{file_format}", tmp_path / "e")
-    folder = EmbeddingFolder.load("me", tmp_path / "e")
-    assert EmbeddingFolder.create("me", tmp_path / "e", folder.manifest).missing() == []
+    folder = EmbeddingFolder.load(tmp_path / "e")
+    assert EmbeddingFolder.create(tmp_path / "e", folder.manifest).missing() == []
     first, second = folder.read(0), folder.read(1)
     np.testing.assert_array_equal(first.embeddings, ROWS[[0, 2]])
     np.testing.assert_array_equal(second.embeddings, ROWS[3:5])
