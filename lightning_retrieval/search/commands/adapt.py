@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_retrieval import losses
 from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by, reported_as
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
@@ -181,7 +181,8 @@ def adapt_head(
     module = _embedding_module(folder.manifest, checkpoint, output, overwrite)
     if embedding_dim is None:
         embedding_dim = folder.manifest.dim
-    embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
+    with reported_as(OWNER):
+        embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
     rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", _labels_of_table(labels)))
     is_held_out = _held_out(numbers, generator)
     trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])

@@ -20,6 +20,7 @@ from lightning_retrieval import datamodules
 from lightning_retrieval.cli.check import DATA_MODULES, data_modules
 from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
 from lightning_retrieval.command_line import command_line_message, printable
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.models import Preparation
@@ -295,14 +296,17 @@ def test_help_of_another_command_has_whole_sentences_in_80_columns(args, help_of
 
 
 def test_owners_become_the_command_and_arguments_its_options():
-    error = ValueError("search_images: `k` must be at most the `images` of `index_images`, got `other`.")
+    error = InvalidValue("must be at most the `images` of `index_images`", "search_images", "k", got="`other`")
     message = "search: `-k` must be at most the `--images` of `lightning-retrieval index`, got `other`."
     assert command_line_message("search", error, ["k", "images"]) == message
-    error = ValueError("search_images: `images` must be given.")  # which another command has called
-    assert command_line_message("demo", error, ["images"]) == "demo: `--images` must be given."
-    error = ValueError("RetrievalIndex: `factory` must be one of search_images: `factory`.")
+    for owner in ("", "search_images"):  # which another command may have called
+        error = InvalidValue("must be given", owner, "images")
+        assert command_line_message("demo", error, ["images"]) == "demo: `--images` must be given."
+    error = InvalidValue("must be one of search_images: `factory`", "RetrievalIndex", "factory")
     message = "search: `--factory` must be one of search_images: `--factory`."
     assert command_line_message("search", error, ["factory"]) == message
+    error = InvalidValue("must be > 0", "SmoothAPLoss", "tau")  # whose argument is no option, even if there is one
+    assert command_line_message("adapt", error, ["tau"]) == str(error)
     error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     assert command_line_message("demo", error, []) == str(error)
 

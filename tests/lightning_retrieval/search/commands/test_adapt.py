@@ -204,7 +204,7 @@ def test_what_cannot_be_adapted_raises(checkpoint, tmp_path, capsys):
         "--loss_args=[1]": "`--loss_args` must be a JSON object",
         '--loss_args={"size": 1}': "`--loss` and `--loss_args` must name a loss and its arguments, got LogRankLoss",
         "--batch_size=16385": "`--batch_size` must be an integer from 4 to 16384, got 16385",
-        "--embedding_dim=0": "AdaptedEmbedder: `--embedding_dim` must be an integer >= 1, got 0",
+        "--embedding_dim=0": "adapt: `--embedding_dim` must be an integer >= 1, got 0",
         f"--labels={tmp_path / 'gone.csv'}": "`--labels` must be a CSV or Parquet table",
         f"--labels={two}": "`image` must be different in each row",
         f"--labels={some}": "`--labels` must have a label for each image",

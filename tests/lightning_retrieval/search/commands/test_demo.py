@@ -247,7 +247,7 @@ def server(indexed, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.refusal
 def test_a_port_that_is_in_use_and_invalid_requests_are_answered_with_a_sentence(server):
-    message = f"demo: the page cannot be served on port {server.used} of 127.0.0.1, which may be in use; give another"
+    message = f"the page cannot be served on port {server.used} of 127.0.0.1, which may be in use; give another"
     assert message in server.started.output()
     for path in ("", "config", "gradio_api/info", "gradio_api/queue/status"):
         answer = httpx.get(f"{server.address}/{path}", headers={"Host": "evil.example:7860"})

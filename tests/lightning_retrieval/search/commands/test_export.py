@@ -143,7 +143,7 @@ def test_a_program_that_differs_is_not_written(glyphs, exported, tmp_path, monke
         export_model(glyphs[0] / "model.ckpt", tmp_path)
     assert not list(tmp_path.iterdir())
     program = EmbeddingProgram(torch.nn.Flatten(), Preparation.named("glyphs"), "float")
-    with pytest.raises(ValueError, match=r"^export_model: a\.onnx must differ .*, got nan; p"):
+    with pytest.raises(ValueError, match=r"^a\.onnx must differ .*, got nan; p"):
         check_program("a.onnx", lambda images: program(images) * float("nan"), program)
 
 

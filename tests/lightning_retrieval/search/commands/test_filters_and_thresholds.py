@@ -137,7 +137,7 @@ def test_an_index_of_embeddings_has_metadata(glyphs, embeddings, table, tmp_path
     assert index.columns(index.ids)["code"] == [f"{paths.index(path):03d}" for path in index.paths(index.ids)]
 
 
-@pytest.mark.filterwarnings("ignore:me. the column 'a' of `metadata` holds text:UserWarning")
+@pytest.mark.filterwarnings("ignore:the column 'a' of `metadata` holds text:UserWarning")
 @pytest.mark.parametrize(
     ("texts", "values"),
     [

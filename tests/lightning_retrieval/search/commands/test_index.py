@@ -429,15 +429,15 @@ def test_invalid_settings_and_then_bad_files_are_named_before_an_index_is_made(e
     content = bytearray(bad.read_bytes())
     content[-1] ^= 1
     bad.write_bytes(content)
-    on_disk = {"owner": "RetrievalIndex", "factory": "IVF2,Flat", "rows_in_memory": 65_536}
+    on_disk = {"factory": "IVF2,Flat", "rows_in_memory": 65_536}
     fails("`factory` must be IVF with Flat, SQ or PQ, .* got 'Flat'", **{**on_disk, "factory": "Flat"})
     fails("`rows_in_memory` must be an integer >= 65536, got 65535", **{**on_disk, "rows_in_memory": 65_535})
-    settings = {**on_disk, "owner": "index_embeddings", "store": f"milvus:{tmp_path / 'i.db'}"}
+    settings = {**on_disk, "store": f"milvus:{tmp_path / 'i.db'}"}
     fails("`rows_in_memory` must not be given with a store in", **settings)
     fails("`devices` must be an integer >= 1, got 0", devices=0)
     fails("`devices` must be 1 with a store in Milvus, which .*, got 2", devices=2, store=f"milvus:{tmp_path / 'i.db'}")
     fails("`devices` must be 1 with `update`, which reads the index into memory, got 3", devices=3, update=True)
-    fails("`factory` must be IVF with .* by several processes, got 'Flat'; ", "RetrievalIndex", devices=2)
+    fails("`factory` must be IVF with .* by several processes, got 'Flat'; ", devices=2)
     fails("that fits inner products of 24 numbers, got 'IVF2,PQ7x4'", "RetrievalIndex", factory="IVF2,PQ7x4")
     fails(r"part-00001.npy is damaged \(.*, which keeps the others")
     shutil.copy(embeddings / "part-00000.npy", bad)

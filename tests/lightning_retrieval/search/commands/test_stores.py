@@ -115,7 +115,7 @@ def test_paths_that_milvus_cannot_hold_raise_before_any_image_is_embedded(indexe
     source = indexed / "images" / paths_of(indexed / "images")[3]
     for name in ("a.png", "b.png", "\udcff.png"):
         (tmp_path / "images" / name).write_bytes(source.read_bytes())
-    with pytest.raises(ValueError, match=r"^MilvusStore: `paths` must be valid Unicode, got '.udcff\.png'; rename "):
+    with pytest.raises(ValueError, match=r"^index_images: `paths` must be valid Unicode, got '.udcff\.png'; rename "):
         index_images(indexed / "model.ckpt", tmp_path / "images", Path("glyphs"), store=f"milvus:{tmp_path / 'a.db'}")
 
 
