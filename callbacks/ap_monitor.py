@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_retrieval.backend import pl, rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.distributed import Shard, sum_over_ranks
+from lightning_retrieval.invalid import InvalidType
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     FastAPLoss,
@@ -237,10 +238,8 @@ class APMonitor(pl.Callback):
         find_evaluation("APMonitor", trainer)
         loss = getattr(pl_module, "loss", None)
         if not isinstance(loss, BatchLoss):
-            raise TypeError(
-                "APMonitor: the module must have a `loss` of this library, as RetrievalModule has, got "
-                f"{type(loss).__name__} in {type(pl_module).__name__}."
-            )
+            rule = "the module must have a `loss` of this library, as RetrievalModule has"
+            raise InvalidType(rule, "APMonitor", got=f"{type(loss).__name__} in {type(pl_module).__name__}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._classes, self._samples = 0, 0

@@ -68,10 +68,8 @@ def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
             return path
         warnings.warn(f"{owner}: skipped the checkpoint {path}, which is damaged: {damage}.", stacklevel=2)
     if checkpoints:
-        raise ValueError(
-            f"{owner}: all {len(checkpoints)} checkpoints in {checkpoints[0].parent} are damaged; remove them to begin "
-            "a new run."
-        )
+        rule = f"all {len(checkpoints)} checkpoints in {checkpoints[0].parent} are damaged"
+        raise InvalidValue(rule, owner, cure="remove them to begin a new run")
     return None
 
 
@@ -268,10 +266,9 @@ class SameCheckpoint(pl.Callback):
         found = gather_objects((str(self.checkpoint), checksums))
         if any(checksums != other for _, other in found):
             paths = [path for path, _ in found]
-            raise ValueError(
-                f"{self.owner}: all processes must continue from the same checkpoint, got {paths} in rank order, which "
-                "differ; put the folder of the run on a file system that all machines share."
-            )
+            rule = "all processes must continue from the same checkpoint"
+            cure = "put the folder of the run on a file system that all machines share"
+            raise InvalidValue(rule, self.owner, got=f"{paths} in rank order, which differ", cure=cure)
 
 
 class RowsBeforeCheckpoints(pl.Callback):

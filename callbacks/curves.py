@@ -23,6 +23,7 @@ from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from lightning_retrieval.files import new_file, writing
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.preparation.prepare import open_image
@@ -300,10 +301,9 @@ class TrainingCurve(pl.Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         if self.metric not in trainer.callback_metrics:
-            raise ValueError(
-                f"TrainingCurve: `metric` must be logged in validation, got {self.metric!r}; logged metrics are "
-                f"{sorted(trainer.callback_metrics)}."
-            )
+            rule = "must be logged in validation"
+            cure = f"logged metrics are {sorted(trainer.callback_metrics)}"
+            raise InvalidValue(rule, "TrainingCurve", "metric", got=repr(self.metric), cure=cure)
         self.points.append([trainer.global_step, float(trainer.callback_metrics[self.metric])])
         folder = run_folder(trainer)  # a collective call, so it comes before the check of the rank
         if trainer.is_global_zero:

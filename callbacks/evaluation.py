@@ -22,6 +22,7 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     what_is_lost,
 )
 from lightning_retrieval.checks import check_bool
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.retrieval import REVERSE
@@ -441,10 +442,9 @@ def _check_has_batches(stage: str, loaders: Any) -> None:
     for prefix, loader in zip(set_prefixes(stage, loaders), loader_list(loaders)):
         covered = what_is_lost(loader)
         if sized_len(loader) == 0 and covered is not None:
-            raise ValueError(
-                f"RetrievalEvaluation: the loader of the {prefix.rstrip('/')} metrics must have a batch, got "
-                f"{covered}, for batch_size={getattr(loader, 'batch_size', None)}; set drop_last=False."
-            )
+            rule = f"the loader of the {prefix.rstrip('/')} metrics must have a batch"
+            got = f"{covered}, for batch_size={getattr(loader, 'batch_size', None)}"
+            raise InvalidValue(rule, "RetrievalEvaluation", got=got, cure="set drop_last=False")
 
 
 def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
@@ -495,9 +495,10 @@ def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RetrievalEvaluation):
             return callback
-    raise ValueError(
-        f"{owner}: the Trainer must have the callback RetrievalEvaluation, whose evaluation sets {owner} uses, but "
-        "it has none; pass both callbacks."
+    raise InvalidValue(
+        f"the Trainer must have the callback RetrievalEvaluation, whose evaluation sets {owner} uses, but it has none",
+        owner,
+        cure="pass both callbacks",
     )
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 
 from lightning_retrieval.backend import pl, sized_len
 from lightning_retrieval.checks import is_integer
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric
 
 
@@ -123,10 +124,9 @@ def find_test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any
         source.setup("test")
     undefined = (pl.LightningModule.test_dataloader, pl.LightningDataModule.test_dataloader)
     if getattr(type(source), "test_dataloader", None) in undefined:
-        raise ValueError(
-            f"RetrievalEvaluation: `before_fit` needs a test set, which {type(source).__name__} does not have; define "
-            "test_dataloader there, or set before_fit=False."
-        )
+        rule = f"needs a test set, which {type(source).__name__} does not have"
+        cure = "define test_dataloader there, or set before_fit=False"
+        raise InvalidValue(rule, "RetrievalEvaluation", "before_fit", cure=cure)
     return source.test_dataloader()
 
 
@@ -136,9 +136,12 @@ def check_step_outputs(module_name: str, outputs: Any) -> None:
         received = type(outputs).__name__
         if isinstance(outputs, Mapping):
             received = f"the keys {sorted(outputs)}"
-        raise TypeError(
-            f"RetrievalEvaluation: {module_name}'s validation and test steps must return a dict with embeddings and "
-            f"labels, and optionally ids, got {received}; the steps of RetrievalModule do."
+        raise InvalidType(
+            f"{module_name}'s validation and test steps must return a dict with embeddings and labels, and "
+            "optionally ids",
+            "RetrievalEvaluation",
+            got=received,
+            cure="the steps of RetrievalModule do",
         )
     roles = outputs.get("roles")
     if roles is None or (isinstance(roles, Tensor) and is_integer(roles)):
@@ -146,10 +149,8 @@ def check_step_outputs(module_name: str, outputs: Any) -> None:
     received = type(roles).__name__
     if isinstance(roles, Tensor):
         received = str(roles.dtype)
-    raise TypeError(
-        f"RetrievalEvaluation: the `roles` that {module_name}'s steps return must be a tensor of integers (1 query, 2 "
-        f"gallery, 3 both), got {received}."
-    )
+    rule = f"the `roles` that {module_name}'s steps return must be a tensor of integers (1 query, 2 gallery, 3 both)"
+    raise InvalidType(rule, "RetrievalEvaluation", got=received)
 
 
 class EvaluationSet:

@@ -6,6 +6,7 @@ from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import ModelParallelStrategy
 from lightning_retrieval.checkpoints import check_can_be_sharded
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -53,18 +54,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         if sharded_checkpoints:
             check_can_be_sharded(owner)
         if not isinstance(timeout, timedelta | None):
-            raise TypeError(
-                f"{owner}: `timeout` must be a datetime.timedelta, got {short_repr(timeout)} "
-                f"({type(timeout).__name__}); use timedelta(minutes=30)."
-            )
+            rule = "must be a datetime.timedelta"
+            got = f"{short_repr(timeout)} ({type(timeout).__name__})"
+            raise InvalidType(rule, owner, "timeout", got=got, cure="use timedelta(minutes=30)")
 
     def setup_environment(self) -> None:
         """Join the processes of the run; raise before if `shard_size` does not divide their number."""
         processes = self.num_nodes * self.num_processes
         if processes % (self.shard_size or 1):
-            raise ValueError(
-                f"{type(self).__name__}: `shard_size` must divide the number of processes, {processes}, got "
-                f"{self.shard_size}; use the number of GPUs of a node, or None to shard over all processes."
-            )
+            rule = f"must divide the number of processes, {processes}"
+            cure = "use the number of GPUs of a node, or None to shard over all processes"
+            raise InvalidValue(rule, type(self).__name__, "shard_size", got=self.shard_size, cure=cure)
         self._data_parallel_size = processes
         super().setup_environment()

@@ -17,6 +17,7 @@ from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.curves import EvaluationFigure
 from lightning_retrieval.callbacks.evaluation import is_ranked_by_label
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.models import Preparation
@@ -73,22 +74,16 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
             size = str(len(dataset))
             if index in range(len(dataset)):  # another error of the data set
                 raise
-        raise ValueError(
-            f"RetrievalGallery: ids must index the evaluated data set, got {index} for one of {size} items "
-            f"({type(error).__name__}: {error})."
-        ) from None
+        got = f"{index} for one of {size} items ({type(error).__name__}: {error})"
+        raise InvalidValue("ids must index the evaluated data set", "RetrievalGallery", got=got) from None
     unpack_batch = getattr(pl_module, "unpack_batch", partial(unpack, type(pl_module).__name__))
     images, _, ids = unpack_batch(default_collate([item]))
     if ids is not None and ids.tolist() != [index]:
-        raise ValueError(
-            f"RetrievalGallery: ids must index the evaluated data set, got id {index} for an image that has the id "
-            f"{ids.tolist()[0]}."
-        )
+        rule = "ids must index the evaluated data set"
+        raise InvalidValue(rule, "RetrievalGallery", got=f"id {index} for an image that has the id {ids.tolist()[0]}")
     if images.ndim != 4 or images.shape[1] == 2:
-        raise ValueError(
-            f"RetrievalGallery: images must have shape (channels, height, width) with 1 or at least 3 channels, got "
-            f"{tuple(images.shape[1:])}."
-        )
+        rule = "images must have shape (channels, height, width) with 1 or at least 3 channels"
+        raise InvalidValue(rule, "RetrievalGallery", got=tuple(images.shape[1:]))
     return as_image(images[0].cpu(), getattr(dataset, "transform", None))
 
 

@@ -13,6 +13,7 @@ from lightning_retrieval.backend import move_data_to_device, pl, rank_zero_info,
 from lightning_retrieval.callbacks.evaluation import log_without_sync
 from lightning_retrieval.checks import check_positive
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.models.sides import is_two_sided
 from lightning_retrieval.random_state import step_random_state
@@ -91,10 +92,8 @@ class MemoryMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise if there is no memory; move the state of a checkpoint to the device."""
         if not isinstance(getattr(pl_module, "memory", None), CrossBatchMemory):
-            raise ValueError(
-                "MemoryMonitor: the module must have a memory, got none; give RetrievalModule(memory=...), or remove "
-                "the callback."
-            )
+            cure = "give RetrievalModule(memory=...), or remove the callback"
+            raise InvalidValue("the module must have a memory", "MemoryMonitor", got="none", cure=cure)
         for name in _STATE:
             value = getattr(self, f"_{name}")
             setattr(self, f"_{name}", move_data_to_device(value, pl_module.device))
@@ -162,9 +161,8 @@ class MemoryMonitor(pl.Callback):
         """Store the first images of the global batch, in rank order, on each process."""
         shapes = gather_objects(tuple(images.shape[1:]))
         if len(set(shapes)) > 1:
-            raise ValueError(
-                f"MemoryMonitor: the images of all processes must have the same shape, got {shapes} in rank order."
-            )
+            rule = "the images of all processes must have the same shape"
+            raise InvalidValue(rule, "MemoryMonitor", got=f"{shapes} in rank order")
         labels = gather_rows(labels)
         self._interval = math.ceil(memory.size / len(labels))
         self._labels = labels[: self.probe].clone()

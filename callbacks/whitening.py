@@ -14,6 +14,7 @@ from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_war
 from lightning_retrieval.callbacks.evaluation import batches_on_device
 from lightning_retrieval.callbacks.evaluation_sets import loader_list
 from lightning_retrieval.distributed import kept_integers, rank, unshared, world_size
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.sides import is_two_sided
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
@@ -65,15 +66,16 @@ class LearnWhitening(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size > 1:
-            raise ValueError(
-                "LearnWhitening: the processes may embed unequal numbers of batches, for which ModelParallelStrategy "
-                "would wait forever; learn the whitening with Trainer(strategy='ddp') from a checkpoint."
+            raise InvalidValue(
+                "the processes may embed unequal numbers of batches, for which ModelParallelStrategy would wait "
+                "forever",
+                "LearnWhitening",
+                cure="learn the whitening with Trainer(strategy='ddp') from a checkpoint",
             )
         dim = _whitening(pl_module).dim
         if dim is not None and self.images <= dim:
-            raise ValueError(
-                f"LearnWhitening: `images` must be larger than the whitening's dim, {dim}, got {self.images}."
-            )
+            rule = f"must be larger than the whitening's dim, {dim}"
+            raise InvalidValue(rule, "LearnWhitening", "images", got=self.images)
         _whitening(pl_module).is_awaited = True
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -102,10 +104,8 @@ class LearnWhitening(pl.Callback):
         available = len(dataset) - first
         count = min(self.images, available)
         if count < world_size():
-            raise ValueError(
-                f"LearnWhitening: each of the {world_size()} processes needs at least one training image, got {count} "
-                "images."
-            )
+            rule = f"each of the {world_size()} processes needs at least one training image"
+            raise InvalidValue(rule, "LearnWhitening", got=f"{count} images")
         if world_size() > 1:
             for buffer in pl_module.buffers():  # such as batch-norm statistics; DDP also sends them before evaluation
                 dist.broadcast(buffer, 0)
@@ -119,10 +119,8 @@ class LearnWhitening(pl.Callback):
 def _whitening(pl_module: pl.LightningModule) -> Whitening:
     whitening = pl_module.whitening if isinstance(pl_module, RetrievalModule) else None
     if whitening is None:
-        raise ValueError(
-            f"LearnWhitening: {type(pl_module).__name__} has no whitening to learn; create it with one: "
-            "RetrievalModule(..., whitening=PCAWhitening())."
-        )
+        cure = "create it with one: RetrievalModule(..., whitening=PCAWhitening())"
+        raise InvalidValue(f"{type(pl_module).__name__} has no whitening to learn", "LearnWhitening", cure=cure)
     return whitening
 
 
@@ -133,10 +131,12 @@ def _training_images(trainer: pl.Trainer) -> Any:
     if dataset is None:
         dataset = getattr(trainer.train_dataloader, "dataset", None)
     if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            "LearnWhitening: the training images must be known, as the data module's `train_set` or, in a fit, as the "
-            f"train_dataloader's dataset with a length, got {type(dataset).__name__}; pass the Trainer a "
-            "RetrievalDataModule, or fit first."
+        raise InvalidValue(
+            "the training images must be known, as the data module's `train_set` or, in a fit, as the "
+            "train_dataloader's dataset with a length",
+            "LearnWhitening",
+            got=type(dataset).__name__,
+            cure="pass the Trainer a RetrievalDataModule, or fit first",
         )
     if getattr(dataset, "two_sided", False):
         return dataset.map_sides(lambda side, of_side: _as_evaluated(of_side, datamodule.modules[side]))

@@ -33,6 +33,7 @@ from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.datamodules.samplers.tags import TagSampler
 from lightning_retrieval.distributed import together
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.loading import CheckpointedDataModule
 from lightning_retrieval.models.sides import Side
 from lightning_retrieval.random_state import seed_or_default
@@ -100,7 +101,7 @@ def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
     nearest = max(names, key=partial(_similarity, name), default=None)
     if nearest is not None and _similarity(name, nearest) >= ALIKE:
         cure = f"did you mean `{nearest}`?"
-    raise TypeError(f"{cls.__name__}: has no argument `{name}`; {cure}")
+    raise InvalidType(f"has no argument `{name}`; {cure}", cls.__name__)
 
 
 def _similarity(name: str, other: str) -> float:
@@ -152,9 +153,12 @@ def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any
     found = f"{now['count']:,} instead of {before['count']:,}"
     if now["count"] == before["count"]:
         found = f"as many, {now['count']:,}, with other labels or paths or in another order"
-    raise ValueError(
-        f"{owner}: a run must continue with the training images that it began with, got {found}; restore the list of "
-        "images and the settings that choose from it, or begin a new run with the weights of the checkpoint."
+    raise InvalidValue(
+        "a run must continue with the training images that it began with",
+        owner,
+        got=found,
+        cure="restore the list of images and the settings that choose from it, or begin a new run with the weights "
+        "of the checkpoint",
     )
 
 
@@ -235,7 +239,8 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.pin_memory = checked(self, pin_memory=pin_memory)
         self.persistent_workers = checked(self, persistent_workers=persistent_workers)
         if self.persistent_workers and not self.num_workers:
-            raise ValueError(f"{owner}: `persistent_workers` needs workers, got num_workers=0; set it to 1 or more.")
+            rule = "needs workers"
+            raise InvalidValue(rule, owner, "persistent_workers", got="num_workers=0", cure="set it to 1 or more")
         self._images_of_run: dict[str, Any] | None = None
 
     @property
@@ -262,10 +267,9 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         labels, P, K = self.train_set.labels, self.classes_per_batch, self.samples_per_class
         if isinstance(self.sampler, GlobalBatchSampler):
             if self.sampler.dataset_size != len(labels):
-                raise ValueError(
-                    f"{type(self).__name__}: `sampler` must be made with the labels of the {len(labels):,} training "
-                    f"images, got one made with {self.sampler.dataset_size:,}."
-                )
+                rule = f"must be made with the labels of the {len(labels):,} training images"
+                got = f"one made with {self.sampler.dataset_size:,}"
+                raise InvalidValue(rule, type(self).__name__, "sampler", got=got)
             return self.sampler
         if self.sampler == "all_classes":
             return AllClassesSampler(labels, batch_size=P * K, seed=self.seed)

@@ -25,6 +25,7 @@ from lightning_retrieval.datamodules.image_index import (
 )
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "HuggingFaceImages"
@@ -49,7 +50,7 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
     local = Path(path).expanduser()
     looks_local = local.is_absolute() or path.startswith((".", "~")) or path.endswith(".parquet")
     if looks_local and not local.exists():
-        raise FileNotFoundError(f"{OWNER}: `path` must be an existing folder or file, got {path}.")
+        raise MissingFile("must be an existing folder or file", OWNER, "path", got=path)
     try:
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
             found = datasets.load_from_disk(str(local))
@@ -60,13 +61,11 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
         else:
             found = datasets.load_dataset(path, config, revision=revision)
     except OSError as error:  # errors of the hub, such as a missing network, are also of this type
-        raise FileNotFoundError(
-            f"{OWNER}: `path` must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the "
-            f"hub has, got {path} ({first_line(error)}); without a network, download it elsewhere, save it with "
-            "save_to_disk, and give the folder."
-        ) from error
+        rule = "must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the hub has"
+        cure = "without a network, download it elsewhere, save it with save_to_disk, and give the folder"
+        raise MissingFile(rule, OWNER, "path", got=f"{path} ({first_line(error)})", cure=cure) from error
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{OWNER}: `path` cannot be read, got {path} ({first_line(error)}).") from error
+        raise InvalidValue("cannot be read", OWNER, "path", got=f"{path} ({first_line(error)})") from error
     if isinstance(found, Mapping):
         return dict(found)
     return {"train": found}
@@ -95,17 +94,17 @@ def with_encoded_images(dataset: Any, image_column: str | None) -> tuple[Any, st
     if image_column is None:
         found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         if len(found) != 1:
-            raise ValueError(
-                f"{OWNER}: `image_column` must name the column of images, as {len(found)} of the columns "
-                f"{_listed(features)} have the type Image."
+            raise InvalidValue(
+                f"must name the column of images, as {len(found)} of the columns {_listed(features)} have the type "
+                "Image",
+                OWNER,
+                "image_column",
             )
         (image_column,) = found
     check_column("image_column", image_column, features)
     if not _can_be_images(features[image_column]):
-        raise ValueError(
-            f"{OWNER}: `image_column` must hold images, encoded or as paths, got {image_column!r} of type "
-            f"{features[image_column]}."
-        )
+        rule = "must hold images, encoded or as paths"
+        raise InvalidValue(rule, OWNER, "image_column", got=f"{image_column!r} of type {features[image_column]}")
     return dataset.with_format(None).cast_column(image_column, datasets.Image(decode=False)), image_column
 
 
@@ -120,7 +119,7 @@ def _can_be_images(feature: Any) -> bool:
 def check_column(setting: str, name: str, features: Mapping[str, Any]) -> None:
     """Raise unless a column exists."""
     if name not in features:
-        raise ValueError(f"{OWNER}: `{setting}` must be one of {_listed(features)}, got {name!r}.")
+        raise InvalidValue(f"must be one of {_listed(features)}", OWNER, setting, got=repr(name))
 
 
 def _listed(features: Mapping[str, Any]) -> str:
@@ -147,18 +146,15 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
     for row, value in enumerate(values):
         is_class = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
         if not is_class or (class_names is not None and value == -1):
-            raise ValueError(
-                f"{OWNER}: `{setting}` must be a column with an integer or text in each row, got "
-                f"{short_repr(value)} in row {row} of {split}, column {name!r}."
-            )
+            got = f"{short_repr(value)} in row {row} of {split}, column {name!r}"
+            raise InvalidValue("must be a column with an integer or text in each row", OWNER, setting, got=got)
     if class_names is not None:
         values = [class_names[value] for value in values]
     for row, value in enumerate(values):
         if isinstance(value, str) and not value.strip():
-            raise ValueError(
-                f"{OWNER}: `{setting}` must not be empty in any row, got {value!r} in row {row} of {split}, column "
-                f"{name!r}; remove these rows, or give them a class."
-            )
+            rule = "must not be empty in any row"
+            got = f"{value!r} in row {row} of {split}, column {name!r}"
+            raise InvalidValue(rule, OWNER, setting, got=got, cure="remove these rows, or give them a class")
     return list(values)
 
 
@@ -177,10 +173,8 @@ def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
     element = getattr(dataset.features[name], "feature", None)
     dtype = getattr(element, "dtype", "")
     if not (dtype.removeprefix("large_") == "string" or dtype.removeprefix("u").startswith("int")):
-        raise ValueError(
-            f"{OWNER}: `tag_column` must hold lists of text or of integers, got {name!r} of type "
-            f"{dataset.features[name]} in {split}."
-        )
+        rule = "must hold lists of text or of integers"
+        raise InvalidValue(rule, OWNER, "tag_column", got=f"{name!r} of type {dataset.features[name]} in {split}")
     names = getattr(element, "names", None)
     tags_of_rows = []
     for tags in dataset.select_columns([name])[name][:]:
@@ -310,7 +304,7 @@ class HuggingFaceImages(ImageDataModule):
         self.tag_column = checked(self, tag_column=tag_column)
         self.label_column = checked(self, label_column=label_column)
         if label_column is None and tag_column is None:
-            raise ValueError(f"{OWNER}: `label_column` must be given if there is no `tag_column`, got None for both.")
+            raise InvalidValue("must be given if there is no `tag_column`", OWNER, "label_column", got="None for both")
         self.split_names = _checked_split_names(split_names)
         self.test_fraction = test_fraction
         if test_fraction is not None:
@@ -333,7 +327,7 @@ class HuggingFaceImages(ImageDataModule):
         column = ""
         for name in used:
             if name not in found:
-                raise ValueError(f"{OWNER}: `split_names` must be from {', '.join(map(repr, found))}, got {name!r}.")
+                raise InvalidValue(f"must be from {', '.join(map(repr, found))}", OWNER, "split_names", got=repr(name))
             tables[name], column = with_encoded_images(found[name], self.image_column)
         return tables, column
 
@@ -367,10 +361,9 @@ class HuggingFaceImages(ImageDataModule):
                 continue
             shared = set(labels[name]) & set(labels[names["train"]])
             if shared:
-                raise ValueError(
-                    f"{OWNER}: classes must be in training or in evaluation, not in both, got {len(shared)} in the "
-                    f"splits train and {use}, such as {min(shared)!r}; set test_fraction=0.5, which splits the classes."
-                )
+                rule = "classes must be in training or in evaluation, not in both"
+                got = f"{len(shared)} in the splits train and {use}, such as {min(shared)!r}"
+                raise InvalidValue(rule, OWNER, got=got, cure="set test_fraction=0.5, which splits the classes")
         return splits
 
     def _index(self, chosen: Mapping[str, Any], labels: Mapping[str, list[Any]]) -> ImageIndex:
@@ -422,7 +415,7 @@ def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str
         return None
     check_mapping(OWNER, "split_names", split_names)
     if not split_names:
-        raise ValueError(f"{OWNER}: `split_names` must name at least one split, got none.")
+        raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
     for text in (*split_names, *split_names.values()):
         check_string(OWNER, "split_names", text)
     return dict(split_names)
@@ -436,9 +429,7 @@ def _splits_by_use(names: Iterable[str]) -> dict[str, str]:
         if name in _VALIDATION_NAMES:
             use = "val"
         if use in splits:
-            raise ValueError(
-                f"{OWNER}: `split_names` must be given, because the splits {splits[use]!r} and {name!r} have the same "
-                f"use, {use!r}."
-            )
+            rule = f"must be given, because the splits {splits[use]!r} and {name!r} have the same use, {use!r}"
+            raise InvalidValue(rule, OWNER, "split_names")
         splits[use] = name
     return splits

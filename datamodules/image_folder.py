@@ -11,6 +11,7 @@ from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
 
 OWNER = "ImageFolder"
@@ -58,7 +59,8 @@ class ClassFolders:
             return classes
         wanted = "<category>/<class>/<image>" if self.categories else "<class>/<image>"
         cure = self._cure(top, class_folders)
-        raise ValueError(f"ImageFolder: `root` must contain images as {wanted}, which {top} does not; {cure}.")
+        rule = f"must contain images as {wanted}, which {top} does not"
+        raise InvalidValue(rule, "ImageFolder", "root", cure=cure)
 
     def warn(self) -> None:
         """Issue one warning about all ignored files and folders, and one about all empty folders."""
@@ -249,7 +251,7 @@ class ImageFolder(ImageDataModule):
         """Read the images of all class folders and split the classes."""
         if not self.root.is_dir():
             what = "which is a file" if self.root.is_file() else "which does not exist"
-            raise FileNotFoundError(f"ImageFolder: `root` must be a folder of class folders, got {self.root}, {what}.")
+            raise MissingFile("must be a folder of class folders", "ImageFolder", "root", got=f"{self.root}, {what}")
         folders = ClassFolders(self.root, categories=self.categories)
         if is_split(self.root):
             splits = self._find_splits(folders)

@@ -21,6 +21,7 @@ from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, che
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
 from lightning_retrieval.datamodules.table_file import ListLines, leaves_root
 from lightning_retrieval.files import new_file
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.ranking.relevance import NO_TAG
@@ -52,7 +53,7 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     is_empty = array.size == 0
     is_integer = np.issubdtype(array.dtype, np.integer)
     if not is_empty and not (is_integer and array.max() <= LARGEST_INTEGER):
-        raise TypeError(f"ImageIndex: `{name}` must be integers of 64 bits, got {array.dtype}.")
+        raise InvalidType("must be integers of 64 bits", "ImageIndex", name, got=array.dtype)
     return array.astype(np.int64, copy=False)
 
 
@@ -60,7 +61,7 @@ def integer_array(name: str, values: Any) -> NDArray[np.int64]:
     """Convert values to an array of one integer for each image; raise if that is not possible."""
     array = _integers(name, values)
     if array.ndim != 1:
-        raise ValueError(f"ImageIndex: `{name}` must be one integer for each image, got shape {array.shape}.")
+        raise InvalidValue("must be one integer for each image", "ImageIndex", name, got=f"shape {array.shape}")
     return array
 
 
@@ -77,7 +78,7 @@ def level_array(levels: Any) -> NDArray[np.int64] | None:
         return None
     array = _integers("levels", levels)
     if array.ndim != 2 or array.shape[1] == 0:
-        raise ValueError(f"ImageIndex: `levels` must be (images, levels), got shape {array.shape}.")
+        raise InvalidValue("must be (images, levels)", "ImageIndex", "levels", got=f"shape {array.shape}")
     return array
 
 
@@ -88,7 +89,8 @@ def role_array(roles: Any) -> NDArray[np.uint8] | None:
     numbers = integer_array("roles", roles)
     invalid = np.flatnonzero((numbers < Role.JUNK) | (numbers > Role.BOTH))
     if len(invalid):
-        raise ValueError(f"ImageIndex: `roles` must be from 0 to 3, got {numbers[invalid[0]]}; take them from ROLES.")
+        rule = "must be from 0 to 3"
+        raise InvalidValue(rule, "ImageIndex", "roles", got=numbers[invalid[0]], cure="take them from ROLES")
     return numbers.astype(np.uint8)
 
 
@@ -98,11 +100,11 @@ def box_array(boxes: Any) -> NDArray[np.int32] | None:
         return None
     array = _integers("boxes", boxes)
     if array.ndim != 2 or array.shape[1] != 4:
-        raise ValueError(f"ImageIndex: `boxes` must be (images, 4), got shape {array.shape}.")
+        raise InvalidValue("must be (images, 4)", "ImageIndex", "boxes", got=f"shape {array.shape}")
     too_large = np.flatnonzero((abs(array) >= 2**31).any(1))
     if len(too_large):
         first = array[too_large[0]].tolist()
-        raise ValueError(f"ImageIndex: `boxes` must hold numbers of pixels below 2**31, got {first}.")
+        raise InvalidValue("must hold numbers of pixels below 2**31", "ImageIndex", "boxes", got=first)
     return array.astype(np.int32)
 
 
@@ -112,9 +114,9 @@ def tag_array(tags: Any) -> NDArray[np.int64] | None:
         return None
     array = _integers("tags", tags)
     if array.ndim != 2 or array.shape[1] == 0:
-        raise ValueError(f"ImageIndex: `tags` must be (images, tags), got shape {array.shape}.")
+        raise InvalidValue("must be (images, tags)", "ImageIndex", "tags", got=f"shape {array.shape}")
     if array.size and array.min() < NO_TAG:
-        raise ValueError(f"ImageIndex: `tags` must be numbers >= 0, or {NO_TAG} for no tag, got {array.min()}.")
+        raise InvalidValue(f"must be numbers >= 0, or {NO_TAG} for no tag", "ImageIndex", "tags", got=array.min())
     return array
 
 
@@ -168,10 +170,9 @@ def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: f
     """
     count = round(fraction * len(classes))
     if not 0 < count < len(classes):
-        raise ValueError(
-            f"{owner}: `{setting}` must leave at least one class on each side of the split, got {fraction} "
-            f"of {len(classes)} classes; change it, or add classes."
-        )
+        rule = "must leave at least one class on each side of the split"
+        got = f"{fraction} of {len(classes)} classes"
+        raise InvalidValue(rule, owner, setting, got=got, cure="change it, or add classes")
     ordered = sorted(classes)
     drawn = np.random.default_rng(seed).permutation(len(ordered))[:count]
     return {ordered[index] for index in drawn}
@@ -181,7 +182,7 @@ def check_test_fraction(owner: str, test_fraction: float) -> float:
     """Return `test_fraction` unchanged; raise an error unless it is between 0 and 1."""
     fraction = check_finite_number(owner, "test_fraction", test_fraction)
     if not 0 < fraction < 1:
-        raise ValueError(f"{owner}: `test_fraction` must be between 0 and 1, got {test_fraction}.")
+        raise InvalidValue("must be between 0 and 1", owner, "test_fraction", got=test_fraction)
     return fraction
 
 
@@ -267,7 +268,7 @@ class ImageIndex:
         self.names = None if names is None else packed("names", names)
         self.tag_names = None if tag_names is None else packed("tag_names", tag_names)
         if lines is not None and not isinstance(lines, ListLines):
-            raise TypeError(f"ImageIndex: `lines` must be a ListLines or None, got {type(lines).__name__}.")
+            raise InvalidType("must be a ListLines or None", "ImageIndex", "lines", got=type(lines).__name__)
         self.lines = lines
         _check_lengths(self)
         _check_paths(self)
@@ -284,7 +285,7 @@ class ImageIndex:
         """Return an index of the images that a slice, a mask or an array of integers selects."""
         paths = self.paths[rows]
         if len(paths) == 0:
-            raise ValueError(f"ImageIndex: `rows` must select at least one image, got none of {len(self)}.")
+            raise InvalidValue("must select at least one image", "ImageIndex", "rows", got=f"none of {len(self)}")
         arrays = self.arrays()
         for name in _COLUMNS:
             if name in arrays:
@@ -356,13 +357,12 @@ class ImageIndex:
 
 def _check_lengths(index: ImageIndex) -> None:
     if len(index) == 0:
-        raise ValueError("ImageIndex: `paths` must hold at least one image, got none.")
+        raise InvalidValue("must hold at least one image", "ImageIndex", "paths", got="none")
     for name in _COLUMNS:
         values = getattr(index, name)
         if values is not None and len(values) != len(index):
-            raise ValueError(
-                f"ImageIndex: `{name}` must have one entry for each of {len(index)} paths, got {len(values)}."
-            )
+            rule = f"must have one entry for each of {len(index)} paths"
+            raise InvalidValue(rule, "ImageIndex", name, got=len(values))
 
 
 def _check_paths(index: ImageIndex) -> None:
@@ -372,11 +372,10 @@ def _check_paths(index: ImageIndex) -> None:
     for position in pyarrow.compute.indices_nonzero(may_be_invalid).to_pylist():
         path = index.paths[position]
         if leaves_root(path):
-            raise ValueError(f"{index.owner}: `paths` must lie inside the root, got {path!r}{index.where(position)}.")
+            raise InvalidValue("must lie inside the root", index.owner, "paths", got=f"{path!r}{index.where(position)}")
         if _NOT_NORMALIZED.search(path):
-            raise ValueError(
-                f"{index.owner}: `paths` must be without './' and '//', got {path!r}{index.where(position)}."
-            )
+            rule = "must be without './' and '//'"
+            raise InvalidValue(rule, index.owner, "paths", got=f"{path!r}{index.where(position)}")
 
 
 def _check_boxes(index: ImageIndex) -> None:
@@ -386,10 +385,8 @@ def _check_boxes(index: ImageIndex) -> None:
     empty = np.flatnonzero((right <= left) | (bottom <= top))
     if len(empty):
         first = int(empty[0])
-        raise ValueError(
-            f"{index.owner}: `boxes` must contain at least one pixel, got {index.boxes[first].tolist()} for "
-            f"{index.paths[first]}{index.where(first)} ({len(empty)} such boxes)."
-        )
+        got = f"{index.boxes[first].tolist()} for {index.paths[first]}{index.where(first)} ({len(empty)} such boxes)"
+        raise InvalidValue("must contain at least one pixel", index.owner, "boxes", got=got)
 
 
 def _first_conflict(groups: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[int, int] | None:
@@ -411,10 +408,12 @@ def _check_levels(index: ImageIndex) -> None:
         conflict = _first_conflict(columns[level], columns[level + 1])
         if conflict is not None:
             first, second = conflict
-            raise ValueError(
-                f"{index.owner}: `levels` must nest, the finest first, got {index.levels[first].tolist()} for "
-                f"{index.paths[first]} and {index.levels[second].tolist()} for {index.paths[second]}"
-                f"{index.where(first, second)}."
+            raise InvalidValue(
+                "must nest, the finest first",
+                index.owner,
+                "levels",
+                got=f"{index.levels[first].tolist()} for {index.paths[first]} and {index.levels[second].tolist()} "
+                f"for {index.paths[second]}{index.where(first, second)}",
             )
 
 
@@ -423,7 +422,7 @@ def _check_tag_names(index: ImageIndex) -> None:
         return
     count, largest = len(index.tag_names), int(index.tags.max())
     if largest >= count:
-        raise ValueError(f"{index.owner}: `tag_names` must have a name for each tag, got {count} for tag {largest}.")
+        raise InvalidValue("must have a name for each tag", index.owner, "tag_names", got=f"{count} for tag {largest}")
 
 
 def _check_one_label_each(index: ImageIndex) -> None:
@@ -437,10 +436,12 @@ def _check_one_label_each(index: ImageIndex) -> None:
     for position in np.flatnonzero(index.labels != DISTRACTOR).tolist():
         first = first_with.setdefault(index.key(position), position)
         if index.labels[first] != index.labels[position]:
-            raise ValueError(
-                f"{index.owner}: `labels` must be the same each time that an image is listed with one box or without "
-                f"any, got {index.labels[[first, position]].tolist()} for {index.paths[position]}"
-                f"{index.where(first, position)}."
+            raise InvalidValue(
+                "must be the same each time that an image is listed with one box or without any",
+                index.owner,
+                "labels",
+                got=f"{index.labels[[first, position]].tolist()} for "
+                f"{index.paths[position]}{index.where(first, position)}",
             )
 
 
@@ -456,10 +457,12 @@ def _check_instances(index: ImageIndex) -> None:
         conflict = _first_conflict(index.instances, values)
         if conflict is not None:
             first, second = conflict
-            raise ValueError(
-                f"{index.owner}: `instances` must have one {name} each, got {values[[first, second]].tolist()} for "
-                f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})"
-                f"{index.where(first, second)}."
+            raise InvalidValue(
+                f"must have one {name} each",
+                index.owner,
+                "instances",
+                got=f"{values[[first, second]].tolist()} for instance {index.instances[first]} "
+                f"({index.paths[first]} and {index.paths[second]}){index.where(first, second)}",
             )
 
 
@@ -508,10 +511,8 @@ def read_cached(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(
-            f"{owner}: `cache_dir` must be a folder or a path where one can be created, got {folder} "
-            f"({error.strerror})."
-        ) from None
+        rule = "must be a folder or a path where one can be created"
+        raise InvalidValue(rule, owner, "cache_dir", got=f"{folder} ({error.strerror})") from None
     except OSError as error:
         _warn_of_failure(owner, folder, error)
         return dict(read())

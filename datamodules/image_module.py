@@ -27,6 +27,7 @@ from lightning_retrieval.datamodules.image_check import (
 from lightning_retrieval.datamodules.image_index import ImageIndex, read_cached, record_warnings, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet, OnError
 from lightning_retrieval.distributed import together, world_size
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparation, normalized_batch
 from lightning_retrieval.preparation.pixels import Interpolation
@@ -47,9 +48,10 @@ def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> Non
         shared = sorted(train_classes & set(index.names or ()))
         if shared:
             cure = "." if index.tags is None else "; leave out the labels if only the tags count."
-            raise ValueError(
-                f"{owner}: classes must be in training or in evaluation, not in both, got {len(shared)} in train and "
-                f"{name}, such as {shared[0]!r}{_where_class((train, index), shared[0])}{cure}"
+            raise InvalidValue(
+                f"classes must be in training or in evaluation, not in both, got {len(shared)} in train and {name}, "
+                f"such as {shared[0]!r}{_where_class((train, index), shared[0])}{cure}",
+                owner,
             )
 
 
@@ -77,10 +79,8 @@ def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None
         # Different images may have the same hash, so the images themselves are compared.
         shared = sorted(candidates.intersection(map(train.key, range(len(train)))))
         if shared:
-            raise ValueError(
-                f"{owner}: images must be in training or in evaluation, not in both, got {len(shared)} in train and "
-                f"{name}, such as {shared[0][0]}{_where_image((train, index), shared[0])}."
-            )
+            got = f"{len(shared)} in train and {name}, such as {shared[0][0]}{_where_image((train, index), shared[0])}"
+            raise InvalidValue("images must be in training or in evaluation, not in both", owner, got=got)
 
 
 def _where_image(indices: Sequence[ImageIndex], key: tuple[Any, ...]) -> str:
@@ -118,10 +118,9 @@ def check_same_images(owner: str, read: Callable[[], Mapping[str, ImageIndex]]) 
         names = expected.keys() | splits.keys()
         name = min(name for name in names if expected.get(name) != splits.get(name))
         count, first_count = splits.get(name, (0, ""))[0], expected.get(name, (0, ""))[0]
-        raise ValueError(
-            f"{owner}: all processes must have the same images with the same labels, got another list {name!r} on rank "
-            f"{rank} ({count:,} images) than on rank 0 ({first_count:,} images); give all machines the same files."
-        )
+        rule = "all processes must have the same images with the same labels"
+        got = f"another list {name!r} on rank {rank} ({count:,} images) than on rank 0 ({first_count:,} images)"
+        raise InvalidValue(rule, owner, got=got, cure="give all machines the same files")
 
 
 class ReadingSettings(LoaderSettings, total=False):
@@ -228,7 +227,7 @@ class ImageDataModule(RetrievalDataModule):
         self.load_truncated = checked(self, load_truncated=load_truncated)
         self.val_fraction = checked(self, val_fraction=val_fraction)
         if not 0 <= val_fraction < 1:
-            raise ValueError(f"{owner}: `val_fraction` must be at least 0 and below 1, got {val_fraction}.")
+            raise InvalidValue("must be at least 0 and below 1", owner, "val_fraction", got=val_fraction)
         self.cache_dir: Path | None = None
         if cache_dir is not None:
             self.cache_dir = check_path(owner, "cache_dir", cache_dir)
@@ -417,7 +416,7 @@ class ImageDataModule(RetrievalDataModule):
         if name == "train":
             cure = "; train on another data module, and evaluate on this one."
         found = ", ".join(map(repr, self.splits))
-        raise ValueError(f"{type(self).__name__}: has no split {name!r}, only {found}{cure}")
+        raise InvalidValue(f"has no split {name!r}, only {found}{cure}", type(self).__name__)
 
     def _held_out_images(self) -> ImageIndex:
         """The images of the split `"train"` whose classes are held out for validation."""

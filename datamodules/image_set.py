@@ -25,6 +25,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels, check_colour
 from lightning_retrieval.preparation.prepare import Size
@@ -308,9 +309,13 @@ def check_transformed(owner: str, images: Any) -> None:
     if isinstance(images, Tensor):
         check_tensor(owner, "transform's result", images)
         return
-    raise TypeError(
-        f"{owner}: `transform` must return a tensor (channels, height, width), got {type(images).__name__}; end it "
-        "with v2.ToImage() and v2.ToDtype(torch.float32, scale=True) of torchvision, or ToTensorV2() of albumentations."
+    raise InvalidType(
+        "must return a tensor (channels, height, width)",
+        owner,
+        "transform",
+        got=type(images).__name__,
+        cure="end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True) of torchvision, or ToTensorV2() "
+        "of albumentations",
     )
 
 
@@ -322,9 +327,8 @@ def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
             del placeholder["skipped"]
             return placeholder
     paths = first_of([item["skipped"] for item in items], 3)
-    raise ValueError(
-        f"ImageSet: none of the {len(items)} images of a batch could be read ({paths}); repair or remove them first."
-    )
+    rule = f"none of the {len(items)} images of a batch could be read ({paths})"
+    raise InvalidValue(rule, "ImageSet", cure="repair or remove them first")
 
 
 def check_image_sizes(owner: str, items: Any, cure: str) -> None:
@@ -357,4 +361,4 @@ def check_image_sizes(owner: str, items: Any, cure: str) -> None:
         found[tuple(image.shape)] = which
     if len(found) > 1:
         sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
-        raise ValueError(f"{owner}: images of a batch must have the same size, got {sizes}; {cure}.")
+        raise InvalidValue("images of a batch must have the same size", owner, got=sizes, cure=cure)

@@ -34,6 +34,7 @@ from lightning_retrieval.datamodules.table_file import (
     normalized_path,
     read_table,
 )
+from lightning_retrieval.invalid import InvalidValue
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box; boxes are clipped to the image
 
@@ -148,10 +149,8 @@ def parse_splits(table: TableColumns) -> NDArray[Any] | None:
     table.check(find_rows(splits, is_invalid_split), rule, splits)
     names = sorted(set(splits))
     if "train" not in names or len(names) == 1:
-        raise ValueError(
-            f"{table.owner}: `split` must have rows of train and of val, test or others, got "
-            f"{', '.join(map(repr, names))} in {table.path}."
-        )
+        got = f"{', '.join(map(repr, names))} in {table.path}"
+        raise InvalidValue("must have rows of train and of val, test or others", table.owner, "split", got=got)
     return np.array(splits)
 
 
@@ -413,7 +412,7 @@ class ImageTable(ImageDataModule):
         if (self.root / self.table).exists() or not self.table.is_file():
             path = find_file("ImageTable", self.root, str(self.table), argument="table")
         if path.is_dir():
-            raise ValueError(f"ImageTable: `table` must be a CSV or Parquet file, got the folder {path}.")
+            raise InvalidValue("must be a CSV or Parquet file", "ImageTable", "table", got=f"the folder {path}")
         return path
 
 
@@ -425,6 +424,5 @@ def _check_queries_and_gallery(
         known_roles = roles[(splits == name) & ~distractors]
         for side in ("query", "gallery"):
             if not (known_roles & ROLES[side]).any():
-                raise ValueError(
-                    f"ImageTable: `role` must be {side} or both in at least one row of {name!r}, got none in {path}."
-                )
+                rule = f"must be {side} or both in at least one row of {name!r}"
+                raise InvalidValue(rule, "ImageTable", "role", got=f"none in {path}")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_tensor, is_integer
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 
 def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
@@ -32,14 +33,14 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
     if isinstance(values, Tensor):
         check_tensor(owner, name, values)
         if not is_integer(values):
-            raise TypeError(f"{owner}: `{name}` must be integers, got {str(values.dtype).removeprefix('torch.')}.")
+            raise InvalidType("must be integers", owner, name, got=str(values.dtype).removeprefix("torch."))
         values = values.detach().cpu().numpy()
     try:
         array = np.asarray(values)
     except ValueError:
-        raise ValueError(f"{owner}: `{name}` must be one integer for each image, got rows of unequal length.") from None
+        raise InvalidValue("must be one integer for each image", owner, name, got="rows of unequal length") from None
     if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
-        raise ValueError(f"{owner}: `{name}` must be below 2**63, got {array.max()} of uint64.")
+        raise InvalidValue("must be below 2**63", owner, name, got=f"{array.max()} of uint64")
     return array
 
 

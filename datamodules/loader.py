@@ -20,6 +20,7 @@ from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.sides import Side
 from lightning_retrieval.ranking.relevance import NO_TAG
 
@@ -66,10 +67,9 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
         epoch = check_integer("RetrievalDataLoader", "epoch", epoch, 0)
         start = check_integer("RetrievalDataLoader", "start", start, 0)
         if start > len(self):
-            raise ValueError(
-                f"RetrievalDataLoader: `start` must be at most the number of batches of an epoch, got {start} for "
-                f"{len(self)} batches; resume with the labels and the sampler that the position was saved with."
-            )
+            rule = "must be at most the number of batches of an epoch"
+            cure = "resume with the labels and the sampler that the position was saved with"
+            raise InvalidValue(rule, "RetrievalDataLoader", "start", got=f"{start} for {len(self)} batches", cure=cure)
         self.batch_sampler.set_epoch(epoch)
         self.start_epoch = epoch
         self.start = start
@@ -119,10 +119,9 @@ def _check_rows(sections: Mapping[Side | None, Section], processes: int) -> None
             what = "images"
             if side is not None:
                 what = side
-            raise ValueError(
-                f"RetrievalDataLoader: a batch must have an image for each process, got {rows} {what} for "
-                f"{processes} processes; enlarge the batch or use fewer processes."
-            )
+            rule = "a batch must have an image for each process"
+            got = f"{rows} {what} for {processes} processes"
+            raise InvalidValue(rule, "RetrievalDataLoader", got=got, cure="enlarge the batch or use fewer processes")
 
 
 def resume_position(trainer: pl.Trainer) -> dict[str, int]:
@@ -225,10 +224,9 @@ def _check_lengths(name: str, values: Sequence[Any]) -> None:
         cure = "give each item the same number"
         if name == "tags":
             cure = f"fill the tags of each image with {NO_TAG} up to the same number"
-        raise ValueError(
-            f"RetrievalDataLoader: `{name}` must have the same length in all items, got the lengths "
-            f"{first_of(list(lengths))}; {cure}."
-        )
+        rule = "must have the same length in all items"
+        got = f"the lengths {first_of(list(lengths))}"
+        raise InvalidValue(rule, "RetrievalDataLoader", name, got=got, cure=cure)
 
 
 class RetrievalDataLoader(DataLoader[Any]):
@@ -282,10 +280,8 @@ class RetrievalDataLoader(DataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         if not isinstance(batch_sampler, GlobalBatchSampler):
-            raise TypeError(
-                "RetrievalDataLoader: `batch_sampler` must be a GlobalBatchSampler such as PKSampler, got "
-                f"{type(batch_sampler).__name__}."
-            )
+            rule = "must be a GlobalBatchSampler such as PKSampler"
+            raise InvalidType(rule, "RetrievalDataLoader", "batch_sampler", got=type(batch_sampler).__name__)
         _check_size(dataset, batch_sampler)
         self._fixed_start = start is not None
         self._rank_sampler = RankBatchSampler(batch_sampler, epoch=epoch, start=0 if start is None else start)
@@ -373,9 +369,11 @@ def _check_size(dataset: Any, batch_sampler: GlobalBatchSampler) -> None:
     found = short_repr(dataset)
     if length is not None:
         found = str(length)
-    raise ValueError(
-        f"RetrievalDataLoader: `dataset` must have one item for each of the {batch_sampler.dataset_size} labels that "
-        f"the batch sampler was made with, got {found}."
+    raise InvalidValue(
+        f"must have one item for each of the {batch_sampler.dataset_size} labels that the batch sampler was made with",
+        "RetrievalDataLoader",
+        "dataset",
+        got=found,
     )
 
 
@@ -398,11 +396,9 @@ def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[
             if first.setdefault(id_, index) != index:
                 example = f" (id {id_} for the images {first[id_]} and {index} of the data set)"
                 break
-    raise ValueError(
-        f"RetrievalDataLoader: each image must have an id of its own, got {different} different `ids` for {images} "
-        f"images that {sampler.name} drew for the first batch{example}; let the data set return the index of each "
-        "image as its id, or no ids."
-    )
+    got = f"{different} different `ids` for {images} images that {sampler.name} drew for the first batch{example}"
+    cure = "let the data set return the index of each image as its id, or no ids"
+    raise InvalidValue("each image must have an id of its own", "RetrievalDataLoader", got=got, cure=cure)
 
 
 def _difference_of_labels(

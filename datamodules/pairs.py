@@ -28,6 +28,7 @@ from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.datamodules.loader import collate_images
 from lightning_retrieval.datamodules.samplers.pairs import PairSampler
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.ranking.relevance import NO_TAG
 
@@ -64,10 +65,9 @@ def shared_numbers(
         of_side = [number_of_name.setdefault(name, len(number_of_name)) for name in names]
         numbers[side] = torch.tensor([*of_side, last[side]])
     if len(numbers) == 1:
-        raise ValueError(
-            f"Pairs: the {what} must have names on both sides, by which they are matched, or on none, got names of the "
-            f"{next(iter(numbers))} only; give both sides names, or both the same numbers."
-        )
+        rule = f"the {what} must have names on both sides, by which they are matched, or on none"
+        got = f"names of the {next(iter(numbers))} only"
+        raise InvalidValue(rule, "Pairs", got=got, cure="give both sides names, or both the same numbers")
     return numbers
 
 
@@ -127,10 +127,8 @@ class MatchedSet:
         if self.classes is None:
             return labels
         if labels.ndim != ndim:
-            raise ValueError(
-                f"Pairs: classes that are matched by name must have one level, got {labels.shape[-1]} levels; leave "
-                "out `levels`."
-            )
+            rule = "classes that are matched by name must have one level"
+            raise InvalidValue(rule, "Pairs", got=f"{labels.shape[-1]} levels", cure="leave out `levels`")
         return self.classes[labels]  # the label -1 of distractors is the last
 
     def _retagged(self, tags: Tensor) -> Tensor:
@@ -330,10 +328,8 @@ class Pairs(RetrievalDataModule):
         self.queries_per_class = checked(self, queries_per_class=queries_per_class)
         self.samples_per_class = checked(self, samples_per_class=samples_per_class)
         if queries is candidates:
-            raise ValueError(
-                f"Pairs: `queries` and `candidates` must be two data modules, got one {type(queries).__name__} for "
-                "both; create it twice."
-            )
+            rule = "`queries` and `candidates` must be two data modules"
+            raise InvalidValue(rule, "Pairs", got=f"one {type(queries).__name__} for both", cure="create it twice")
         self.queries = _check_side("queries", queries)
         self.candidates = _check_side("candidates", candidates)
 
@@ -442,9 +438,8 @@ class Pairs(RetrievalDataModule):
 def _check_side(side: Side, data: Any) -> RetrievalDataModule:
     """Check and mark the data module of a side, and warn of its arguments that have no effect."""
     if not isinstance(data, RetrievalDataModule) or isinstance(data, Pairs):
-        raise TypeError(
-            f"Pairs: `{side}` must be a data module of one side, such as ImageFolder, got {type(data).__name__}."
-        )
+        rule = "must be a data module of one side, such as ImageFolder"
+        raise InvalidType(rule, "Pairs", side, got=type(data).__name__)
     ignored = []
     for name, argument in all_arguments(type(data)).items():
         if name in WITHOUT_EFFECT and getattr(data, name) != argument.default:
@@ -462,10 +457,9 @@ def _check_has_classes(side: Side, dataset: Any) -> None:
     """Raise if a training set has only tags, so that its labels are the numbers of its rows."""
     has_tags = getattr(dataset, "tags", None) is not None
     if has_tags and getattr(dataset, "class_names", ()) is None:
-        raise ValueError(
-            f"Pairs: training batches are drawn by class, got {side} with tags and without classes; add a column "
-            "`label` to the table."
-        )
+        rule = "training batches are drawn by class"
+        got = f"{side} with tags and without classes"
+        raise InvalidValue(rule, "Pairs", got=got, cure="add a column `label` to the table")
 
 
 def _check_same_split(side: Side, data: RetrievalDataModule, other: Side, other_data: RetrievalDataModule) -> None:
@@ -476,11 +470,10 @@ def _check_same_split(side: Side, data: RetrievalDataModule, other: Side, other_
     evaluated = of_other - used_names(other_data.train_set)
     wrong = sorted(used_names(data.train_set) & evaluated)
     if wrong:
-        raise ValueError(
-            f"Pairs: a class must be in training on both sides or in evaluation on both, got {len(wrong)} in training "
-            f"of the {side} and in evaluation of the {other}, such as {wrong[0]!r}; give both data sets a column "
-            "`split`, or folders for each split."
-        )
+        rule = "a class must be in training on both sides or in evaluation on both"
+        got = f"{len(wrong)} in training of the {side} and in evaluation of the {other}, such as {wrong[0]!r}"
+        cure = "give both data sets a column `split`, or folders for each split"
+        raise InvalidValue(rule, "Pairs", got=got, cure=cure)
 
 
 def _paired(name: str, queries: Any, candidates: Any) -> PairSet | dict[str, PairSet]:
@@ -498,8 +491,6 @@ def _paired(name: str, queries: Any, candidates: Any) -> PairSet | dict[str, Pai
     if not isinstance(candidates, Mapping):
         candidates = dict.fromkeys(queries, candidates)
     if queries.keys() != candidates.keys():
-        raise ValueError(
-            f"Pairs: the evaluation sets of both sides must have the same names, got `{name}` with "
-            f"{', '.join(queries)} of the queries and {', '.join(candidates)} of the candidates."
-        )
+        got = f"`{name}` with {', '.join(queries)} of the queries and {', '.join(candidates)} of the candidates"
+        raise InvalidValue("the evaluation sets of both sides must have the same names", "Pairs", got=got)
     return {name_of_set: PairSet(queries[name_of_set], candidates[name_of_set]) for name_of_set in queries}

@@ -32,6 +32,7 @@ from lightning_retrieval.datamodules.image_table import (
     parse_tags,
 )
 from lightning_retrieval.datamodules.table_file import TableColumns, read_table
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
@@ -77,10 +78,9 @@ class TextSet(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.tokenizer is None:
-            raise ValueError(
-                "TextTable: `tokenizer` must be given outside of a run whose model embeds texts, got None; give the "
-                "`tokenizer` of a TextEmbedder."
-            )
+            rule = "must be given outside of a run whose model embeds texts"
+            got = "None"
+            raise InvalidValue(rule, "TextTable", "tokenizer", got=got, cure="give the `tokenizer` of a TextEmbedder")
         position = range(len(self))[index]
         tokens = self.tokenizer([self.texts[position]])[0]
         item = {"images": tokens, "labels": self.labels[position], "ids": torch.tensor(position)}
@@ -156,12 +156,11 @@ class TextTable(RetrievalDataModule):
     def splits(self) -> dict[str, TextSet]:
         """The texts of each split."""
         if self.table.is_dir():
-            raise ValueError(f"TextTable: `table` must be a CSV or Parquet file, got the folder {self.table}.")
+            raise InvalidValue("must be a CSV or Parquet file", "TextTable", "table", got=f"the folder {self.table}")
         if not self.table.is_file():
             path = self.table.absolute()
-            raise FileNotFoundError(
-                f"TextTable: `table` must be a CSV or Parquet file, got {path}, which does not exist."
-            )
+            rule = "must be a CSV or Parquet file"
+            raise MissingFile(rule, "TextTable", "table", got=f"{path}, which does not exist")
         table = read_table(self.table, required=("text", "label"), owner="TextTable")
         texts = table.columns["text"]
         table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
@@ -221,10 +220,9 @@ class TextTable(RetrievalDataModule):
             return dataset
         side = side_of_module(self.trainer.lightning_module, self.side)
         if side.tokenizer is None:
-            raise ValueError(
-                f"TextTable: the network of the {self.side} must have a `tokenizer`, got "
-                f"{type(side.embedder).__name__}; take a TextEmbedder, or give TextTable a `tokenizer`."
-            )
+            rule = f"the network of the {self.side} must have a `tokenizer`"
+            cure = "take a TextEmbedder, or give TextTable a `tokenizer`"
+            raise InvalidValue(rule, "TextTable", got=type(side.embedder).__name__, cure=cure)
         return replace(dataset, tokenizer=side.tokenizer)
 
 

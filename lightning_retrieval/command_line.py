@@ -88,9 +88,16 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
             cure = FREE_SPACE
         return f"{command}: {shown} cannot be used ({reason(error)}); {cure}."
     if isinstance(error, Invalid) and error.owner in OWNERS:
-        options = {name: f"--{name}" if len(name) > 1 else f"-{name}" for name in arguments}
+        options = {name: _option(name) for name in arguments}
         error = error.of(command, index_images="lightning-retrieval index", **options)
     return str(error)
+
+
+def _option(name: str) -> str:
+    """The option of an argument, such as `--images` or `-k`."""
+    if len(name) == 1:
+        return f"-{name}"
+    return f"--{name}"
 
 
 def null_for_none(args: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.csv_rows import csv_rows
+from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data.describe import class_path, describe
@@ -50,14 +51,11 @@ def check_map_location(owner: str, map_location: Any) -> None:
         try:
             torch.device(map_location)
         except RuntimeError:
-            raise ValueError(
-                f"{owner}: `map_location` must be a device such as 'cpu' or 'cuda:0', got {map_location!r}."
-            ) from None
+            rule = "must be a device such as 'cpu' or 'cuda:0'"
+            raise InvalidValue(rule, owner, "map_location", got=repr(map_location)) from None
     elif not (map_location is None or isinstance(map_location, (torch.device, dict)) or callable(map_location)):
-        raise TypeError(
-            f"{owner}: `map_location` must be a device such as 'cpu', got {short_repr(map_location)} "
-            f"({type(map_location).__name__})."
-        )
+        got = f"{short_repr(map_location)} ({type(map_location).__name__})"
+        raise InvalidType("must be a device such as 'cpu'", owner, "map_location", got=got)
 
 
 class CheckpointedDataModule(pl.LightningDataModule):
@@ -118,7 +116,7 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
         read = read_checkpoint
     checkpoint = read(path, map_location or _default_map_location, weights_only is not False)
     if not isinstance(checkpoint, dict):
-        raise ValueError(f"{owner}: `checkpoint_path` must be a checkpoint of Lightning, got {short_repr(checkpoint)}.")
+        raise InvalidValue("must be a checkpoint of Lightning", owner, "checkpoint_path", got=short_repr(checkpoint))
     if replacing is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = replacing
         checkpoint[FORMAT_KEY] = 1  # the file of a logger has no number
@@ -140,9 +138,9 @@ def _read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
     """
     path = check_path(owner, "hparams_file", hparams_file)
     if path.suffix.lower() not in HPARAMS_SUFFIXES:
-        raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
+        raise InvalidValue(f"must end in {', '.join(HPARAMS_SUFFIXES)}", owner, "hparams_file", got=path)
     if not path.is_file():
-        raise FileNotFoundError(f"{owner}: `hparams_file` must be an existing file, got {path}.")
+        raise MissingFile("must be an existing file", owner, "hparams_file", got=path)
     try:
         if path.suffix.lower() == ".csv":
             with path.open(newline="", encoding="utf-8") as lines:
@@ -151,11 +149,10 @@ def _read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
         else:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (ValueError, IndexError, MemoryError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{owner}: `hparams_file` must be a file of plain values, got {path} ({first_line(error)})."
-        ) from None
+        rule = "must be a file of plain values"
+        raise InvalidValue(rule, owner, "hparams_file", got=f"{path} ({first_line(error)})") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{owner}: `hparams_file` must be a file of names and values, got {path}.")
+        raise InvalidValue("must be a file of names and values", owner, "hparams_file", got=path)
     return content
 
 
@@ -177,7 +174,7 @@ def module_of_checkpoint(
     owner = cls.__name__
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     if not isinstance(saved, Mapping):
-        raise ValueError(f"{owner}: a checkpoint must have a dict of hyperparameters, got {short_repr(saved)}.")
+        raise InvalidValue("a checkpoint must have a dict of hyperparameters", owner, got=short_repr(saved))
     used = dict(saved)
     path, instantiator = used.pop("_class_path", None), used.pop("_instantiator", None)
     argument = checkpoint.get(

@@ -29,6 +29,7 @@ from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.datamodules.loader import loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
 from lightning_retrieval.files import is_system_error
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.loading import CheckpointedDataModule
 from lightning_retrieval.preparation.prepare import open_image, to_rgb
 from lightning_retrieval.random_state import seed_or_default
@@ -77,13 +78,12 @@ class BoxIndex:
         check_strings("BoxIndex", "class_names", class_names)
         check_sequence("BoxIndex", "objects", objects)
         if len(paths) == 0:
-            raise ValueError("BoxIndex: `paths` must have at least one image, got none.")
+            raise InvalidValue("must have at least one image", "BoxIndex", "paths", got="none")
         if len(class_names) == 0:
-            raise ValueError("BoxIndex: `class_names` must name at least one class, got none.")
+            raise InvalidValue("must name at least one class", "BoxIndex", "class_names", got="none")
         if len(paths) != len(objects):
-            raise ValueError(
-                f"BoxIndex: `objects` must have one entry for each path, got {len(objects)} for {len(paths)} paths."
-            )
+            rule = "must have one entry for each path"
+            raise InvalidValue(rule, "BoxIndex", "objects", got=f"{len(objects)} for {len(paths)} paths")
         self.paths = list(paths)
         self.class_names = list(class_names)
         images = [_image_objects(given) for given in objects]
@@ -119,18 +119,16 @@ class BoxIndex:
         invalid = (self._labels < 1) | (self._labels > known)
         if invalid.any():
             first = int(invalid.argmax())
-            raise ValueError(
-                f"BoxIndex: `objects` must have labels from 1 to {known}, the number of classes, got "
-                f"{self._labels[first]} in {self._path_of_object(first)}; 0 is background."
-            )
+            rule = f"must have labels from 1 to {known}, the number of classes"
+            got = f"{self._labels[first]} in {self._path_of_object(first)}"
+            raise InvalidValue(rule, "BoxIndex", "objects", got=got, cure="0 is background")
         left, top, right, bottom = self._boxes.T
         valid = np.isfinite(self._boxes).all(1) & (left < right) & (top < bottom)
         if not valid.all():
             first = int(valid.argmin())
-            raise ValueError(
-                "BoxIndex: `objects` must have boxes (left, top, right, bottom) with left < right and top < bottom, "
-                f"got {self._boxes[first].tolist()} in {self._path_of_object(first)}."
-            )
+            rule = "must have boxes (left, top, right, bottom) with left < right and top < bottom"
+            got = f"{self._boxes[first].tolist()} in {self._path_of_object(first)}"
+            raise InvalidValue(rule, "BoxIndex", "objects", got=got)
 
     def _path_of_object(self, position: int) -> str:
         """The path of the image that contains an object, for error messages."""
@@ -144,15 +142,17 @@ def _image_objects(given: Any) -> ImageObjects:
             np.asarray(boxes, np.float32).reshape(-1, 4), np.asarray(labels, np.int64), np.asarray(difficult, bool)
         )
     except (TypeError, ValueError):
-        raise ValueError(
-            "BoxIndex: `objects` must have (boxes, labels, difficult) for each image, arrays of 4 numbers, an integer "
-            f"and a flag for each object, got {short_repr(given)}."
+        raise InvalidValue(
+            "must have (boxes, labels, difficult) for each image, arrays of 4 numbers, an integer and a flag for "
+            "each object",
+            "BoxIndex",
+            "objects",
+            got=short_repr(given),
         ) from None
     if not len(image.boxes) == len(image.labels) == len(image.difficult):
-        raise ValueError(
-            "BoxIndex: `objects` must have a box, a label and a difficult flag for each object, got "
-            f"{len(image.boxes)}, {len(image.labels)} and {len(image.difficult)}."
-        )
+        rule = "must have a box, a label and a difficult flag for each object"
+        got = f"{len(image.boxes)}, {len(image.labels)} and {len(image.difficult)}"
+        raise InvalidValue(rule, "BoxIndex", "objects", got=got)
     return image
 
 
@@ -220,11 +220,12 @@ class BoxSet(Dataset[Item]):
             with open_image(path) as file:
                 pixels = functional.pil_to_tensor(to_rgb(file))
         except FileNotFoundError:
-            raise FileNotFoundError(f"BoxSet: cannot read the image {path}, which does not exist.") from None
+            raise MissingFile(f"cannot read the image {path}, which does not exist", "BoxSet") from None
         except Exception as error:  # Pillow raises errors of many types
             if is_system_error(error):
                 raise
-            raise ValueError(f"BoxSet: cannot read the image {path} ({error}); repair or remove it.") from error
+            rule = f"cannot read the image {path} ({error})"
+            raise InvalidValue(rule, "BoxSet", cure="repair or remove it") from error
         image: Tensor = functional.to_dtype(pixels, torch.float32, scale=True)
         return image
 
@@ -234,10 +235,8 @@ class BoxSet(Dataset[Item]):
         empty = (inside[:, 0] >= inside[:, 2]) | (inside[:, 1] >= inside[:, 3])
         if bool(empty.any()):
             outside = boxes[empty][0].tolist()
-            raise ValueError(
-                f"BoxSet: boxes must be inside of their image, got {outside} in {self.index.paths[position]}, which "
-                f"has {width} x {height} pixels; correct the annotation."
-            )
+            got = f"{outside} in {self.index.paths[position]}, which has {width} x {height} pixels"
+            raise InvalidValue("boxes must be inside of their image", "BoxSet", got=got, cure="correct the annotation")
         return inside
 
 
@@ -430,5 +429,5 @@ class BoxDataModule(DetectionDataModule):
     def _split(self, name: str) -> BoxIndex:
         if name not in self.splits:
             found = ", ".join(map(repr, self.splits))
-            raise ValueError(f"{type(self).__name__}: has no split {name!r}, only {found}.")
+            raise InvalidValue(f"has no split {name!r}, only {found}", type(self).__name__)
         return self.splits[name]

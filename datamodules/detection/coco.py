@@ -9,6 +9,7 @@ from lightning_retrieval.checks import check_path
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
 from lightning_retrieval.datamodules.table_file import leaves_root
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 OWNER = "CocoDetection"
 LARGEST_COORDINATE = 1e9  # pixels
@@ -84,10 +85,8 @@ class CocoDetection(BoxDataModule):
             splits[name] = read_coco(self.root / file)
         for name, index in splits.items():
             if index.class_names != splits["train"].class_names:
-                raise ValueError(
-                    f"{OWNER}: `{name}` must have the categories of the training split, "
-                    f"{', '.join(splits['train'].class_names)}, got {', '.join(index.class_names)}."
-                )
+                rule = f"must have the categories of the training split, {', '.join(splits['train'].class_names)}"
+                raise InvalidValue(rule, OWNER, name, got=", ".join(index.class_names))
         return splits
 
 
@@ -108,10 +107,8 @@ def read_coco(path: Path) -> BoxIndex:
     paths: dict[Any, str] = {}
     for image in content["images"]:
         if leaves_root(image["file_name"]):
-            raise ValueError(
-                f"{OWNER}: {path} must have file names inside of `root`, got {image['file_name']!r} for image "
-                f"{image['id']}."
-            )
+            rule = f"{path} must have file names inside of `root`"
+            raise InvalidValue(rule, OWNER, got=f"{image['file_name']!r} for image {image['id']}")
         paths[image["id"]] = image["file_name"]
     boxes: dict[Any, tuple[list[list[float]], list[int], list[bool]]] = {}
     for image_id in paths:
@@ -123,32 +120,30 @@ def read_coco(path: Path) -> BoxIndex:
         of_image[1].append(label_of[annotation["category_id"]])
         of_image[2].append(bool(annotation.get("iscrowd", 0)))
     if len(paths) == 0:
-        raise ValueError(f"{OWNER}: {path} must have at least one image, got none.")
+        raise InvalidValue(f"{path} must have at least one image", OWNER, got="none")
     return BoxIndex(list(paths.values()), list(boxes.values()), class_names=names)
 
 
 def _load(path: Path) -> dict[str, Any]:
     """Return the content of the file; raise unless it has the three lists and each entry has the required keys."""
     if not path.is_file():
-        raise FileNotFoundError(f"{OWNER}: {path} must be a JSON file in COCO's format, but there is no such file.")
+        raise MissingFile(f"{path} must be a JSON file in COCO's format, but there is no such file", OWNER)
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{OWNER}: {path} must be a JSON file, got an error in line {error.lineno} ({error.msg})."
-        ) from None
+        rule = f"{path} must be a JSON file"
+        raise InvalidValue(rule, OWNER, got=f"an error in line {error.lineno} ({error.msg})") from None
     except RecursionError:
-        raise ValueError(f"{OWNER}: {path} must be a JSON file in COCO's format, got lists in lists.") from None
+        raise InvalidValue(f"{path} must be a JSON file in COCO's format", OWNER, got="lists in lists") from None
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{OWNER}: {path} must be a JSON file in UTF-8, got {error.reason} at byte {error.start}."
-        ) from None
+        rule = f"{path} must be a JSON file in UTF-8"
+        raise InvalidValue(rule, OWNER, got=f"{error.reason} at byte {error.start}") from None
     for name, keys in KEYS.items():
         entries = None
         if isinstance(content, dict):
             entries = content.get(name)
         if not isinstance(entries, list):
-            raise ValueError(f"{OWNER}: {path} must have the list {name!r}, as COCO's format has.")
+            raise InvalidValue(f"{path} must have the list {name!r}, as COCO's format has", OWNER)
         for number, entry in enumerate(entries):
             _check_keys(path, name, number, entry, keys)
     result: dict[str, Any] = content
@@ -158,14 +153,12 @@ def _load(path: Path) -> dict[str, Any]:
 def _check_keys(path: Path, name: str, number: int, entry: Any, keys: Mapping[str, tuple[type, ...]]) -> None:
     """Check that an entry of a list has the required keys, with values of the right types."""
     if not isinstance(entry, dict):
-        raise ValueError(f"{OWNER}: {path} must have objects in {name!r}, got {entry!r} in entry {number}.")
+        raise InvalidValue(f"{path} must have objects in {name!r}", OWNER, got=f"{entry!r} in entry {number}")
     for key, types in keys.items():
         if not isinstance(entry.get(key), types):
             wanted = " or ".join(type_.__name__ for type_ in types)
-            raise ValueError(
-                f"{OWNER}: {path} must give each entry of {name!r} the key {key!r} of type {wanted}, got "
-                f"{entry.get(key)!r} in entry {number}."
-            )
+            rule = f"{path} must give each entry of {name!r} the key {key!r} of type {wanted}"
+            raise InvalidValue(rule, OWNER, got=f"{entry.get(key)!r} in entry {number}")
 
 
 def _check_unique(path: Path, what: str, key: str, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -173,7 +166,7 @@ def _check_unique(path: Path, what: str, key: str, entries: Iterable[Mapping[str
     seen = set()
     for entry in entries:
         if entry[key] in seen:
-            raise ValueError(f"{OWNER}: {path} must have each {what} once, got the {key} {entry[key]!r} twice.")
+            raise InvalidValue(f"{path} must have each {what} once", OWNER, got=f"the {key} {entry[key]!r} twice")
         seen.add(entry[key])
 
 
@@ -183,22 +176,21 @@ def _checked_box(
     """Left, top, right and bottom of an annotation; raises if the box is invalid, or its image or category unknown."""
     where = f"in annotation {annotation['id']}"
     if annotation["image_id"] not in paths:
-        raise ValueError(
-            f"{OWNER}: {path} must list the image of each annotation, got image_id {annotation['image_id']!r} {where}."
-        )
+        rule = f"{path} must list the image of each annotation"
+        raise InvalidValue(rule, OWNER, got=f"image_id {annotation['image_id']!r} {where}")
     if annotation["category_id"] not in label_of:
-        raise ValueError(
-            f"{OWNER}: {path} must list the category of each annotation, got category_id "
-            f"{annotation['category_id']!r} {where}."
-        )
+        rule = f"{path} must list the category of each annotation"
+        raise InvalidValue(rule, OWNER, got=f"category_id {annotation['category_id']!r} {where}")
     try:
         left, top, width, height = map(float, annotation["bbox"])
     except (TypeError, ValueError):
         left = top = width = height = 0.0
     is_finite = all(abs(value) < LARGEST_COORDINATE for value in (left, top, width, height))  # False for NaN, too
     if not (is_finite and width > 0 and height > 0):
-        raise ValueError(
-            f"{OWNER}: {path} must give each annotation a bbox [left, top, width, height] of finite numbers with a "
-            f"positive width and height, got {annotation['bbox']} {where}."
+        raise InvalidValue(
+            f"{path} must give each annotation a bbox [left, top, width, height] of finite numbers with a positive "
+            "width and height",
+            OWNER,
+            got=f"{annotation['bbox']} {where}",
         )
     return [left, top, left + width, top + height]

@@ -10,6 +10,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
 from lightning_retrieval.datamodules.table_file import ListFile, find_file
 from lightning_retrieval.files import check_regular_file
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 Year = Literal["VOC2007", "VOC2012"]
 
@@ -65,7 +66,7 @@ class PascalVOC(BoxDataModule):
         for year in train_sets:
             check_choice("PascalVOC", "train_sets", year, tuple(TRAIN_COUNTS))
         if len(train_sets) == 0 or len(set(train_sets)) < len(train_sets):
-            raise ValueError(f"PascalVOC: `train_sets` must name different years, got {list(train_sets)}.")
+            raise InvalidValue("must name different years", "PascalVOC", "train_sets", got=list(train_sets))
         self.train_sets = tuple(train_sets)
 
     @property
@@ -114,22 +115,19 @@ def read_annotation(path: Path) -> Objects:
     try:
         tree = ElementTree.parse(path)
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"PascalVOC: the annotation {path} does not exist, but its image is listed; unpack the archive again."
-        ) from None
+        rule = f"the annotation {path} does not exist, but its image is listed"
+        raise MissingFile(rule, "PascalVOC", cure="unpack the archive again") from None
     except ElementTree.ParseError as error:
         line = error.position[0]
-        raise ValueError(
-            f"PascalVOC: {path} must be an XML file, got an error in line {line} ({error}); unpack the archive again."
-        ) from None
+        got = f"an error in line {line} ({error})"
+        cure = "unpack the archive again"
+        raise InvalidValue(f"{path} must be an XML file", "PascalVOC", got=got, cure=cure) from None
     boxes, labels, difficult = [], [], []
     for number, thing in enumerate(tree.getroot().findall("object"), 1):
         name = thing.findtext("name", "").strip()
         if name not in CLASSES:
-            raise ValueError(
-                f"PascalVOC: {path} must name objects of the classes {', '.join(CLASSES)}, got {name!r} in object "
-                f"{number}."
-            )
+            got = f"{name!r} in object {number}"
+            raise InvalidValue(f"{path} must name objects of the classes {', '.join(CLASSES)}", "PascalVOC", got=got)
         boxes.append(_box(path, number, thing))
         labels.append(CLASSES.index(name) + 1)
         difficult.append(thing.findtext("difficult", "0").strip() == "1")
@@ -141,14 +139,10 @@ def _box(path: Path, number: int, thing: ElementTree.Element) -> list[float]:
     try:
         left, top, right, bottom = map(float, texts)
     except ValueError:
-        raise ValueError(
-            f"PascalVOC: {path} must give each object a box of numbers {', '.join(_SIDES)}, got {texts} in object "
-            f"{number}."
-        ) from None
+        rule = f"{path} must give each object a box of numbers {', '.join(_SIDES)}"
+        raise InvalidValue(rule, "PascalVOC", got=f"{texts} in object {number}") from None
     box = [left - 1, top - 1, right, bottom]
     if box[0] >= box[2] or box[1] >= box[3]:
-        raise ValueError(
-            f"PascalVOC: {path} must give each object a box with xmin <= xmax and ymin <= ymax, got {texts} in object "
-            f"{number}."
-        )
+        rule = f"{path} must give each object a box with xmin <= xmax and ymin <= ymax"
+        raise InvalidValue(rule, "PascalVOC", got=f"{texts} in object {number}")
     return box

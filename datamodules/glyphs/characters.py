@@ -33,6 +33,7 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont, features
 
 from lightning_retrieval.datamodules.image_check import Count
+from lightning_retrieval.invalid import MissingFile
 from lightning_retrieval.optional_packages import optional_import
 
 IMAGE_SIZE = 32  # pixels
@@ -57,10 +58,9 @@ class GlyphFonts:
         folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
         files = [path for path in folder.glob("*.ttf") if path.stem not in EXCLUDED_FONTS]
         if not files:
-            raise FileNotFoundError(
-                f"load_glyph_images: matplotlib {matplotlib.__version__} must have its fonts in {str(folder)!r}, got "
-                "no .ttf file there; install matplotlib from PyPI: pip install --force-reinstall matplotlib."
-            )
+            rule = f"matplotlib {matplotlib.__version__} must have its fonts in {str(folder)!r}"
+            cure = "install matplotlib from PyPI: pip install --force-reinstall matplotlib"
+            raise MissingFile(rule, "load_glyph_images", got="no .ttf file there", cure=cure)
         self.files = sorted(files, key=attrgetter("stem"))
         self.names = tuple(path.stem for path in self.files)
         self.matplotlib_version = matplotlib.__version__

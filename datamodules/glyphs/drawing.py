@@ -35,6 +35,7 @@ from lightning_retrieval.datamodules.glyphs.characters import (
     read_class_table,
 )
 from lightning_retrieval.files import new_file
+from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
@@ -48,11 +49,10 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     if cache_dir is None:
         return _expand_user(_user_cache_folder()) / "lightning-retrieval"
     if not isinstance(cache_dir, str | Path):
-        raise TypeError(
-            f"load_glyph_images: `cache_dir` must be a string, a path or None, got {type(cache_dir).__name__}."
-        )
+        rule = "must be a string, a path or None"
+        raise InvalidType(rule, "load_glyph_images", "cache_dir", got=type(cache_dir).__name__)
     if not str(cache_dir):
-        raise ValueError("load_glyph_images: `cache_dir` must name a folder, got ''.")
+        raise InvalidValue("must name a folder", "load_glyph_images", "cache_dir", got="''")
     return _expand_user(Path(cache_dir))
 
 
@@ -71,10 +71,9 @@ def _expand_user(folder: Path) -> Path:
     try:
         return folder.expanduser()
     except RuntimeError:  # a container user without a home folder; os.path.expanduser would return a folder named ~
-        raise FileNotFoundError(
-            f"load_glyph_images: `cache_dir` must be a folder that can be found, got {str(folder)!r}, but the user has "
-            "no home folder; pass another folder."
-        ) from None
+        rule = "must be a folder that can be found"
+        got = f"{str(folder)!r}, but the user has no home folder"
+        raise MissingFile(rule, "load_glyph_images", "cache_dir", got=got, cure="pass another folder") from None
 
 
 @contextlib.contextmanager
@@ -134,10 +133,8 @@ class GlyphImages:
         """
         for name in names:
             if name not in self.font_names:
-                raise ValueError(
-                    f"Glyphs: `fonts` must be names of matplotlib's fonts, got {name!r}; they are "
-                    f"{', '.join(self.font_names)}."
-                )
+                cure = f"they are {', '.join(self.font_names)}"
+                raise InvalidValue("must be names of matplotlib's fonts", "Glyphs", "fonts", got=repr(name), cure=cure)
         chosen = np.isin(self.fonts, [self.font_names.index(name) for name in names])
         return replace(
             self,

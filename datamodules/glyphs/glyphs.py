@@ -19,6 +19,7 @@ from lightning_retrieval.datamodules.glyphs.characters import table_counts, tabl
 from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 
@@ -148,7 +149,8 @@ class Glyphs(RetrievalDataModule):
             check_strings("Glyphs", "fonts", fonts)
             self.fonts = tuple(fonts)
             if not self.fonts:
-                raise ValueError("Glyphs: `fonts` must hold at least one name, got []; None means all fonts.")
+                rule = "must hold at least one name"
+                raise InvalidValue(rule, "Glyphs", "fonts", got="[]", cure="None means all fonts")
         if cache_dir is not None:
             check_path("Glyphs", "cache_dir", cache_dir)
         self.cache_dir = cache_dir

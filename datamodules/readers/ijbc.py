@@ -12,6 +12,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, enclosing_pixels, find_file, leaves_root
+from lightning_retrieval.invalid import InvalidValue
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
 CROPS = "meta/ijbc_face_tid_mid.txt"  # list in the re-pack, with file name, template and media id of each crop
@@ -128,10 +129,8 @@ class IJBC(ImageDataModule):
         count_of = Counter(subjects_of_instances)
         kept = [face for face in faces if count_of[face.subject] >= self.least_instances]
         if not kept:
-            raise ValueError(
-                f"IJBC: `least_instances` must leave at least one subject, got {self.least_instances}, but no subject "
-                f"has more than {max(count_of.values())} instances."
-            )
+            got = f"{self.least_instances}, but no subject has more than {max(count_of.values())} instances"
+            raise InvalidValue("must leave at least one subject", "IJBC", "least_instances", got=got)
         skipped = sum(count < self.least_instances for count in count_of.values())
         if skipped:
             rank_zero_info(

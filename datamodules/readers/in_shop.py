@@ -15,6 +15,7 @@ from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, find_missing
+from lightning_retrieval.invalid import InvalidValue
 
 PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
 PARTITION_HEADER = ("image_name", "item_id", "evaluation_status")
@@ -89,9 +90,11 @@ class InShop(ImageDataModule):
         self.boxes = checked(self, boxes=boxes)
         self.high_res = checked(self, high_res=high_res)
         if boxes and high_res:
-            raise ValueError(
-                f"{owner}: `boxes` and `high_res` must not both be True, since the boxes are in pixels "
-                "of the images of 256 x 256; set one of them."
+            raise InvalidValue(
+                "`boxes` and `high_res` must not both be True, since the boxes are in pixels of the images of 256 "
+                "x 256",
+                owner,
+                cure="set one of them",
             )
 
     def sources(self) -> list[Path]:

@@ -15,6 +15,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, find_missing
+from lightning_retrieval.invalid import InvalidValue
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
@@ -105,10 +106,9 @@ class INaturalist(ImageDataModule):
         train, test = _read_list(self._list("train")), _read_list(self._list("test"))
         shared = _shared_numbers([train, test])
         if shared and taxonomy is not None:
-            raise ValueError(
-                f"INaturalist: `levels` need each category id in one supercategory, got {min(shared)} in several, "
-                f"{_where_shared([train, test], min(shared))}; set levels=None."
-            )
+            rule = "need each category id in one supercategory"
+            got = f"{min(shared)} in several, {_where_shared([train, test], min(shared))}"
+            raise InvalidValue(rule, "INaturalist", "levels", got=got, cure="set levels=None")
         # The splits share supercategories, so a supercategory must have the same number in both splits.
         categories, _ = class_numbers(train.supercategories + test.supercategories)
         return {
@@ -155,7 +155,7 @@ class INaturalist(ImageDataModule):
             if categories and not missing:
                 return categories
             problem = f"{path} without {', '.join(missing) or 'any category'}"
-        raise ValueError(f"INaturalist: `levels` need categories with {', '.join(ranks)}, got {problem}.")
+        raise InvalidValue(f"need categories with {', '.join(ranks)}", "INaturalist", "levels", got=problem)
 
     def _labels_of_levels(
         self, taxonomy: _Taxonomy, labels: NDArray[np.int64], names: Sequence[str]
@@ -163,10 +163,8 @@ class INaturalist(ImageDataModule):
         """The label of each image at each level, of shape (images, levels)."""
         unknown = find_missing(names, taxonomy)
         if unknown:
-            raise ValueError(
-                f"INaturalist: `levels` need the taxonomy of each category, got none for {len(unknown)} of "
-                f"{len(names)}, such as {unknown[0]}."
-            )
+            got = f"none for {len(unknown)} of {len(names)}, such as {unknown[0]}"
+            raise InvalidValue("need the taxonomy of each category", "INaturalist", "levels", got=got)
         columns = []
         for level in self.levels or ():
             if level == "species":
@@ -182,10 +180,8 @@ class INaturalist(ImageDataModule):
 def _check_levels(levels: tuple[str, ...]) -> tuple[str, ...]:
     in_order = tuple(name for name in LEVELS if name in levels)
     if "species" not in levels or levels != in_order:
-        raise ValueError(
-            f"INaturalist: `levels` must be species and any of {', '.join(LEVELS[1:])}, in this order, got "
-            f"{list(levels)}."
-        )
+        rule = f"must be species and any of {', '.join(LEVELS[1:])}, in this order"
+        raise InvalidValue(rule, "INaturalist", "levels", got=list(levels))
     return levels
 
 
@@ -251,15 +247,16 @@ def _read_categories(path: Path) -> _Taxonomy:
             content = content["categories"]
         ids = [str(category["id"]) for category in content]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"INaturalist: {path} must be JSON with a list of categories, each with an id, got {error!r}."
-        ) from None
+        rule = f"{path} must be JSON with a list of categories, each with an id"
+        raise InvalidValue(rule, "INaturalist", got=repr(error)) from None
     categories: _Taxonomy = {}
     for position, (category_id, category) in enumerate(zip(ids, content)):
         if categories.setdefault(category_id, category) != category:
-            raise ValueError(
-                f"INaturalist: each category must have one entry in {path}, got the id {category_id} in the entries "
-                f"{ids.index(category_id)} and {position} of its categories, which differ."
+            raise InvalidValue(
+                f"each category must have one entry in {path}",
+                "INaturalist",
+                got=f"the id {category_id} in the entries {ids.index(category_id)} and {position} of its "
+                "categories, which differ",
             )
     return categories
 

@@ -14,6 +14,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, leaves_root, normalized_path
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import list_folder
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
@@ -180,10 +181,8 @@ class LandmarksClean(ImageDataModule):
     def _check_has_images(self, split: str, rows: Sequence[_Row], paths: Sequence[str]) -> None:
         if not paths:
             of_split = [row for row in rows if row.split == split]
-            raise ValueError(
-                f"LandmarksClean: `images` must contain images of {LISTS[split]}, got {self._image_folder(of_split)} "
-                f"with none of {len(of_split)}."
-            )
+            got = f"{self._image_folder(of_split)} with none of {len(of_split)}"
+            raise InvalidValue(f"must contain images of {LISTS[split]}", "LandmarksClean", "images", got=got)
 
     def _image_folder(self, rows: Sequence[_Row]) -> Path:
         """The folder that contains the images of these rows, for messages."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.files import check_regular_file
+from lightning_retrieval.invalid import InvalidValue
 
 MOST_LEVELS = 20  # levels of nested containers; code that walks very deep levels would exceed Python's recursion limit
 PLAIN_KINDS = "biufcSU"  # kinds of dtypes: bool, integers, floats, complex numbers, bytes and text
@@ -39,19 +40,15 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
         try:
             value = _PlainUnpickler(file).load()
         except _ForbiddenError as forbidden:
-            raise ValueError(
-                f"{owner}: {path} must contain only plain values and NumPy arrays of numbers and text, got "
-                f"{forbidden}, which could run code and is not loaded; download the file from its official source."
-            ) from None
+            rule = f"{path} must contain only plain values and NumPy arrays of numbers and text"
+            got = f"{forbidden}, which could run code and is not loaded"
+            raise InvalidValue(rule, owner, got=got, cure="download the file from its official source") from None
         except Exception as error:  # pickle does not document which errors it raises
-            raise ValueError(
-                f"{owner}: {path} must be a pickle, got a file that cannot be read as one ({error})."
-            ) from None
+            rule = f"{path} must be a pickle"
+            raise InvalidValue(rule, owner, got=f"a file that cannot be read as one ({error})") from None
     if _is_nested_deeply(value):
-        raise ValueError(
-            f"{owner}: {path} is damaged: its lists must be nested in at most {MOST_LEVELS} levels, got more; download "
-            "the file from its official source."
-        )
+        rule = f"{path} is damaged: its lists must be nested in at most {MOST_LEVELS} levels"
+        raise InvalidValue(rule, owner, got="more", cure="download the file from its official source")
     return value
 
 

@@ -26,6 +26,7 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule, Readin
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
 from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths, leaves_root
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import RevisitedMetrics
 from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.preparation.training_transforms import PaperName
@@ -71,18 +72,20 @@ def read_ground_truth(owner: str, path: Path) -> GroundTruth:
     """
     content = load_plain_pickle(owner, path)
     if not isinstance(content, dict):
-        raise ValueError(f"{owner}: {path} must be a dict with imlist, qimlist and gnd, got {type(content).__name__}.")
+        raise InvalidValue(f"{path} must be a dict with imlist, qimlist and gnd", owner, got=type(content).__name__)
     if not content.keys() >= set(KEYS):
-        raise ValueError(
-            f"{owner}: {path} must be a dict with imlist, qimlist and gnd, got one with {sorted(map(str, content))}."
-        )
+        rule = f"{path} must be a dict with imlist, qimlist and gnd"
+        raise InvalidValue(rule, owner, got=f"one with {sorted(map(str, content))}")
     images = _parse_names(owner, path, "imlist", content["imlist"])
     queries = _parse_names(owner, path, "qimlist", content["qimlist"])
     in_both = set(images) & set(queries)
     if in_both:
-        raise ValueError(
-            f"{owner}: `imlist` must not contain queries in {path}, got {len(in_both)}, such as {min(in_both)!r} at "
-            f"position {images.index(min(in_both))}, which is at position {queries.index(min(in_both))} of `qimlist`."
+        raise InvalidValue(
+            f"must not contain queries in {path}",
+            owner,
+            "imlist",
+            got=f"{len(in_both)}, such as {min(in_both)!r} at position {images.index(min(in_both))}, which is at "
+            f"position {queries.index(min(in_both))} of `qimlist`",
         )
     entries = content["gnd"]
     _check_number_of_entries(owner, path, entries, len(queries))
@@ -97,7 +100,7 @@ def _check_number_of_entries(owner: str, path: Path, entries: Any, queries: int)
     if isinstance(entries, (list, tuple)):
         found = len(entries)
     if found != queries:
-        raise ValueError(f"{owner}: `gnd` must have one entry for each of {queries} queries in {path}, got {found}.")
+        raise InvalidValue(f"must have one entry for each of {queries} queries in {path}", owner, "gnd", got=found)
 
 
 def _add_entry(owner: str, path: Path, where: str, entry: Any, truth: GroundTruth) -> None:
@@ -106,12 +109,11 @@ def _add_entry(owner: str, path: Path, where: str, entry: Any, truth: GroundTrut
     if isinstance(entry, dict):
         keys = set(entry)
     if "ok" in keys and not keys >= {"easy", "hard"}:
-        raise ValueError(
-            f"{owner}: {path} must be of the revisited protocol, with easy and hard images, got the original protocol "
-            "with `ok`; use the gnd_r*.pkl of the revisited data sets."
-        )
+        rule = f"{path} must be of the revisited protocol, with easy and hard images"
+        got = "the original protocol with `ok`"
+        raise InvalidValue(rule, owner, got=got, cure="use the gnd_r*.pkl of the revisited data sets")
     if not keys >= {"bbx", *LISTS}:
-        raise ValueError(f"{owner}: `gnd` must have bbx, easy, hard and junk of {where}, got {sorted(map(str, keys))}.")
+        raise InvalidValue(f"must have bbx, easy, hard and junk of {where}", owner, "gnd", got=sorted(map(str, keys)))
     truth.boxes.append(_parse_box(owner, where, entry["bbx"]))
     times_listed = Counter[int]()
     for kind in LISTS:
@@ -120,48 +122,40 @@ def _add_entry(owner: str, path: Path, where: str, entry: Any, truth: GroundTrut
         times_listed.update(positions)
     for position, times in times_listed.items():
         if times > 1:
-            raise ValueError(
-                f"{owner}: easy, hard and junk must list an image only once for {where}, got {position} "
-                f"({truth.images[position]}) twice."
-            )
+            rule = f"easy, hard and junk must list an image only once for {where}"
+            raise InvalidValue(rule, owner, got=f"{position} ({truth.images[position]}) twice")
 
 
 def _parse_names(owner: str, path: Path, key: str, values: Any) -> list[str]:
     names = _to_list(values)
     if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{owner}: `{key}` must be a list of names in {path}, got {_shown(values)}.")
+        raise InvalidValue(f"must be a list of names in {path}", owner, key, got=_shown(values))
     first_with: dict[str, int] = {}
     for position, name in enumerate(names):
         first = first_with.setdefault(name, position)
         if first != position:
-            raise ValueError(
-                f"{owner}: `{key}` must contain each name only once in {path}, got {name!r} twice, at positions "
-                f"{first} and {position}."
-            )
+            rule = f"must contain each name only once in {path}"
+            raise InvalidValue(rule, owner, key, got=f"{name!r} twice, at positions {first} and {position}")
         if leaves_root(name):
-            raise ValueError(
-                f"{owner}: `{key}` must be names of images inside the root, got {name!r} at position {position} in "
-                f"{path}."
-            )
+            rule = "must be names of images inside the root"
+            raise InvalidValue(rule, owner, key, got=f"{name!r} at position {position} in {path}")
     return names
 
 
 def _parse_box(owner: str, where: str, values: Any) -> list[float]:
     box = _to_list(values) or []
     if len(box) != 4 or not all(map(_is_side, box)):
-        raise ValueError(f"{owner}: `bbx` must be 4 finite numbers of pixels for {where}, got {_shown(values)}.")
+        raise InvalidValue(f"must be 4 finite numbers of pixels for {where}", owner, "bbx", got=_shown(values))
     return box
 
 
 def _parse_positions(owner: str, where: str, values: Any, num_images: int) -> list[int]:
     positions = _to_list(values)
     if positions is None or not all(map(_is_integer, positions)):
-        raise ValueError(f"{owner}: {where} must be a list of integers, got {_shown(values)}.")
+        raise InvalidValue(f"{where} must be a list of integers", owner, got=_shown(values))
     for position in positions:
         if not 0 <= position < num_images:
-            raise ValueError(
-                f"{owner}: {where} must be positions in imlist, from 0 to {num_images - 1}, got {position}."
-            )
+            raise InvalidValue(f"{where} must be positions in imlist, from 0 to {num_images - 1}", owner, got=position)
     return positions
 
 
@@ -330,10 +324,8 @@ class _Revisited(ImageDataModule):
             if len(others) == 1:
                 return folder / others[0]
             if others:
-                raise ValueError(
-                    f"{type(self).__name__}: `root` must contain {official} or one other gnd_*.pkl, got "
-                    f"{', '.join(others)} in {folder}."
-                )
+                rule = f"must contain {official} or one other gnd_*.pkl"
+                raise InvalidValue(rule, type(self).__name__, "root", got=f"{', '.join(others)} in {folder}")
         return find_file(type(self).__name__, self.folder, official)  # raises an error with a suggestion
 
     def _distractor_list(self, folder: Path) -> Path:
@@ -349,10 +341,8 @@ class _Revisited(ImageDataModule):
         for number, (path, sides) in enumerate(zip(paths, self.ground_truth.boxes)):
             left, top, right, bottom = map(round, sides)  # Pillow rounds boxes in the same way
             if left >= right or top >= bottom:
-                raise ValueError(
-                    f"{type(self).__name__}: `boxes` must contain at least one pixel, got "
-                    f"{[left, top, right, bottom]} for {path}, query {number} in {self._pickle()}."
-                )
+                got = f"{[left, top, right, bottom]} for {path}, query {number} in {self._pickle()}"
+                raise InvalidValue("must contain at least one pixel", type(self).__name__, "boxes", got=got)
             boxes.append((left, top, right, bottom))
         return boxes
 

@@ -14,6 +14,7 @@ from lightning_retrieval.datamodules.image_index import ImageIndex, class_number
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, join_paths
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
 Size = Literal["small", "medium", "large"]
@@ -178,10 +179,8 @@ class VehicleID(ImageDataModule):
         """All images of the wanted vehicles, with their vehicles and rows; raises if a vehicle has no image."""
         without = sorted(wanted.difference(all_images[1]))
         if without:
-            raise ValueError(
-                f"{type(self).__name__}: {self.root / ALL_IMAGES} must have images of each listed vehicle, got none "
-                f"for {len(without)} vehicles, such as {without[0]}."
-            )
+            rule = f"{self.root / ALL_IMAGES} must have images of each listed vehicle"
+            raise InvalidValue(rule, type(self).__name__, got=f"none for {len(without)} vehicles, such as {without[0]}")
         images = []
         vehicles = []
         rows = []
@@ -194,10 +193,8 @@ class VehicleID(ImageDataModule):
 
     def _check_protocol(self, name: str, vehicles: Sequence[int]) -> None:
         if self.protocol == "reid" and len(set(vehicles)) == len(vehicles):
-            raise ValueError(
-                f"{type(self).__name__}: the protocol 'reid' needs a vehicle with two images or more, got none in "
-                f"{self.root / name}."
-            )
+            rule = "the protocol 'reid' needs a vehicle with two images or more"
+            raise InvalidValue(rule, type(self).__name__, got=f"none in {self.root / name}")
 
     def _read_models(self) -> dict[int | None, int] | None:
         """Map each vehicle's id to the number of its model, and None to the number for vehicles without a model."""
@@ -231,10 +228,8 @@ def _check_one_vehicle_each(
     """Check that each image has the same vehicle as in `vehicle_of`, and add new images to `vehicle_of`."""
     for position, (image, vehicle) in enumerate(zip(images, vehicles)):
         if vehicle_of.setdefault(image, vehicle) != vehicle:
-            raise ValueError(
-                f"{lines.owner}: an image must have the same vehicle in all lists, got {image} with "
-                f"{vehicle_of[image]} and with {vehicle} in {lines.where(position)}."
-            )
+            got = f"{image} with {vehicle_of[image]} and with {vehicle} in {lines.where(position)}"
+            raise InvalidValue("an image must have the same vehicle in all lists", lines.owner, got=got)
 
 
 def _check_sizes(owner: str, sizes: Size | Sequence[Size]) -> list[Size]:
@@ -242,5 +237,5 @@ def _check_sizes(owner: str, sizes: Size | Sequence[Size]) -> list[Size]:
     names: Sequence[str] = [sizes] if isinstance(sizes, str) else sizes
     check_strings(owner, "sizes", names)
     if len(names) == 0:
-        raise ValueError(f"{owner}: `sizes` must name at least one test set, got {sizes!r}.")
+        raise InvalidValue("must name at least one test set", owner, "sizes", got=repr(sizes))
     return [check_choice(owner, "sizes", name, tuple(NUM_VEHICLES)) for name in dict.fromkeys(names)]

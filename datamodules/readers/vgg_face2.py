@@ -16,6 +16,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, read_csv_header
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
 
 SPLITS = ("train", "test")
@@ -171,9 +172,8 @@ def _read_folder(folder: Path, split: str) -> _Images:
                 people.append(person.name)
                 paths.append(f"{split}/{person.name}/{file.name}")
     if not paths:
-        raise ValueError(
-            f"VGGFace2: `root` must contain lists, or images as {split}/<person>/<image>, got none in {folder}."
-        )
+        rule = f"must contain lists, or images as {split}/<person>/<image>"
+        raise InvalidValue(rule, "VGGFace2", "root", got=f"none in {folder}")
     return people, paths
 
 

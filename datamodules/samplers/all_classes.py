@@ -8,6 +8,7 @@ import numpy as np
 from lightning_retrieval.arguments import Seed, Several, checked
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
 from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, shuffled_order, uniform_numbers
+from lightning_retrieval.invalid import InvalidValue
 
 
 def largest_equal_count(sizes: Integers, total: int) -> int:
@@ -76,16 +77,13 @@ class AllClassesSampler(GlobalBatchSampler):
         super().__init__(labels, seed=seed)
         classes = len(self.class_sizes)
         if batch_size < classes:
-            raise ValueError(
-                f"{self.name}: `batch_size` must be at least the number of classes with two images or more, got "
-                f"{batch_size} for {classes} such classes ({self.num_single_image_classes} more have a single image); "
-                "raise it, or use PKSampler."
-            )
+            rule = "must be at least the number of classes with two images or more"
+            got = f"{batch_size} for {classes} such classes ({self.num_single_image_classes} more have a single image)"
+            raise InvalidValue(rule, self.name, "batch_size", got=got, cure="raise it, or use PKSampler")
         if batch_size > len(self.images):
-            raise ValueError(
-                f"{self.name}: `batch_size` must be at most the number of images of classes with two or more, got "
-                f"{batch_size} for {len(self.images)} such images; lower it."
-            )
+            rule = "must be at most the number of images of classes with two or more"
+            got = f"{batch_size} for {len(self.images)} such images"
+            raise InvalidValue(rule, self.name, "batch_size", got=got, cure="lower it")
 
     def __len__(self) -> int:
         return math.ceil(len(self.images) / self.batch_size)

@@ -18,6 +18,7 @@ from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.distributed import world_size
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.sides import Side
 
 Integers = NDArray[np.signedinteger[Any]]
@@ -33,9 +34,9 @@ def integer_array(owner: str, name: str, values: Labels) -> NDArray[Any]:
     """
     array = as_array(owner, name, values)
     if array.ndim != 1 or len(array) == 0:
-        raise ValueError(f"{owner}: `{name}` must be one integer for each image, got shape {array.shape}.")
+        raise InvalidValue("must be one integer for each image", owner, name, got=f"shape {array.shape}")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{owner}: `{name}` must be integers, got {array.dtype}.")
+        raise InvalidType("must be integers", owner, name, got=array.dtype)
     return array
 
 
@@ -77,10 +78,13 @@ def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[
     kept = np.argsort(sizes, kind="stable")
     kept = kept[sizes[kept] >= 2]
     if len(kept) == 0:
-        raise ValueError(
-            f"{owner}: `labels` must hold a class with at least 2 images, got {len(labels)} images of {len(sizes)} "
-            "classes; check that the labels are classes and not the numbers of the images, or use TagSampler if the "
-            "images have tags."
+        raise InvalidValue(
+            "must hold a class with at least 2 images",
+            owner,
+            "labels",
+            got=f"{len(labels)} images of {len(sizes)} classes",
+            cure="check that the labels are classes and not the numbers of the images, or use TagSampler if the "
+            "images have tags",
         )
     images = order[slice_positions(starts[kept], sizes[kept], order.dtype)]
     return images, labels[order[starts[kept]]], sizes[kept], len(sizes)
@@ -195,10 +199,12 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         """
         processes = world_size()
         if processes > 1:
-            raise ValueError(
-                f"{self.name}: each of several processes must get its own part of a batch, got {processes} processes "
-                f"that would all draw the same images, because the loader is not a RetrievalDataLoader; use "
-                f"RetrievalDataLoader(dataset, {self.name}(...)), which needs no flag of the Trainer."
+            raise InvalidValue(
+                "each of several processes must get its own part of a batch",
+                self.name,
+                got=f"{processes} processes that would all draw the same images, because the loader is not a "
+                "RetrievalDataLoader",
+                cure=f"use RetrievalDataLoader(dataset, {self.name}(...)), which needs no flag of the Trainer",
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -249,10 +255,8 @@ class RandomBatchSampler(GlobalBatchSampler):
         self.num_images = checked(self, num_images=num_images)
         self.batch_size = checked(self, batch_size=batch_size)
         if batch_size > num_images:
-            raise ValueError(
-                f"{self.name}: `batch_size` must be at most the number of images, got {batch_size} for "
-                f"{num_images} images."
-            )
+            rule = "must be at most the number of images"
+            raise InvalidValue(rule, self.name, "batch_size", got=f"{batch_size} for {num_images} images")
         super().__init__(np.zeros(num_images, np.int64), seed=seed)
 
     def classes_of(self, batch: Sequence[int]) -> None:

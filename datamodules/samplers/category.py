@@ -20,6 +20,7 @@ from lightning_retrieval.datamodules.samplers.base import (
     group_equal_values,
     integer_array,
 )
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 _MAX_LISTED = 1_000_000  # above this number, combinations are drawn one by one instead of listed
 _COMBINATION_STREAM = 1  # combinations have the seed (seed, refill, 1), and batches the seed (seed, epoch)
@@ -164,15 +165,11 @@ class CategorySampler(GlobalBatchSampler):
         self.classes_per_batch = checked(self, classes_per_batch=classes_per_batch)
         self.samples_per_class = checked(self, samples_per_class=samples_per_class)
         if classes_per_batch % categories_per_batch:
-            raise ValueError(
-                f"{self.name}: `classes_per_batch` must be a multiple of `categories_per_batch`, got "
-                f"{classes_per_batch} for {categories_per_batch}."
-            )
+            got = f"{classes_per_batch} for {categories_per_batch}"
+            raise InvalidValue("must be a multiple of `categories_per_batch`", self.name, "classes_per_batch", got=got)
         if categories is None:
-            raise TypeError(
-                f"{self.name}: `categories` must be one integer for each image, got None; provide them, or use "
-                "PKSampler."
-            )
+            rule = "must be one integer for each image"
+            raise InvalidType(rule, self.name, "categories", got="None", cure="provide them, or use PKSampler")
         super().__init__(labels, seed=seed)
         # The classes grouped by category, and the number of classes of each category.
         self.classes, starts = group_equal_values(self._category_of_each_class(categories))
@@ -196,27 +193,27 @@ class CategorySampler(GlobalBatchSampler):
     def _check_category_sizes(self) -> None:
         count = len(self.category_sizes)
         if self.categories_per_batch > count:
-            raise ValueError(
-                f"{self.name}: `categories_per_batch` must be at most the number of categories that hold a class with "
-                f"two images or more, got {self.categories_per_batch} for {count} such categories; lower it."
-            )
+            rule = "must be at most the number of categories that hold a class with two images or more"
+            got = f"{self.categories_per_batch} for {count} such categories"
+            raise InvalidValue(rule, self.name, "categories_per_batch", got=got, cure="lower it")
 
     def _category_of_each_class(self, categories: Labels) -> Integers:
         array = integer_array(self.name, "categories", categories)
         if len(array) != self.dataset_size:
-            raise ValueError(
-                f"{self.name}: `categories` must be one integer for each of the {self.dataset_size} labels, got "
-                f"{len(array)}."
-            )
+            rule = f"must be one integer for each of the {self.dataset_size} labels"
+            raise InvalidValue(rule, self.name, "categories", got=len(array))
         by_class = array[self.images]
         lowest = np.minimum.reduceat(by_class, self.class_starts)
         highest = np.maximum.reduceat(by_class, self.class_starts)
         mixed = np.flatnonzero(lowest != highest)
         if len(mixed):
             first = mixed[0]
-            raise ValueError(
-                f"{self.name}: `categories` must be the same for all images of a class, got {lowest[first]} and "
-                f"{highest[first]} for class {self.class_labels[first]} ({len(mixed)} of {len(lowest)} classes)."
+            raise InvalidValue(
+                "must be the same for all images of a class",
+                self.name,
+                "categories",
+                got=f"{lowest[first]} and {highest[first]} for class {self.class_labels[first]} ({len(mixed)} of "
+                f"{len(lowest)} classes)",
             )
         return lowest
 

@@ -17,6 +17,7 @@ from lightning_retrieval.datamodules.samplers.base import (
     slice_positions,
 )
 from lightning_retrieval.datamodules.samplers.pk import shuffled_class_batches, shuffled_queue_table
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.sides import Side
 
 
@@ -89,15 +90,13 @@ class PairSampler(GlobalBatchSampler):
 
     def _check_classes(self, shared: Integers, classes: Integers) -> None:
         if len(shared) == 0:
-            raise ValueError(
-                f"{self.name}: a class must have queries and candidates, got no shared class among {len(classes)}; "
-                "check that the labels of both sides mean the same."
-            )
+            rule = "a class must have queries and candidates"
+            got = f"no shared class among {len(classes)}"
+            raise InvalidValue(rule, self.name, got=got, cure="check that the labels of both sides mean the same")
         if self.classes_per_batch > len(shared):
-            raise ValueError(
-                f"{self.name}: `classes_per_batch` must be at most the number of classes with queries and candidates, "
-                f"got {self.classes_per_batch} for {len(shared)} such classes; lower it."
-            )
+            rule = "must be at most the number of classes with queries and candidates"
+            got = f"{self.classes_per_batch} for {len(shared)} such classes"
+            raise InvalidValue(rule, self.name, "classes_per_batch", got=got, cure="lower it")
         skipped = len(classes) - len(shared)
         if skipped:
             warnings.warn(

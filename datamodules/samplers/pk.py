@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
+from lightning_retrieval.invalid import InvalidValue
 
 # Number of items that are shuffled at a time, so that the sorted arrays fit into the CPU's cache.
 _BLOCK = 1 << 16
@@ -180,10 +181,13 @@ class PKSampler(GlobalBatchSampler):
         super().__init__(labels, seed=seed)
         classes = len(self.class_sizes)
         if classes_per_batch > classes:
-            raise ValueError(
-                f"{self.name}: `classes_per_batch` must be at most the number of classes with two images or more, got "
-                f"{classes_per_batch} for {classes} such classes ({self.num_single_image_classes} more have a single "
-                "image); lower it."
+            raise InvalidValue(
+                "must be at most the number of classes with two images or more",
+                self.name,
+                "classes_per_batch",
+                got=f"{classes_per_batch} for {classes} such classes ({self.num_single_image_classes} more have a "
+                "single image)",
+                cure="lower it",
             )
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
 from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, uniform_numbers
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.ranking.relevance import NO_TAG, is_multi_hot, tags_of_multi_hot
 
 Tags = Tensor | NDArray[Any] | Sequence[Sequence[int]]
@@ -100,9 +101,8 @@ class TagSampler(GlobalBatchSampler):
         table = _tag_table(self.name, tags)
         image, tag = _pairs(table)
         if np.unique(tag, return_counts=True)[1].max(initial=0) < 2:
-            raise ValueError(
-                f"{self.name}: `tags` must hold a tag of at least 2 images, got {len(table)} images without one."
-            )
+            rule = "must hold a tag of at least 2 images"
+            raise InvalidValue(rule, self.name, "tags", got=f"{len(table)} images without one")
         super().__init__(tag, seed=seed)
         self.dataset_size = len(table)
         self.images = image[self.images].astype(self.images.dtype)
@@ -114,16 +114,18 @@ class TagSampler(GlobalBatchSampler):
     def _check_sizes(self) -> None:
         tags = len(self.class_sizes)
         if self.tags_per_batch > tags:
-            raise ValueError(
-                f"{self.name}: `tags_per_batch` must be at most the number of tags with two images or more, got "
-                f"{self.tags_per_batch} for {tags} such tags ({self.num_single_image_classes} more have a single "
-                "image); lower it."
+            raise InvalidValue(
+                "must be at most the number of tags with two images or more",
+                self.name,
+                "tags_per_batch",
+                got=f"{self.tags_per_batch} for {tags} such tags ({self.num_single_image_classes} more have a "
+                "single image)",
+                cure="lower it",
             )
         if self._batch_size > self.num_images:
-            raise ValueError(
-                f"{self.name}: `tags_per_batch` times `samples_per_tag` must be at most the number of images with such "
-                f"tags, got {self.tags_per_batch} * {self.samples_per_tag} for {self.num_images} images; lower one."
-            )
+            rule = "times `samples_per_tag` must be at most the number of images with such tags"
+            got = f"{self.tags_per_batch} * {self.samples_per_tag} for {self.num_images} images"
+            raise InvalidValue(rule, self.name, "tags_per_batch", got=got, cure="lower one")
 
     @property
     def _batch_size(self) -> int:
@@ -152,18 +154,17 @@ class TagSampler(GlobalBatchSampler):
 def _tag_table(owner: str, tags: Tags | None) -> NDArray[Any]:
     """Convert tags to an array (images, T); raise if that is not possible."""
     if tags is None:
-        raise TypeError(
-            f"{owner}: `tags` must be integers of shape (images, tags), got None; provide them, or use PKSampler."
-        )
+        rule = "must be integers of shape (images, tags)"
+        raise InvalidType(rule, owner, "tags", got="None", cure="provide them, or use PKSampler")
     table = as_array(owner, "tags", tags)
     if table.ndim != 2 or table.size == 0:
-        raise ValueError(f"{owner}: `tags` must have the shape (images, tags), got {table.shape}.")
+        raise InvalidValue("must have the shape (images, tags)", owner, "tags", got=table.shape)
     if table.dtype == bool:  # multi-hot
         table = tags_of_multi_hot(torch.from_numpy(table)).numpy()
     if table.dtype.kind not in "iu":
-        raise TypeError(f"{owner}: `tags` must be integers, got {table.dtype}.")
+        raise InvalidType("must be integers", owner, "tags", got=table.dtype)
     if table.min() < NO_TAG:
-        raise ValueError(f"{owner}: `tags` must be integers >= 0, or {NO_TAG} for no tag, got {table.min()}.")
+        raise InvalidValue(f"must be integers >= 0, or {NO_TAG} for no tag", owner, "tags", got=table.min())
     numbers = torch.from_numpy(table.astype(np.int64))
     if is_multi_hot(numbers):
         return tags_of_multi_hot(numbers).numpy()

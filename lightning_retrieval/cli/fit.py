@@ -43,7 +43,7 @@ from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, 
 from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
-from lightning_retrieval.invalid import InvalidValue, NotWritten
+from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
     FORMAT,
@@ -254,7 +254,7 @@ class RetrievalCLI(LightningCLI):
             else:
                 super().instantiate_classes()
         except (FileNotFoundError, ModuleNotFoundError, TypeError, ValueError) as error:
-            message = _missing_package(error) or _invalid_argument(error)
+            message = _sentence(error)
             if message is None:
                 raise
             self.parser.error(message)
@@ -398,69 +398,34 @@ class RetrievalCLI(LightningCLI):
         )
 
 
-def _missing_package(error: Exception) -> str | None:
-    """The message about a missing package that a class of a config needs, or None.
+def _sentence(error: BaseException) -> str | None:
+    """The sentence about an invalid argument of a config, or about a package that a class of a config needs, or None.
 
-    jsonargparse wraps the error of a class in its own errors. If an import fails without such a message, the result is
-    None, because the traceback helps the user more than a sentence.
-
-    Args:
-        error: the error that the parser raised while creating the objects of a config.
-
-    Example:
-        >>> error = ValueError("Problem with given class_path 'a.B'")
-        >>> error.__cause__ = ModuleNotFoundError("B: timm must be installed: pip install timm.")
-        >>> _missing_package(error)
-        'B: timm must be installed: pip install timm.'
-    """
-    for cause in _causes(error):
-        if not isinstance(cause, ModuleNotFoundError) or cause.name is not None:
-            continue
-        if "`tensorboardX`" in str(cause):  # Lightning's message
-            return TENSORBOARD
-        return str(cause)
-    return None
-
-
-def _invalid_argument(error: Exception) -> str | None:
-    """The message of a class of this library about an invalid argument of a config, or None.
-
-    For other errors, such as errors of a user's class, the result is None, because the user needs the traceback.
+    jsonargparse wraps the error of a class in its own errors. For other errors, such as those of a user's class, the
+    result is None, because the traceback helps the user more than a sentence.
 
     Args:
         error: the error that the parser raised while creating the objects of a config.
 
     Example:
         >>> from lightning_retrieval import SmoothAPLoss
+        >>> error = ValueError("Problem with given class_path 'lightning_retrieval.SmoothAPLoss'")
         >>> try:
         ...     SmoothAPLoss(tau=-1.0)
-        ... except ValueError as error:
-        ...     print(_invalid_argument(error))
-        SmoothAPLoss: `tau` must be a finite number > 0, got -1.0.
+        ... except ValueError as cause:
+        ...     error.__cause__ = cause
+        >>> _sentence(error)
+        'SmoothAPLoss: `tau` must be a finite number > 0, got -1.0.'
     """
-    for cause in _causes(error):
-        is_sentence = re.match(r"[\w.]+: ", str(cause)) is not None
-        if isinstance(cause, (FileNotFoundError, TypeError, ValueError)) and is_sentence and _is_ours(cause):
-            return str(cause)
-    return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, its cause, the cause of its cause, and so on."""
     cause: BaseException | None = error
     while cause is not None:
-        yield cause
+        is_missing = isinstance(cause, ModuleNotFoundError) and cause.name is None
+        if is_missing and "`tensorboardX`" in str(cause):  # Lightning's message
+            return TENSORBOARD
+        if is_missing or isinstance(cause, Invalid):
+            return str(cause)
         cause = cause.__cause__
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether code of this library raised an error."""
-    traceback = error.__traceback__
-    if traceback is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return str(traceback.tb_frame.f_globals.get("__name__")).startswith("lightning_retrieval.")
+    return None
 
 
 class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):

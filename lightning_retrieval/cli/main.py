@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.command_line import CommandParser, command_line_message, did_you_mean
+from lightning_retrieval.invalid import InvalidType
 from lightning_retrieval.version import __version__
 
 EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # the messages of these errors say what the user can change
@@ -67,10 +68,8 @@ def main(args: Any = None) -> None:
         given = sys.argv[1:]
     is_list = isinstance(given, (list, tuple))
     if isinstance(given, (str, bytes, int, float)) or (is_list and not all(isinstance(arg, str) for arg in given)):
-        raise TypeError(
-            f"main: `args` must be a list of strings, such as ['fit', '--config', 'a.yaml'], got {given!r} "
-            f"({type(given).__name__})."
-        )
+        rule = "must be a list of strings, such as ['fit', '--config', 'a.yaml']"
+        raise InvalidType(rule, "main", "args", got=f"{given!r} ({type(given).__name__})")
     if is_list:
         command = _parse_command(given)
         if command in OTHER_COMMANDS:

@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
 from lightning_retrieval.checkpoints import checkpoints_in, saved_at
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.plain_data import FORMAT, upgraded
 
 CONFIG = "config.yaml"
@@ -52,10 +53,11 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
     if is_first_run:
         return None
     elsewhere = "".join(f", nor has {path}, the `dirpath` of a ModelCheckpoint" for path in folders_of_callbacks)
-    raise FileNotFoundError(
-        f"{owner}: `--ckpt_path last` must have a checkpoint of an earlier run of this config, but {folder} has "
-        f"{len(runs)} runs, {len(same)} of them with the same model and data, and none of these has a checkpoint"
-        f"{elsewhere}; leave out the option to begin a new run, or give the path of a checkpoint."
+    raise MissingFile(
+        f"`--ckpt_path last` must have a checkpoint of an earlier run of this config, but {folder} has {len(runs)} "
+        f"runs, {len(same)} of them with the same model and data, and none of these has a checkpoint{elsewhere}",
+        owner,
+        cure="leave out the option to begin a new run, or give the path of a checkpoint",
     )
 
 
@@ -75,10 +77,8 @@ def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None
     """
     folder = Path(trainer.logger.log_dir)
     if (folder / CONFIG).exists() and not _is_same_config(folder / CONFIG, config):
-        raise ValueError(
-            f"{owner}: `--run_folder` must be the folder of a run of this model and data, or a new one, got {folder}, "
-            f"whose {CONFIG} has others; choose another folder."
-        )
+        rule = "`--run_folder` must be the folder of a run of this model and data, or a new one"
+        raise InvalidValue(rule, owner, got=f"{folder}, whose {CONFIG} has others", cure="choose another folder")
     folders_of_callbacks = [
         callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)
     ]

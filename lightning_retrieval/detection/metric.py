@@ -26,6 +26,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 
 MAX_IMAGES = 1 << 40  # maximum number of images per process and evaluation
@@ -87,10 +88,8 @@ class DetectionMetric(Metric):
         check_sequence(owner, "detections", detections)
         check_sequence(owner, "targets", targets)
         if len(detections) != len(targets):
-            raise ValueError(
-                f"{owner}: `detections` must be one for each target, got {len(detections)} for {len(targets)} in "
-                "`targets`."
-            )
+            rule = "must be one for each target"
+            raise InvalidValue(rule, owner, "detections", got=f"{len(detections)} for {len(targets)} in `targets`")
         for detected, target in zip(detections, targets):
             self._add_image(detected, target)
 
@@ -175,21 +174,17 @@ def _boxes_and_labels(
     check_mapping(owner, name, given)
     for key in keys:
         if key not in given:
-            raise ValueError(
-                f"{owner}: `{name}` must have the keys {', '.join(keys)} for each image, got "
-                f"{', '.join(map(str, given))}."
-            )
+            rule = f"must have the keys {', '.join(keys)} for each image"
+            raise InvalidValue(rule, owner, name, got=", ".join(map(str, given)))
         check_tensor(owner, f"{name}[{key!r}]", given[key])
     boxes, labels = given["boxes"], given["labels"]
     if boxes.ndim != 2 or boxes.shape[1] != 4:
-        raise ValueError(f"{owner}: `boxes` of `{name}` must have shape (boxes, 4), got {tuple(boxes.shape)}.")
+        raise InvalidValue(f"of `{name}` must have shape (boxes, 4)", owner, "boxes", got=tuple(boxes.shape))
     check_finite(owner, f"{name}['boxes']", boxes)
     check_integers(owner, "labels", labels, len(boxes), "boxes")
     if len(labels) > 0 and not 1 <= int(labels.min()) <= int(labels.max()) <= classes:
-        raise ValueError(
-            f"{owner}: `labels` of `{name}` must be from 1 to {classes}, got {int(labels.min())} to "
-            f"{int(labels.max())}; 0 is background."
-        )
+        got = f"{int(labels.min())} to {int(labels.max())}"
+        raise InvalidValue(f"of `{name}` must be from 1 to {classes}", owner, "labels", got=got, cure="0 is background")
     return boxes, labels.to(torch.int64)  # 64 bits, because labels are stored together with keys of images
 
 
@@ -198,9 +193,8 @@ def _one_for_each(owner: str, name: str, given: Mapping[str, Any], key: str, lab
     values: Tensor = given[key]
     check_tensor(owner, f"{name}[{key!r}]", values)
     if values.shape != labels.shape:
-        raise ValueError(
-            f"{owner}: `{key}` must have shape {tuple(labels.shape)}, one for each box, got {tuple(values.shape)}."
-        )
+        rule = f"must have shape {tuple(labels.shape)}, one for each box"
+        raise InvalidValue(rule, owner, key, got=tuple(values.shape))
     return values
 
 
@@ -208,9 +202,9 @@ def _image_id(owner: str, value: Any) -> int:
     try:
         image_id = operator.index(value)
     except TypeError:
-        raise TypeError(f"{owner}: `targets` must have an integer as `image_id`, got {short_repr(value)}.") from None
+        raise InvalidType("must have an integer as `image_id`", owner, "targets", got=short_repr(value)) from None
     if not LEAST_ID <= image_id < -LEAST_ID:
-        raise ValueError(f"{owner}: `targets` must have an `image_id` of at most 64 bits, got {short_repr(value)}.")
+        raise InvalidValue("must have an `image_id` of at most 64 bits", owner, "targets", got=short_repr(value))
     return image_id
 
 

@@ -15,6 +15,7 @@ from lightning_retrieval.detection.metric import COCOMetrics
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_heads
 from lightning_retrieval.detection.targets import check_targets, num_classes
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.manual_training import OptimizedModule
@@ -178,10 +179,8 @@ class DetectionModule(OptimizedModule):
         """The metrics, created at the first use, because training alone does not need their backend."""
         if self.metrics is None:
             if self.num_classes is None:
-                raise ValueError(
-                    f"{type(self).__name__}: `metrics` must be given, since the number of classes of the detector's "
-                    "box classifier is unknown; pass COCOMetrics(classes)."
-                )
+                rule = "must be given, since the number of classes of the detector's box classifier is unknown"
+                raise InvalidValue(rule, type(self).__name__, "metrics", cure="pass COCOMetrics(classes)")
             self.metrics = COCOMetrics(self.num_classes).to(self.device)
         return self.metrics
 

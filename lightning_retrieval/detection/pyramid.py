@@ -15,6 +15,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from lightning_retrieval.arguments import NotNegative, PositiveInt, checked, integers
 from lightning_retrieval.checks import check_integer, first_line
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.pretrained import are_skipped
 from lightning_retrieval.optional_packages import optional_import
 
@@ -162,20 +163,17 @@ def make_body(name: str, pretrained: bool) -> Any:
         body: Any = build(pretrained=is_loaded)
     except Exception as error:
         if is_loaded and timm.is_model(name) and _can_be_built(build):
-            raise ValueError(
-                f"PyramidFasterRCNN: `pretrained` must be False unless timm can load the weights of {name!r}, got True "
-                f"({first_line(error)}); without a network, load them once with one, after which they are in the cache."
-            ) from None
-        raise ValueError(
-            "PyramidFasterRCNN: `backbone_name` must be a name that timm can build with features_only=True and maps of "
-            f"stride 4, 8, 16 and 32, got {name!r} ({error}); such names are timm.list_models('resnet*')."
-        ) from None
+            rule = f"must be False unless timm can load the weights of {name!r}"
+            got = f"True ({first_line(error)})"
+            cure = "without a network, load them once with one, after which they are in the cache"
+            raise InvalidValue(rule, "PyramidFasterRCNN", "pretrained", got=got, cure=cure) from None
+        rule = "must be a name that timm can build with features_only=True and maps of stride 4, 8, 16 and 32"
+        cure = "such names are timm.list_models('resnet*')"
+        raise InvalidValue(rule, "PyramidFasterRCNN", "backbone_name", got=f"{name!r} ({error})", cure=cure) from None
     reductions = body.feature_info.reduction()
     if reductions != [4, 8, 16, 32]:
-        raise ValueError(
-            "PyramidFasterRCNN: `backbone_name` must have maps of stride 4, 8, 16 and 32, got strides "
-            f"{reductions} of {name!r}."
-        )
+        rule = "must have maps of stride 4, 8, 16 and 32"
+        raise InvalidValue(rule, "PyramidFasterRCNN", "backbone_name", got=f"strides {reductions} of {name!r}")
     return body
 
 

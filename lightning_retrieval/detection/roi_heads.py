@@ -13,6 +13,7 @@ from torchvision.models.detection.roi_heads import RoIHeads
 
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.detection.targets import check_class_labels
+from lightning_retrieval.invalid import InvalidType
 
 NEEDED = "RoI heads with a box classifier, as those of torchvision's FasterRCNN and MaskRCNN"
 
@@ -43,7 +44,8 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
     def __init__(self, roi_heads: nn.Module, loss: nn.Module) -> None:
         check_roi_heads("RankedRoIHeads", "roi_heads", roi_heads)
         if not isinstance(loss, nn.Module):
-            raise TypeError(f"RankedRoIHeads: `loss` must be a module such as DetectionAPLoss, got {short_repr(loss)}.")
+            rule = "must be a module such as DetectionAPLoss"
+            raise InvalidType(rule, "RankedRoIHeads", "loss", got=short_repr(loss))
         nn.Module.__init__(self)
         for name, value in vars(roi_heads).items():
             if isinstance(value, dict):  # layers, parameters, hooks: the original heads must not get the loss
@@ -125,7 +127,7 @@ def check_roi_heads(owner: str, name: str, value: Any) -> None:
         hint = ", which classifies anchors directly; take a detector of two stages such as fasterrcnn_resnet50_fpn"
     elif hasattr(value, "roi_heads"):
         hint = "; give its attribute `roi_heads`"
-    raise TypeError(f"{owner}: `{name}` must be {NEEDED}, got {type(value).__name__}{hint}.")
+    raise InvalidType(f"must be {NEEDED}", owner, name, got=f"{type(value).__name__}{hint}")
 
 
 def _ignore_missing_memory(heads: nn.Module, incompatible_keys: Any) -> None:

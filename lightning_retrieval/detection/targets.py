@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_retrieval.invalid import InvalidType, InvalidValue
+
 
 def check_class_labels(owner: str, labels: Int[Tensor, " object"], lowest: int, highest: int) -> None:
     """Raise unless all labels are from `lowest` to `highest`.
@@ -19,10 +21,8 @@ def check_class_labels(owner: str, labels: Int[Tensor, " object"], lowest: int, 
     """
     wrong = labels[(labels < lowest) | (labels > highest)]
     if len(wrong) > 0:
-        raise ValueError(
-            f"{owner}: `labels` must be from {lowest} to {highest}, got {int(wrong[0])}; 0 is the background, so the "
-            "detector needs one class more than there are classes of objects."
-        )
+        cure = "0 is the background, so the detector needs one class more than there are classes of objects"
+        raise InvalidValue(f"must be from {lowest} to {highest}", owner, "labels", got=int(wrong[0]), cure=cure)
 
 
 def check_targets(owner: str, images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]], classes: int) -> None:
@@ -35,7 +35,8 @@ def check_targets(owner: str, images: Sequence[Tensor], targets: Sequence[Mappin
         classes: number of classes of objects.
     """
     if len(images) != len(targets):
-        raise ValueError(f"{owner}: `targets` must be one for each image, got {len(targets)} for {len(images)} images.")
+        rule = "must be one for each image"
+        raise InvalidValue(rule, owner, "targets", got=f"{len(targets)} for {len(images)} images")
     for number, (image, target) in enumerate(zip(images, targets)):
         boxes, labels = _boxes_and_labels(owner, number, target)
         check_class_labels(owner, labels, 1, classes)
@@ -59,20 +60,16 @@ def num_classes(detector: nn.Module) -> int | None:
 def _boxes_and_labels(owner: str, number: int, target: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     missing = [name for name in ("boxes", "labels") if not isinstance(target.get(name), Tensor)]
     if missing:
-        raise TypeError(
-            f"{owner}: `targets` must have tensors `boxes` and `labels`, lacks {missing} of image {number}."
-        )
+        rule = f"must have tensors `boxes` and `labels`, lacks {missing} of image {number}"
+        raise InvalidType(rule, owner, "targets")
     boxes, labels = target["boxes"], target["labels"]
     if boxes.ndim != 2 or boxes.shape[1] != 4 or labels.shape != boxes.shape[:1]:
-        raise ValueError(
-            f"{owner}: `targets` must have `boxes` of shape (objects, 4) and `labels` of shape (objects,), got "
-            f"{tuple(boxes.shape)} and {tuple(labels.shape)} of image {_name(number, target)}; boxes of no objects are "
-            "torch.zeros(0, 4)."
-        )
+        rule = "must have `boxes` of shape (objects, 4) and `labels` of shape (objects,)"
+        got = f"{tuple(boxes.shape)} and {tuple(labels.shape)} of image {_name(number, target)}"
+        raise InvalidValue(rule, owner, "targets", got=got, cure="boxes of no objects are torch.zeros(0, 4)")
     if not boxes.is_floating_point() or labels.dtype != torch.int64:
-        raise TypeError(
-            f"{owner}: `boxes` must be floating point and `labels` int64, got {boxes.dtype} and {labels.dtype}."
-        )
+        rule = "must be floating point and `labels` int64"
+        raise InvalidType(rule, owner, "boxes", got=f"{boxes.dtype} and {labels.dtype}")
     return boxes, labels
 
 
@@ -83,10 +80,9 @@ def _check_boxes(owner: str, what: str, boxes: Float[Tensor, "object 4"], height
     if bool(is_right.all()):
         return
     wrong = boxes[~is_right][0].tolist()
-    raise ValueError(
-        f"{owner}: `boxes` must be (left, top, right, bottom) with left < right and top < bottom inside of the image, "
-        f"got {wrong} in {what} of {width} x {height} pixels; correct or remove the box."
-    )
+    rule = "must be (left, top, right, bottom) with left < right and top < bottom inside of the image"
+    got = f"{wrong} in {what} of {width} x {height} pixels"
+    raise InvalidValue(rule, owner, "boxes", got=got, cure="correct or remove the box")
 
 
 def _name(number: int, target: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import check_instance
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
 from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
@@ -100,15 +101,16 @@ class RetrievalLoss(BatchLoss, ABC):
         """
         check_instance(self.name, "relevance", relevance, Relevance)
         if self.graded:
-            raise TypeError(
-                f"{self.name}: `relevance` must be None, because the relevance of this loss is the number of label "
-                f"levels that two images share, got {relevance}; use a loss of AP, such as SupAPLoss."
+            raise InvalidType(
+                "must be None, because the relevance of this loss is the number of label levels that two images share",
+                self.name,
+                "relevance",
+                got=relevance,
+                cure="use a loss of AP, such as SupAPLoss",
             )
         if self.class_balanced and not relevance.has_classes:
-            raise ValueError(
-                f"{self.name}: `class_balanced` weights the queries of each class, and {relevance} has no classes; set "
-                "class_balanced=False."
-            )
+            rule = f"weights the queries of each class, and {relevance} has no classes"
+            raise InvalidValue(rule, self.name, "class_balanced", cure="set class_balanced=False")
 
     def from_scores(
         self,
@@ -129,10 +131,9 @@ class RetrievalLoss(BatchLoss, ABC):
             TypeError: if scores are not floating point or the masks not bool.
         """
         if self.class_balanced:
-            raise ValueError(
-                f"{self.name}: `class_balanced` needs labels, which a score matrix does not have; call the loss with "
-                "embeddings and labels, or set class_balanced=False."
-            )
+            rule = "needs labels, which a score matrix does not have"
+            cure = "call the loss with embeddings and labels, or set class_balanced=False"
+            raise InvalidValue(rule, self.name, "class_balanced", cure=cure)
         lists = ScoreLists(self.name, scores, relevant, candidate=candidate, graded=self.graded)
         with torch.autocast(lists.device.type, enabled=False):
             plan = self._plan(lists, None)
@@ -153,7 +154,7 @@ class RetrievalLoss(BatchLoss, ABC):
     def _plan(self, lists: RankedLists, queries: QueryRange | None) -> BlockPlan:
         """Which queries are computed, in which blocks, and with which weights."""
         if queries is not None and self.reduction == "none":
-            raise ValueError(f"{self.name}: `reduction` must be 'mean' or 'sum' for a range of `queries`, got 'none'.")
+            raise InvalidValue("must be 'mean' or 'sum' for a range of `queries`", self.name, "reduction", got="'none'")
         positives, positives_on_host = lists.count_positives(queries)
         valid, valid_on_host = self._has_value(positives), self._has_value(positives_on_host)
         if not valid_on_host.any():

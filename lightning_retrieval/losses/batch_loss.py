@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import settings_repr
 from lightning_retrieval.checks import as_int64, check_no_transform
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Rows
@@ -106,19 +107,17 @@ def ranked_batch(
     else:
         for name in ("ref_labels", "ref_ids"):
             if columns[name] is not None:
-                raise ValueError(f"{owner}: `{name}` was given without `ref_emb`; give both or neither.")
+                raise InvalidValue("was given without `ref_emb`", owner, name, cure="give both or neither")
     return RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
 
 
 def _check_references(owner: str, ref_emb: Any, ref_labels: Any) -> None:
     if isinstance(ref_emb, tuple):
-        raise TypeError(
-            f"{owner}: `ref_emb` must be a tensor, got a tuple of {len(ref_emb)}, as the miners of "
-            "pytorch-metric-learning return; the losses of this library rank all pairs and need no miner, so call "
-            "loss(embeddings, labels)."
-        )
+        got = f"a tuple of {len(ref_emb)}, as the miners of pytorch-metric-learning return"
+        cure = "the losses of this library rank all pairs and need no miner, so call loss(embeddings, labels)"
+        raise InvalidType("must be a tensor", owner, "ref_emb", got=got, cure=cure)
     if ref_labels is None:
-        raise ValueError(f"{owner}: `ref_emb` was given without `ref_labels`; give both or neither.")
+        raise InvalidValue("was given without `ref_labels`", owner, "ref_emb", cure="give both or neither")
 
 
 class BatchLoss(nn.Module):

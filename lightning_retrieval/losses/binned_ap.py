@@ -41,6 +41,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import Number, checked, integers
 from lightning_retrieval.checks import SMALLEST
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 
@@ -283,9 +284,9 @@ class QuantizedAPLoss(RetrievalLoss):
         self.low = checked(self, low=low)
         self.high = checked(self, high=high)
         if not low < high:
-            raise ValueError(f"{self.name}: `low` must be below `high`, got {low} and {high}.")
+            raise InvalidValue("must be below `high`", self.name, "low", got=f"{low} and {high}")
         if high - low < SMALLEST:
-            raise ValueError(f"{self.name}: `low` must be at least {SMALLEST:g} below `high`, got {low} and {high}.")
+            raise InvalidValue(f"must be at least {SMALLEST:g} below `high`", self.name, "low", got=f"{low} and {high}")
         self.tie_aware = checked(self, tie_aware=tie_aware)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:

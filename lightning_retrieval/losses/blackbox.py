@@ -45,6 +45,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, numbers
 from lightning_retrieval.checks import check_finite, check_float, check_no_transform, check_positive, check_tensor
+from lightning_retrieval.invalid import InvalidType
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import Positives, ScoreBlock, joined, true_indices
 from lightning_retrieval.losses.roadmap import PairLoss
@@ -88,10 +89,8 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
     check_positive("blackbox_rank", "lambda_", lambda_)
     check_tensor("blackbox_rank", "scores", scores)
     if scores.ndim == 0 or not scores.is_floating_point():
-        raise TypeError(
-            "blackbox_rank: `scores` must be floating point with lists along the last dimension, got "
-            f"{scores.dtype} of shape {tuple(scores.shape)}."
-        )
+        rule = "must be floating point with lists along the last dimension"
+        raise InvalidType(rule, "blackbox_rank", "scores", got=f"{scores.dtype} of shape {tuple(scores.shape)}")
     check_float("blackbox_rank", "scores", scores)
     check_no_transform("blackbox_rank", scores=scores)
     check_finite("blackbox_rank", "scores", scores)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers, settings_repr
 from lightning_retrieval.checks import SMALLEST, check_finite
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.lists import ScoreLists
 from lightning_retrieval.losses.positives import ScoreBlock
@@ -184,7 +185,6 @@ class BlackboxMAPLoss(nn.Module):
             return
         classes = self.memory[-1][0].shape[1]
         if scores.shape[1] != classes:
-            raise ValueError(
-                f"BlackboxMAPLoss: `scores` must have as many classes as those in memory, {classes}, got shape "
-                f"{tuple(scores.shape)}; call reset() before using another data set."
-            )
+            rule = f"must have as many classes as those in memory, {classes}"
+            cure = "call reset() before using another data set"
+            raise InvalidValue(rule, "BlackboxMAPLoss", "scores", got=f"shape {tuple(scores.shape)}", cure=cure)

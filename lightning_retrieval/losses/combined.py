@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, checked
 from lightning_retrieval.checks import check_finite_number, check_instance, check_positive, check_sequence, short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss
@@ -76,10 +77,9 @@ class NestedLoss(BatchLoss):
         self.part = as_batch_loss(loss)
         for module in self.part.modules():
             if has_proxies(module):
-                raise TypeError(
-                    f"{owner}: `loss` must not learn proxies, which have one dimension, got "
-                    f"{type(module).__name__}; use a loss that compares embeddings with each other."
-                )
+                rule = "must not learn proxies, which have one dimension"
+                cure = "use a loss that compares embeddings with each other"
+                raise InvalidType(rule, owner, "loss", got=type(module).__name__, cure=cure)
 
     @property
     def loss(self) -> nn.Module:
@@ -113,10 +113,8 @@ class NestedLoss(BatchLoss):
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
         """Raise a TypeError, because a score matrix has no embeddings to shorten."""
-        raise TypeError(
-            f"{type(self).__name__}: a nested loss cannot be computed from a score matrix, which has no dimensions; "
-            "call it with embeddings and labels."
-        )
+        rule = "a nested loss cannot be computed from a score matrix, which has no dimensions"
+        raise InvalidType(rule, type(self).__name__, cure="call it with embeddings and labels")
 
     def _shortened(self, batch: RankedBatch) -> Iterator[RankedBatch]:
         """The batch with each number of dimensions, in descending order."""
@@ -132,9 +130,8 @@ class NestedLoss(BatchLoss):
 def _checked_weights(owner: str, weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:
     check_sequence(owner, "weights", weights)
     if len(weights) != len(dims):
-        raise ValueError(
-            f"{owner}: `weights` must hold one weight for each of the {len(dims)} dims, got {short_repr(weights)}."
-        )
+        rule = f"must hold one weight for each of the {len(dims)} dims"
+        raise InvalidValue(rule, owner, "weights", got=short_repr(weights))
     return tuple(check_finite_number(owner, "weights", weight) for weight in weights)
 
 
@@ -278,7 +275,7 @@ class Ramp(Schedule):
         self.start = checked(self, start=start)
         self.end = checked(self, end=end)
         if self.start >= self.end:
-            raise ValueError(f"Ramp: `start` must be below `end`, got {self.start} and {self.end}.")
+            raise InvalidValue("must be below `end`", "Ramp", "start", got=f"{self.start} and {self.end}")
 
     def __call__(self, fraction: float) -> float:
         """The weight at a fraction of the training."""
@@ -337,12 +334,11 @@ class WeightedSum(BatchLoss):
         super().__init__()
         owner = type(self).__name__
         if not isinstance(losses, Mapping):
-            raise TypeError(
-                f"{owner}: `losses` must map a name to (weight, loss), got {type(losses).__name__}; pass "
-                '{"ap": (1.0, SmoothAPLoss()), ...}.'
-            )
+            rule = "must map a name to (weight, loss)"
+            cure = 'pass {"ap": (1.0, SmoothAPLoss()), ...}'
+            raise InvalidType(rule, owner, "losses", got=type(losses).__name__, cure=cure)
         if not losses:
-            raise ValueError(f"{owner}: `losses` must hold at least one term, got {short_repr(losses)}.")
+            raise InvalidValue("must hold at least one term", owner, "losses", got=short_repr(losses))
         self.weights: dict[str, float | Schedule] = {}
         self.parts = nn.ModuleDict()
         for name, term in losses.items():
@@ -433,24 +429,19 @@ class WeightedSum(BatchLoss):
                 fractions.update(weight.changes)
         for fraction in sorted(fractions):
             if not any(self.weights_at(fraction).values()):
-                raise ValueError(
-                    f"{type(self).__name__}: `losses` must have a weight other than 0 at each step, got "
-                    f"{short_repr(self.weights)}, which are all 0 at the fraction {fraction:g} of the training; let "
-                    "one weight start where another ends, such as Before(0.2) and After(0.2)."
-                )
+                rule = "must have a weight other than 0 at each step"
+                got = f"{short_repr(self.weights)}, which are all 0 at the fraction {fraction:g} of the training"
+                cure = "let one weight start where another ends, such as Before(0.2) and After(0.2)"
+                raise InvalidValue(rule, type(self).__name__, "losses", got=got, cure=cure)
 
 
 def _check_term(owner: str, name: str, term: Any) -> None:
     if not isinstance(name, str) or name == "" or "." in name:
-        raise ValueError(
-            f"{owner}: `losses` must have names that are not empty and have no dot, got {short_repr(name)}."
-        )
+        raise InvalidValue("must have names that are not empty and have no dot", owner, "losses", got=short_repr(name))
     if hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
-        raise ValueError(
-            f"{owner}: `losses` must not have the names of attributes of a torch module, got {name!r}; give the term "
-            f"another name, such as '{name}_loss'."
-        )
+        rule = "must not have the names of attributes of a torch module"
+        cure = f"give the term another name, such as '{name}_loss'"
+        raise InvalidValue(rule, owner, "losses", got=repr(name), cure=cure)
     if not (isinstance(term, (tuple, list)) and len(term) == 2 and isinstance(term[1], nn.Module)):
-        raise TypeError(
-            f"{owner}: `losses` must map a name to (weight, loss), got {short_repr(term)} for {short_repr(name)}."
-        )
+        rule = "must map a name to (weight, loss)"
+        raise InvalidType(rule, owner, "losses", got=f"{short_repr(term)} for {short_repr(name)}")

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegative, Positive, checked
 from lightning_retrieval.checks import check_finite_number, short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.roadmap import UpperStepLoss
@@ -193,7 +194,7 @@ def _check_slopes(owner: str, slopes: Sequence[float] | None) -> tuple[float, ..
     if slopes is None:
         return None
     if not isinstance(slopes, Sequence) or isinstance(slopes, (str, bytes)):
-        raise TypeError(f"{owner}: `hrank_slopes` must be (beta, gamma, leak) or None, got {short_repr(slopes)}.")
+        raise InvalidType("must be (beta, gamma, leak) or None", owner, "hrank_slopes", got=short_repr(slopes))
     if len(slopes) != 3:
-        raise ValueError(f"{owner}: `hrank_slopes` must be (beta, gamma, leak) or None, got {short_repr(slopes)}.")
+        raise InvalidValue("must be (beta, gamma, leak) or None", owner, "hrank_slopes", got=short_repr(slopes))
     return tuple(check_finite_number(owner, "hrank_slopes", slope) for slope in slopes)

@@ -23,6 +23,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.distributed import size_for, to_host
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.ranking.labels import as_levels, check_nesting
 from lightning_retrieval.ranking.lists import GivenLists, Lists
@@ -135,7 +136,7 @@ class ScoreLists(RankedLists):
         check_no_transform(owner, scores=scores, relevant=relevant)
         check_float(owner, "scores", scores)
         if scores.ndim != 2 or len(scores) == 0:
-            raise ValueError(f"{owner}: `scores` must have shape (Q, R) with Q > 0, got {tuple(scores.shape)}.")
+            raise InvalidValue("must have shape (Q, R) with Q > 0", owner, "scores", got=tuple(scores.shape))
         _check_mask(owner, mask_name, relevant, scores, graded=graded)
         if candidate is not None:
             _check_mask(owner, "candidate", candidate, scores)
@@ -164,9 +165,9 @@ class ScoreLists(RankedLists):
 
 def _check_relevance_levels(owner: str, relevant: Tensor) -> None:
     if relevant.is_floating_point() or relevant.is_complex():
-        raise TypeError(f"{owner}: `relevant` must be integer levels, 0 for not relevant, got {relevant.dtype}.")
+        raise InvalidType("must be integer levels, 0 for not relevant", owner, "relevant", got=relevant.dtype)
     if bool((relevant < 0).any()):
-        raise ValueError(f"{owner}: `relevant` must be levels >= 0, got {int(relevant.min())}.")
+        raise InvalidValue("must be levels >= 0", owner, "relevant", got=int(relevant.min()))
 
 
 def _check_mask(owner: str, name: str, mask: Tensor, scores: Tensor, *, graded: bool = False) -> None:
@@ -175,11 +176,9 @@ def _check_mask(owner: str, name: str, mask: Tensor, scores: Tensor, *, graded: 
     if graded:
         _check_relevance_levels(owner, mask)
     elif mask.dtype != torch.bool:
-        raise TypeError(f"{owner}: `{name}` must be bool, got {mask.dtype}.")
+        raise InvalidType("must be bool", owner, name, got=mask.dtype)
     if mask.shape != scores.shape:
-        raise ValueError(
-            f"{owner}: `{name}` must have the shape of `scores` {tuple(scores.shape)}, got {tuple(mask.shape)}."
-        )
+        raise InvalidValue(f"must have the shape of `scores` {tuple(scores.shape)}", owner, name, got=tuple(mask.shape))
 
 
 # Number of rows, and of columns, of the tiles in which a matrix is transposed.
@@ -309,18 +308,15 @@ def _check_ref_columns(owner: str, lists: Lists) -> None:
     labels, ref_labels, rule = lists.queries.labels, lists.references.labels, lists.rule
     rule.check_columns(owner, "ref_labels", ref_labels)
     if labels.shape[1] != ref_labels.shape[1]:
-        raise ValueError(
-            f"{owner}: `ref_labels` must have as many columns as `labels`, got {tuple(ref_labels.shape)} against "
-            f"{tuple(labels.shape)}; make both with {rule.name}.columns(labels, batch)."
-        )
+        got = f"{tuple(ref_labels.shape)} against {tuple(labels.shape)}"
+        cure = f"make both with {rule.name}.columns(labels, batch)"
+        raise InvalidValue("must have as many columns as `labels`", owner, "ref_labels", got=got, cure=cure)
 
 
 def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
     if labels.ndim != 2 or ref_labels.ndim != 2 or labels.shape[1] != ref_labels.shape[1]:
-        raise ValueError(
-            f"{owner}: labels must have shape (rows, levels), finest level first, got `labels` {tuple(labels.shape)} "
-            f"and `ref_labels` {tuple(ref_labels.shape)}."
-        )
+        got = f"`labels` {tuple(labels.shape)} and `ref_labels` {tuple(ref_labels.shape)}"
+        raise InvalidValue("labels must have shape (rows, levels), finest level first", owner, got=got)
     all_labels = labels
     if ref_labels is not labels:
         all_labels = torch.cat([labels, ref_labels])
@@ -331,22 +327,19 @@ def check_batch(owner: str, batch: RankedBatch) -> None:
     """Raise unless the tensors of a batch have matching shapes and types. Whether they are finite is not checked."""
     check_matrix(owner, "embeddings", batch.embeddings)
     if len(batch.embeddings) == 0:
-        raise ValueError(
-            f"{owner}: `embeddings` must hold at least one row, got shape {tuple(batch.embeddings.shape)}."
-        )
+        rule = "must hold at least one row"
+        raise InvalidValue(rule, owner, "embeddings", got=f"shape {tuple(batch.embeddings.shape)}")
     device, lists = batch.embeddings.device, batch.lists
     _check_rows(owner, lists.queries, batch.embeddings, "embeddings", device)
     if batch.queries is not None and not isinstance(batch.queries, QueryRange):
-        raise TypeError(f"{owner}: `queries` must be a QueryRange or None, got {short_repr(batch.queries)}.")
+        raise InvalidType("must be a QueryRange or None", owner, "queries", got=short_repr(batch.queries))
     if batch.ref_emb is None:
         return
     check_device(owner, "ref_emb", batch.ref_emb, device, "embeddings")
     check_matrix(owner, "ref_emb", batch.ref_emb)
     if batch.ref_emb.shape[1] != batch.embeddings.shape[1]:
-        raise ValueError(
-            f"{owner}: `ref_emb` must have the dimension of `embeddings`, got {tuple(batch.ref_emb.shape)} "
-            f"against {tuple(batch.embeddings.shape)}."
-        )
+        got = f"{tuple(batch.ref_emb.shape)} against {tuple(batch.embeddings.shape)}"
+        raise InvalidValue("must have the dimension of `embeddings`", owner, "ref_emb", got=got)
     _check_rows(owner, lists.references, batch.ref_emb, "ref_emb", device)
 
 
@@ -356,7 +349,7 @@ def _check_ids_of_both(owner: str, lists: Lists) -> None:
     missing, given = "ref_ids", "ids"
     if lists.queries.ids is None:
         missing, given = given, missing
-    raise ValueError(f"{owner}: `{given}` was given without `{missing}`; with `ref_emb` give both or neither.")
+    raise InvalidValue(f"was given without `{missing}`", owner, given, cure="with `ref_emb` give both or neither")
 
 
 def _check_rows(owner: str, rows: Rows, embeddings: Tensor, of: str, device: torch.device) -> None:

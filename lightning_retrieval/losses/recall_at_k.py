@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import Positive, PositiveInts, checked
 from lightning_retrieval.checks import check_positive
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.smooth_ap import soft_ranks
@@ -110,7 +111,6 @@ def _check_tau_k(owner: str, tau_k: Any, number: int) -> float | tuple[float, ..
         return check_positive(owner, "tau_k", tau_k)
     temperatures = tuple(check_positive(owner, "tau_k", tau) for tau in tau_k)
     if len(temperatures) != number:
-        raise ValueError(
-            f"{owner}: `tau_k` must be one number or one for each of the {number} ks, got {len(temperatures)}."
-        )
+        rule = f"must be one number or one for each of the {number} ks"
+        raise InvalidValue(rule, owner, "tau_k", got=len(temperatures))
     return temperatures

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, Positive, checked, settings_repr
 from lightning_retrieval.checks import check_instance
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.batch_loss import QueryRange
 from lightning_retrieval.losses.blockwise import Block
@@ -200,10 +201,9 @@ class PairLoss(RetrievalLoss):
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.pair_mean = checked(self, pair_mean=pair_mean)
         if pair_mean != "query" and (reduction != "mean" or class_balanced):
-            raise ValueError(
-                f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, which gives no value "
-                f"per query, got reduction={reduction!r}, class_balanced={class_balanced}; set pair_mean='query'."
-            )
+            rule = f"{pair_mean!r} is a mean over the pairs of all queries, which gives no value per query"
+            got = f"reduction={reduction!r}, class_balanced={class_balanced}"
+            raise InvalidValue(rule, self.name, "pair_mean", got=got, cure="set pair_mean='query'")
 
     @abstractmethod
     def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
@@ -379,10 +379,8 @@ class ROADMAPLoss(WeightedSum):
         }
         both_given = sup_ap is not None and calibration is not None
         if both_given and settings != _DEFAULTS:
-            raise ValueError(
-                "ROADMAPLoss: if both terms are given, the settings must be given to them and not here, got "
-                f"{settings}; pass them to `sup_ap` and `calibration`."
-            )
+            rule = "if both terms are given, the settings must be given to them and not here"
+            raise InvalidValue(rule, "ROADMAPLoss", got=settings, cure="pass them to `sup_ap` and `calibration`")
         given = {"sup_ap": sup_ap is not None, "calibration": calibration is not None}
         if sup_ap is None:
             sup_ap = SupAPLoss(**settings)

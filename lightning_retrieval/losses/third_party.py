@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite, check_instance
 from lightning_retrieval.distributed import to_host
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch, check_lists
 from lightning_retrieval.ranking.lists import Lists
@@ -99,20 +100,16 @@ class ThirdPartyLoss(BatchLoss):
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise a TypeError: a loss of another library compares labels itself."""
         check_instance(type(self.loss).__name__, "relevance", relevance, Relevance)
-        raise TypeError(
-            f"{type(self.loss).__name__}: a third-party loss gets labels only, so `relevance` must be None, "
-            f"got {relevance}; use a loss of this library."
-        )
+        rule = "a third-party loss gets labels only, so `relevance` must be None"
+        raise InvalidType(rule, type(self.loss).__name__, got=relevance, cure="use a loss of this library")
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss."""
         if not isinstance(batch.lists.rule, SameLabel):
             self.check_relevance(batch.lists.rule)
         if batch.queries is not None:
-            raise TypeError(
-                f"{type(self.loss).__name__}: a third-party loss is not a sum over queries, so it cannot be computed "
-                "for a range of them; omit `queries`."
-            )
+            rule = "a third-party loss is not a sum over queries, so it cannot be computed for a range of them"
+            raise InvalidType(rule, type(self.loss).__name__, cure="omit `queries`")
         check_batch(type(self.loss).__name__, batch)
         check_lists(type(self.loss).__name__, batch.lists)
         check_finite(type(self.loss).__name__, "embeddings", batch.embeddings)
@@ -123,10 +120,8 @@ class ThirdPartyLoss(BatchLoss):
         if batch.ref_emb is None:
             return self.loss(batch.embeddings, labels)
         if self.terms_without_references:
-            raise TypeError(
-                f"{self.terms_without_references[0]}: the loss cannot rank references without the query's own copy; "
-                f"{USE_OTHER_LOSS}."
-            )
+            rule = "the loss cannot rank references without the query's own copy"
+            raise InvalidType(rule, self.terms_without_references[0], cure=USE_OTHER_LOSS)
         return self.loss(batch.embeddings, labels, _pairs(batch.lists.finest), batch.ref_emb, ref_labels)
 
     def _check_classes(self, name: str, labels: Tensor) -> None:
@@ -136,18 +131,14 @@ class ThirdPartyLoss(BatchLoss):
             return
         smallest, largest = map(int, to_host(torch.stack(labels.aminmax())))
         if smallest < 0 or largest >= classes:
-            raise ValueError(
-                f"{type(self.loss).__name__}: `{name}` must be from 0 to {classes - 1}, since the loss has "
-                f"num_classes={classes}, got {smallest} to {largest}; number the classes of the training set 0, 1, ... "
-                "and give the loss their number."
-            )
+            rule = f"must be from 0 to {classes - 1}, since the loss has num_classes={classes}"
+            cure = "number the classes of the training set 0, 1, ... and give the loss their number"
+            raise InvalidValue(rule, type(self.loss).__name__, name, got=f"{smallest} to {largest}", cure=cure)
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
         """Raise a TypeError: a loss of another library needs embeddings and labels."""
-        raise TypeError(
-            f"{type(self.loss).__name__}: a third-party loss cannot be computed from a score matrix; call it with "
-            "embeddings and labels."
-        )
+        rule = "a third-party loss cannot be computed from a score matrix"
+        raise InvalidType(rule, type(self.loss).__name__, cure="call it with embeddings and labels")
 
 
 def check_references(owner: str, loss: BatchLoss, needed_by: str) -> None:
@@ -162,9 +153,11 @@ def check_references(owner: str, loss: BatchLoss, needed_by: str) -> None:
         TypeError: if a term of the loss cannot rank references.
     """
     if loss.terms_without_references:
-        raise TypeError(
-            f"{owner}: with {needed_by} the loss must rank references and exclude the query's own copy, which "
-            f"{', '.join(loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
+        raise InvalidType(
+            f"with {needed_by} the loss must rank references and exclude the query's own copy, which "
+            f"{', '.join(loss.terms_without_references)} cannot do",
+            owner,
+            cure=USE_OTHER_LOSS,
         )
 
 
@@ -178,7 +171,7 @@ def as_batch_loss(loss: nn.Module) -> BatchLoss:
         return loss
     name = type(loss).__name__
     if name in CANNOT_TRAIN and _is_of_pytorch_metric_learning(type(loss)):
-        raise TypeError(f"{name}: the loss cannot be trained, because {CANNOT_TRAIN[name]}; {USE_OTHER_LOSS}.")
+        raise InvalidType(f"the loss cannot be trained, because {CANNOT_TRAIN[name]}", name, cure=USE_OTHER_LOSS)
     return ThirdPartyLoss(loss)
 
 
@@ -199,10 +192,12 @@ def original_loss(loss: nn.Module) -> nn.Module:
 def _check_no_schedule(loss: nn.Module) -> None:
     for module in loss.modules():
         if isinstance(module, BatchLoss) and module.scheduled_weights():
-            raise ValueError(
-                f"{type(loss).__name__}: a {type(module).__name__} whose weights change during training must not be "
-                f"called by another module, which does not know the fraction of the training, got the weights of "
-                f"{', '.join(module.scheduled_weights())}; make {type(loss).__name__} a term of the sum instead."
+            raise InvalidValue(
+                f"a {type(module).__name__} whose weights change during training must not be called by another "
+                "module, which does not know the fraction of the training",
+                type(loss).__name__,
+                got=f"the weights of {', '.join(module.scheduled_weights())}",
+                cure=f"make {type(loss).__name__} a term of the sum instead",
             )
 
 

@@ -20,6 +20,7 @@ from lightning_retrieval.checks import (
     check_matrix,
 )
 from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, unshared, world_size
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.gathering import (
     CollectedRows,
     Images,
@@ -277,18 +278,16 @@ class EmbeddingMetric(Metric):
         owner = type(self).__name__
         dtype = self.embeddings[0].dtype
         if embeddings.dtype != dtype:
-            raise ValueError(
-                f"{owner}: `embeddings` must have the dtype of earlier updates, {dtype}, got {embeddings.dtype}."
-            )
+            rule = f"must have the dtype of earlier updates, {dtype}"
+            raise InvalidValue(rule, owner, "embeddings", got=embeddings.dtype)
         for name, values, earlier in (
             ("embeddings", embeddings, self.embeddings[0]),
             ("labels", labels, self.labels[0]),
         ):
             if values.shape[1:] != earlier.shape[1:]:
                 shape = ", ".join(["rows", *map(str, earlier.shape[1:])])
-                raise ValueError(
-                    f"{owner}: `{name}` must have shape ({shape}) as in earlier updates, got {tuple(values.shape)}."
-                )
+                rule = f"must have shape ({shape}) as in earlier updates"
+                raise InvalidValue(rule, owner, name, got=tuple(values.shape))
         for name, given in optional.items():
             if (given is not None) != bool(getattr(self, name)):
                 raise ValueError(given_only_sometimes(owner, name))
@@ -316,10 +315,9 @@ class EmbeddingMetric(Metric):
 
 def _check_no_cameras(owner: str, relevance: Relevance, cameras: Tensor | None) -> None:
     if cameras is not None:
-        raise ValueError(
-            f"{owner}: `cameras` must be None with a rule of relevance, got {tuple(cameras.shape)} of them; "
-            f"{relevance.name} alone decides which images are in a list, and may read them."
-        )
+        rule = "must be None with a rule of relevance"
+        cure = f"{relevance.name} alone decides which images are in a list, and may read them"
+        raise InvalidValue(rule, owner, "cameras", got=f"{tuple(cameras.shape)} of them", cure=cure)
 
 
 def _concatenated(batches: list[Tensor]) -> Tensor | None:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from lightning_retrieval.checks import first_of
 from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gather_rows
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.ranking.labels import Role, check_nesting
 from lightning_retrieval.ranking.relevance import OtherCamera, Relevance, SameLabel
 from lightning_retrieval.ranking.rows import Layout, Rows, ShardedRows, normalize, unsharded
@@ -335,7 +336,7 @@ def gather_over_processes(
             raise ValueError(f"{found.error.removesuffix('.')}, on rank {rank}.")
     settings = {found.settings for found in of_processes}
     if len(settings) > 1:
-        raise ValueError(f"{owner}: the settings must be the same on all processes, got {sorted(settings)}.")
+        raise InvalidValue("the settings must be the same on all processes", owner, got=sorted(settings))
     row_format = _common_format(owner, formats)
     if rows is None:
         rows = _no_rows(owner, row_format, shard.device, embeddings_device)
@@ -420,13 +421,12 @@ def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat
     if not found:
         raise ValueError(nothing_to_compute(owner))
     if len(found) > 1:
-        raise ValueError(f"{owner}: rows must have the same format on all processes, got {sorted(found)}.")
+        raise InvalidValue("rows must have the same format on all processes", owner, got=sorted(found))
     row_format = found.pop()
     if not row_format.has_ids:
-        raise ValueError(
-            f"{owner}: `ids` must be given if there are several processes, got none on {len(formats)} processes; "
-            "update with the dataset index of each image, so that images that a sampler repeats are counted once."
-        )
+        rule = "must be given if there are several processes"
+        cure = "update with the dataset index of each image, so that images that a sampler repeats are counted once"
+        raise InvalidValue(rule, owner, "ids", got=f"none on {len(formats)} processes", cure=cure)
     return row_format
 
 
@@ -470,10 +470,9 @@ def _first_of_each(
         differs = (column != column[first][inverse]).any(1)
         if bool(differs.any()):
             wrong = int(values[differs.nonzero()[0, 0]])
-            raise ValueError(
-                f"{owner}: `{name}s` must have one {annotation} each, got {name} {wrong} with two different "
-                f"{annotation}s; {_CURE_OF_SHARED_IDS.format(name)}."
-            )
+            rule = f"must have one {annotation} each"
+            got = f"{name} {wrong} with two different {annotation}s"
+            raise InvalidValue(rule, owner, f"{name}s", got=got, cure=_CURE_OF_SHARED_IDS.format(name))
     union = torch.zeros_like(unique)
     for role in (Role.QUERY, Role.GALLERY):
         of_role = torch.zeros_like(unique).scatter_reduce(0, inverse, roles & int(role), "amax")
@@ -502,11 +501,13 @@ def _check_one_image_per_id(collected: CollectedRows, ids: Int[Tensor, " row"], 
     row, other = repeated[wrong[0]], others[wrong[0]]
     sets = [_SETS[Role(int(collected.roles[index]))] for index in (other, row)]
     different = torch.unique(ids[repeated[wrong]])
-    raise ValueError(
-        f"{collected.owner}: rows with the same id must be the same image, got different embeddings for "
-        f"{len(different)} of {len(first)} ids ({first_of(different.tolist())}), such as id {int(ids[row])} in "
-        f"{sets[0]} and again in {sets[1]}, with a cosine similarity of {1 - float(squares[wrong[0]]) / 2:.3f}; "
-        f"{_CURE_OF_SHARED_IDS.format('id')}; if they are the same images, embed them without random transforms."
+    raise InvalidValue(
+        "rows with the same id must be the same image",
+        collected.owner,
+        got=f"different embeddings for {len(different)} of {len(first)} ids ({first_of(different.tolist())}), such "
+        f"as id {int(ids[row])} in {sets[0]} and again in {sets[1]}, with a cosine similarity of "
+        f"{1 - float(squares[wrong[0]]) / 2:.3f}",
+        cure=f"{_CURE_OF_SHARED_IDS.format('id')}; if they are the same images, embed them without random transforms",
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_retrieval.checks import check_mapping, short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,13 +47,12 @@ def _as_list(owner: str, results: Any) -> list[Results]:
     if isinstance(results, Mapping):
         return [results]
     if not isinstance(results, (list, tuple)) or len(results) == 0:
-        raise TypeError(f"{owner}: `val` must be what compute returned, or a list of that, got {short_repr(results)}.")
+        raise InvalidType("must be what compute returned, or a list of that", owner, "val", got=short_repr(results))
     for step in results:
         check_mapping(owner, "val", step)
         if list(step) != list(results[0]):
-            raise ValueError(
-                f"{owner}: `val` must hold results with the same names, got {sorted(results[0])} and {sorted(step)}."
-            )
+            rule = "must hold results with the same names"
+            raise InvalidValue(rule, owner, "val", got=f"{sorted(results[0])} and {sorted(step)}")
     return list(results)
 
 
@@ -64,6 +64,6 @@ def _axes(owner: str, ax: Any) -> "tuple[Figure, Axes]":
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # avoids pyplot, which has global state
         return figure, figure.subplots()
     if not isinstance(ax, Axes):
-        raise TypeError(f"{owner}: `ax` must be an Axes of matplotlib, got {type(ax).__name__}.")
+        raise InvalidType("must be an Axes of matplotlib", owner, "ax", got=type(ax).__name__)
     given: Any = ax.get_figure()
     return given, ax

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_matrix
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.ranking.entries import entries_of
 from lightning_retrieval.ranking.expansion import (
@@ -173,9 +174,11 @@ def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"])
     """Return the result of post-processing; raise unless it has the shape, dtype and device of the rows."""
     check_matrix(owner, f"{name}'s result", result)
     if result.shape != rows.shape or result.dtype != rows.dtype or result.device != rows.device:
-        raise ValueError(
-            f"{owner}: `{name}'s result` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, "
-            f"{rows.dtype} and {rows.device}, got {tuple(result.shape)}, {result.dtype} and {result.device}."
+        raise InvalidValue(
+            f"`{name}'s result` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, "
+            f"{rows.dtype} and {rows.device}",
+            owner,
+            got=f"{tuple(result.shape)}, {result.dtype} and {result.device}",
         )
     checked: Tensor = result
     return checked

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, integers
 from lightning_retrieval.checks import check_bool, check_integer, check_matrix, check_strings, short_repr
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
@@ -77,9 +78,12 @@ def extra_metric(owner: str, name: str) -> QueryMetric:
     is_at_k = re.fullmatch(r"[1-9][0-9]{0,17}", k) is not None
     needs_k = kind != "mINP"
     if kind not in EXTRA_METRICS or needs_k != is_at_k or name == "mINP@":
-        raise ValueError(
-            f"{owner}: `extra_metrics` must be from 'mINP', 'precision@k', 'recall@k', 'MRR@k' and 'NDCG@k' with "
-            f"a number as k, such as 'NDCG@10', got {short_repr(name)}."
+        raise InvalidValue(
+            "must be from 'mINP', 'precision@k', 'recall@k', 'MRR@k' and 'NDCG@k' with a number as k, such as "
+            "'NDCG@10'",
+            owner,
+            "extra_metrics",
+            got=short_repr(name),
         )
     function, per_query = EXTRA_METRICS[kind]
     if not needs_k:
@@ -235,9 +239,9 @@ class RetrievalMetrics(EmbeddingMetric):
         self.reverse = checked(self, reverse=reverse)
         self.dims = check_dims(owner, dims, may_be_empty=True)
         if not isinstance(ks, Sequence) or len(ks) == 0:
-            raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {short_repr(ks)}.")
+            raise InvalidValue("must hold at least one k, such as (1, 10)", owner, "ks", got=short_repr(ks))
         if not isinstance(map_ks, Sequence):
-            raise ValueError(f"{owner}: `map_ks` must hold the k of mAP@k, such as (100,), got {short_repr(map_ks)}.")
+            raise InvalidValue("must hold the k of mAP@k, such as (100,)", owner, "map_ks", got=short_repr(map_ks))
         self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
         self.map_ks = tuple(check_integer(owner, "map_ks", k, least=1) for k in map_ks)
         self.map_divisor = checked(self, map_divisor=map_divisor)
@@ -307,9 +311,8 @@ class RetrievalMetrics(EmbeddingMetric):
                 already called `compute`, and all get the values of all queries. `dims` has no effect here.
         """
         if check_bool(type(self).__name__, "reverse", reverse) and not self.reverse:
-            raise ValueError(
-                f"{type(self).__name__}: `reverse` needs metrics made with reverse=True, got reverse=False."
-            )
+            rule = "needs metrics made with reverse=True"
+            raise InvalidValue(rule, type(self).__name__, "reverse", got="reverse=False")
         if self._cached_values is None:
             self.compute()
         if reverse:
@@ -476,15 +479,11 @@ class RandomGalleryMetrics(RetrievalMetrics):
         self.draws = checked(self, draws=draws)
         self.seed = checked(self, seed=seed)
         if self.reverse:
-            raise ValueError(
-                f"{type(self).__name__}: `reverse` must be False, because galleries are drawn at random, got True; "
-                "use RetrievalMetrics."
-            )
+            rule = "must be False, because galleries are drawn at random"
+            raise InvalidValue(rule, type(self).__name__, "reverse", got="True", cure="use RetrievalMetrics")
         if self.relevance is not None and not self.relevance.has_classes:
-            raise ValueError(
-                f"{type(self).__name__}: `relevance` must be a rule with classes, of each of which one image is drawn, "
-                f"got {self.relevance}; use RetrievalMetrics."
-            )
+            rule = "must be a rule with classes, of each of which one image is drawn"
+            raise InvalidValue(rule, type(self).__name__, "relevance", got=self.relevance, cure="use RetrievalMetrics")
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"

@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer, short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.metrics.query_gallery import QueryGallery
@@ -79,27 +80,22 @@ class QueryLists(NamedTuple):
             _check_mapping(owner, name, lists)
             different = lists.keys() ^ self.easy.keys()
             if different:
-                raise ValueError(
-                    f"{owner}: `{name}` must have the same queries as `easy`, got a difference at query "
-                    f"{min(different)}."
-                )
+                rule = "must have the same queries as `easy`"
+                raise InvalidValue(rule, owner, name, got=f"a difference at query {min(different)}")
         for query in self.easy:
             images = self.images(query)
             repeated = [image for image in images if images.count(image) > 1]
             if repeated:
-                raise ValueError(
-                    f"{owner}: `easy`, `hard` and `junk` must list an image only once for a query, and not the query "
-                    f"itself, got image {repeated[0]} twice for query {query}."
-                )
+                rule = "`easy`, `hard` and `junk` must list an image only once for a query, and not the query itself"
+                raise InvalidValue(rule, owner, got=f"image {repeated[0]} twice for query {query}")
 
     def check_queries(self, owner: str, queries: Sequence[int]) -> None:
         """Raise an error unless all queries have lists."""
         missing = [query for query in queries if query not in self.easy]
         if missing:
-            raise ValueError(
-                f"{owner}: `easy`, `hard` and `junk` must have lists for all queries, got none for {len(missing)} of "
-                f"{len(queries)} queries, such as query {missing[0]}; `roles` says which images are queries."
-            )
+            rule = "`easy`, `hard` and `junk` must have lists for all queries"
+            got = f"none for {len(missing)} of {len(queries)} queries, such as query {missing[0]}"
+            raise InvalidValue(rule, owner, got=got, cure="`roles` says which images are queries")
 
     def images(self, query: int) -> list[int]:
         """The ids of the easy, hard and junk images, then of the query, which counts as junk in its own list."""
@@ -134,13 +130,11 @@ class QueryLists(NamedTuple):
 
 def _check_mapping(owner: str, name: str, lists: Any) -> None:
     if not isinstance(lists, Mapping):
-        raise TypeError(f"{owner}: `{name}` must map each query's id to ids of images, got {type(lists).__name__}.")
+        raise InvalidType("must map each query's id to ids of images", owner, name, got=type(lists).__name__)
     for query, images in lists.items():
         if not isinstance(images, Sequence) or not all(isinstance(number, int) for number in (query, *images)):
-            raise TypeError(
-                f"{owner}: `{name}` must map integers to lists of integers, got {short_repr(images)} for "
-                f"{short_repr(query)}."
-            )
+            rule = "must map integers to lists of integers"
+            raise InvalidType(rule, owner, name, got=f"{short_repr(images)} for {short_repr(query)}")
 
 
 # Blocks have a fixed size and are padded, so that scores do not depend on the number of processes, and equal
@@ -262,7 +256,7 @@ class RevisitedMetrics(EmbeddingMetric):
         super().__init__(**settings)
         owner = type(self).__name__
         if not isinstance(ks, Sequence) or len(ks) == 0:
-            raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {short_repr(ks)}.")
+            raise InvalidValue("must hold at least one k, such as (1, 10)", owner, "ks", got=short_repr(ks))
         self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
         self.easy, self.hard, self.junk = easy, hard, junk
         self._lists = QueryLists(easy, hard, junk)

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_retrieval.checks import check_finite, check_finite_number, check_float, check_instance
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.curves import score_blocks
 from lightning_retrieval.ranking.rows import float64_device, to_float64
@@ -98,10 +99,9 @@ class NearestScores:
         check_finite_number(OWNER, "false_match_rate", false_match_rate, least=0, most=1)
         count = len(self.negatives)
         if count == 0:
-            raise ValueError(
-                f"{OWNER}: `negatives` must hold a score, got none, because no query has an image in its list that is "
-                "not relevant; use a set with several labels in the gallery."
-            )
+            rule = "must hold a score"
+            got = "none, because no query has an image in its list that is not relevant"
+            raise InvalidValue(rule, OWNER, "negatives", got=got, cure="use a set with several labels in the gallery")
         rounded = math.floor(false_match_rate * count)  # may be off by one
         allowed = max(number for number in (rounded - 1, rounded, rounded + 1) if number / count <= false_match_rate)
         if allowed == count:

@@ -11,6 +11,7 @@ from lightning_retrieval.arguments import checked, settings_repr
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_bool, check_instance, check_path, first_line, short_repr
 from lightning_retrieval.compiled import keep_plain_names, plain_state, without_wrappers
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
@@ -153,16 +154,13 @@ class FrozenEmbedder(nn.Module):
     ) -> None:
         super().__init__()
         if (embedder is None) == (checkpoint is None):
-            raise ValueError(
-                "FrozenEmbedder: one of `embedder` and `checkpoint` must be given, got "
-                f"{'neither' if embedder is None else 'both'}."
-            )
+            rule = "one of `embedder` and `checkpoint` must be given"
+            raise InvalidValue(rule, "FrozenEmbedder", got="neither" if embedder is None else "both")
         if checkpoint is not None:
             if is_rebuilding():
-                raise ValueError(
-                    "FrozenEmbedder: `checkpoint` must not be set in a file, since a file may not choose what is read, "
-                    f"got {short_repr(checkpoint)}; pass the object again: load_from_checkpoint(path, embedder=...)."
-                )
+                rule = "must not be set in a file, since a file may not choose what is read"
+                cure = "pass the object again: load_from_checkpoint(path, embedder=...)"
+                raise InvalidValue(rule, "FrozenEmbedder", "checkpoint", got=short_repr(checkpoint), cure=cure)
             embedder, recorded = embedder_of_checkpoint(
                 "FrozenEmbedder", check_path("FrozenEmbedder", "checkpoint", checkpoint)
             )
@@ -220,7 +218,7 @@ def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dic
             embedder.
     """
     if not is_checkpoint(checkpoint):
-        raise FileNotFoundError(f"{owner}: `checkpoint` must be one that training wrote, got {checkpoint}.")
+        raise MissingFile("must be one that training wrote", owner, "checkpoint", got=checkpoint)
     rule = f"{owner}: `checkpoint` must be one of a RetrievalModule whose `embedder` can be rebuilt, got {checkpoint}"
     damage = find_damage(checkpoint)
     if damage is not None:
@@ -237,16 +235,16 @@ def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dic
         raise ValueError(f"{rule} ({first_line(error)}).") from None
     further = _further_parts(settings)
     if further is not None:
-        raise ValueError(
-            f"{owner}: `checkpoint` must be one whose embeddings are those of its `embedder`, got {checkpoint}, which "
-            f"has {further}; train without it, or index the images again."
+        got = f"{checkpoint}, which has {further}"
+        cure = "train without it, or index the images again"
+        raise InvalidValue(
+            "must be one whose embeddings are those of its `embedder`", owner, "checkpoint", got=got, cure=cure
         )
     recorded = saved.get("preparation") or {}
     if "preparation" not in recorded and recorded:
-        raise ValueError(
-            f"{owner}: `checkpoint` must be one that was evaluated with a Preparation, got {checkpoint}, which was "
-            f"evaluated with {short_repr(recorded)}; give the `embedder` of the loaded module."
-        )
+        got = f"{checkpoint}, which was evaluated with {short_repr(recorded)}"
+        cure = "give the `embedder` of the loaded module"
+        raise InvalidValue("must be one that was evaluated with a Preparation", owner, "checkpoint", got=got, cure=cure)
     return embedder, recorded.get("preparation")
 
 

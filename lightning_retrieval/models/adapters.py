@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.checks import check_finite_number, check_integer, check_mapping, short_repr
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.hugging_face_backbones import HuggingFaceBackbone
 from lightning_retrieval.models.pretrained import is_rebuilding
 from lightning_retrieval.models.timm_backbones import TimmBackbone
@@ -50,7 +51,8 @@ def check_lora(lora: Any) -> dict[str, Any] | None:
         return None
     if isinstance(lora, Mapping):
         if lora.get("megatron_config") is not None:  # peft would import a module that another argument names
-            raise ValueError(f"Embedder: `lora` must not have megatron_config, got {short_repr(lora)}; leave it out.")
+            rule = "must not have megatron_config"
+            raise InvalidValue(rule, "Embedder", "lora", got=short_repr(lora), cure="leave it out")
         check_integer("Embedder", "lora['r']", lora.get("r", 8), 1, MOST_RANK)
         _check_numbers_of_patterns(lora)
         if is_rebuilding():
@@ -76,11 +78,9 @@ def _check_arguments_of_file(lora: Mapping[str, Any]) -> None:
     for name, value in lora.items():
         is_known = name in OF_FILES and (name != "init_lora_weights" or value in INITIALISATIONS)
         if not is_known and value not in (None, False, [], {}):
-            raise ValueError(
-                f"Embedder: `lora` of a file must have arguments among {', '.join(OF_FILES)}, got {name}="
-                f"{short_repr(value)}; build the embedder in Python, and pass it: load_from_checkpoint(path, "
-                "embedder=...)."
-            )
+            rule = f"of a file must have arguments among {', '.join(OF_FILES)}"
+            cure = "build the embedder in Python, and pass it: load_from_checkpoint(path, embedder=...)"
+            raise InvalidValue(rule, "Embedder", "lora", got=f"{name}={short_repr(value)}", cure=cure)
 
 
 def _check_patterns_of_file(lora: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -91,10 +91,13 @@ def _check_patterns_of_file(lora: Mapping[str, Any], names: Sequence[str]) -> No
     for argument, pattern in [("a list", ""), *_patterns(lora)]:
         steps += len(names) * most_steps(pattern, longest)
         if steps > MOST_STEPS:
-            raise ValueError(
-                f"Embedder: `lora` of a file must have patterns that are matched quickly, with few repeated characters "
-                f"and alternatives and no repeated groups, got {short_repr(pattern)} in {argument}; give the names of "
-                "the layers as a list."
+            raise InvalidValue(
+                "of a file must have patterns that are matched quickly, with few repeated characters and "
+                "alternatives and no repeated groups",
+                "Embedder",
+                "lora",
+                got=f"{short_repr(pattern)} in {argument}",
+                cure="give the names of the layers as a list",
             )
 
 
@@ -157,10 +160,8 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
         import peft
     settings = {"target_modules": _attention_layers(backbone), **lora}
     if not settings["target_modules"]:
-        raise ValueError(
-            f"Embedder: `lora` must name its `target_modules`, since {type(backbone).__name__} has no linear layers in "
-            f"an attention, got {short_repr(dict(lora))}."
-        )
+        rule = f"must name its `target_modules`, since {type(backbone).__name__} has no linear layers in an attention"
+        raise InvalidValue(rule, "Embedder", "lora", got=short_repr(dict(lora)))
     if is_rebuilding():
         _check_patterns_of_file(settings, list(dict(backbone.named_modules())))
     backbone.requires_grad_(False)
@@ -168,9 +169,8 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
         peft.inject_adapter_in_model(peft.LoraConfig(**settings), backbone)
     except (TypeError, ValueError, re.error) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"Embedder: `lora` must be a rank or arguments of peft.LoraConfig, got {short_repr(dict(lora))} ({reason})."
-        ) from None
+        rule = "must be a rank or arguments of peft.LoraConfig"
+        raise InvalidValue(rule, "Embedder", "lora", got=f"{short_repr(dict(lora))} ({reason})") from None
     for name, parameter in backbone.named_parameters():
         parameter.requires_grad = ADAPTER in name
 
@@ -223,15 +223,12 @@ def enable_gradient_checkpointing(name: str, backbone: nn.Module, *, frozen_norm
     is_timm = isinstance(backbone, TimmBackbone) and hasattr(backbone.model, "set_grad_checkpointing")
     is_hugging_face = isinstance(backbone, HuggingFaceBackbone) and backbone.model.supports_gradient_checkpointing
     if not is_timm and not is_hugging_face:
-        raise ValueError(
-            f"Embedder: `gradient_checkpointing` must be False for {name}, which has no such option, got True; take a "
-            "transformer of timm or Hugging Face, or a smaller chunk_size of RetrievalModule."
-        )
+        rule = f"must be False for {name}, which has no such option"
+        cure = "take a transformer of timm or Hugging Face, or a smaller chunk_size of RetrievalModule"
+        raise InvalidValue(rule, "Embedder", "gradient_checkpointing", got="True", cure=cure)
     if not frozen_norms and any(isinstance(module, _BatchNorm) for module in backbone.modules()):
-        raise ValueError(
-            f"Embedder: `gradient_checkpointing` runs the batch norms of {name} twice a batch, so that their "
-            "statistics would count it twice; set freeze_batch_norm=True."
-        )
+        rule = f"runs the batch norms of {name} twice a batch, so that their statistics would count it twice"
+        raise InvalidValue(rule, "Embedder", "gradient_checkpointing", cure="set freeze_batch_norm=True")
     model: Any = backbone.model
     settings = {"use_reentrant": False}
     if is_timm:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_retrieval.checks import check_choice
+from lightning_retrieval.invalid import InvalidValue
 
 GLYPH_NET = "glyph_net"
 MAP_POOLINGS = ("gem", "avg", "max")  # for feature maps and patch tokens
@@ -51,10 +52,13 @@ def unknown_name(name: str) -> ValueError:
     hint = "no name is close"
     if close:
         hint = "close names are " + ", ".join(map(repr, close))
-    return ValueError(
-        f"Embedder: `backbone` must be the name of a torchvision classification model, 'timm/' and the name of a timm "
-        "model, 'hf/' and a Hugging Face hub id or a local folder (hf/facebook/dinov2-small), 'glyph_net' or a module, "
-        f"got {name!r}; {hint}."
+    return InvalidValue(
+        "must be the name of a torchvision classification model, 'timm/' and the name of a timm model, 'hf/' and a "
+        "Hugging Face hub id or a local folder (hf/facebook/dinov2-small), 'glyph_net' or a module",
+        "Embedder",
+        "backbone",
+        got=repr(name),
+        cure=hint,
     )
 
 

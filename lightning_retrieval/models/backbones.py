@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_device, check_maps, first_line, short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.backbone_request import GLYPH_NET, BackboneRequest, BuiltBackbone
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.pretrained import is_rebuilding
@@ -111,10 +112,9 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
     except (TypeError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
         if not request.arguments:
             raise
-        raise TypeError(
-            f"Embedder: `backbone_args` must be arguments that {request.name} takes, got "
-            f"{short_repr(dict(request.arguments))} ({first_line(error)})."
-        ) from None
+        rule = f"must be arguments that {request.name} takes"
+        got = f"{short_repr(dict(request.arguments))} ({first_line(error)})"
+        raise InvalidType(rule, "Embedder", "backbone_args", got=got) from None
 
 
 def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
@@ -126,10 +126,8 @@ def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
     """
     check_no_weights(request.weights, f"a module ({request.name})")
     if request.arguments:
-        raise ValueError(
-            f"Embedder: `backbone_args` must be empty unless `backbone` is a name, got "
-            f"{short_repr(dict(request.arguments))} for a module ({request.name})."
-        )
+        got = f"{short_repr(dict(request.arguments))} for a module ({request.name})"
+        raise InvalidValue("must be empty unless `backbone` is a name", "Embedder", "backbone_args", got=got)
     preparation = {}
     size = getattr(module, "image_size", None)
     if isinstance(size, int):
@@ -140,10 +138,8 @@ def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
 def check_no_weights(weights: str | None, backbone: str) -> None:
     """Raise if `weights` are given for a backbone without pretrained weights."""
     if weights is not None:
-        raise ValueError(
-            f"Embedder: `weights` must be None unless `backbone` is the name of a torchvision, timm or Hugging Face "
-            f"model, got {short_repr(weights)} for {backbone}."
-        )
+        rule = "must be None unless `backbone` is the name of a torchvision, timm or Hugging Face model"
+        raise InvalidValue(rule, "Embedder", "weights", got=f"{short_repr(weights)} for {backbone}")
 
 
 def _build_glyph_net(request: BackboneRequest) -> BuiltBackbone:

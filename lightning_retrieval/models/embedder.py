@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_bool, check_mapping, check_tensor, short_repr
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
-from lightning_retrieval.invalid import reported_as
+from lightning_retrieval.invalid import InvalidType, InvalidValue, reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
@@ -208,10 +208,9 @@ class Embedder(PretrainedModule):
             raise
         check_features(features, images.shape)
         if features.shape[1] != self.feature_dim:
-            raise ValueError(
-                f"Embedder: `backbone` must return features with {self.feature_dim} channels (`feature_dim`), got "
-                f"{tuple(features.shape)} for images of shape {tuple(images.shape)}."
-            )
+            rule = f"must return features with {self.feature_dim} channels (`feature_dim`)"
+            got = f"{tuple(features.shape)} for images of shape {tuple(images.shape)}"
+            raise InvalidValue(rule, "Embedder", "backbone", got=got)
         if features.ndim == 4:
             features = self.pool(features)
         return features
@@ -292,7 +291,7 @@ class Embedder(PretrainedModule):
             check_tensor("Embedder", "images", images)
         check_normalized("Embedder", images)
         if images.ndim < 2:
-            raise ValueError(f"Embedder: `images` must be a batch (N, ...), got shape {tuple(images.shape)}.")
+            raise InvalidValue("must be a batch (N, ...)", "Embedder", "images", got=f"shape {tuple(images.shape)}")
 
     def _set_backbone(
         self, backbone: str | nn.Module, pooling: Any, wanted: Mapping[str, Any], backbone_args: Mapping[str, Any]
@@ -300,10 +299,8 @@ class Embedder(PretrainedModule):
         """Use a module, or build the backbone with this name; set the attributes that depend on the backbone."""
         check_mapping("Embedder", "backbone_args", backbone_args)
         if not isinstance(backbone, (str, nn.Module)):
-            raise TypeError(
-                f"Embedder: `backbone` must be the name of a model or a torch.nn.Module, got {short_repr(backbone)} "
-                f"({type(backbone).__name__})."
-            )
+            rule = "must be the name of a model or a torch.nn.Module"
+            raise InvalidType(rule, "Embedder", "backbone", got=f"{short_repr(backbone)} ({type(backbone).__name__})")
         name = type(backbone).__name__
         if isinstance(backbone, str):
             name = backbone

@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from lightning_retrieval.arguments import Positive, Rule, checked
 from lightning_retrieval.checks import check_device, check_float, check_maps, check_positive, first_line
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.backbone_request import OWN
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
@@ -60,7 +61,8 @@ def _check_exponent(p: Tensor, features: Tensor) -> None:
     check_device("gem", "p", p, features.device, "features")
     check_float("gem", "p", p, may_be_meta=True)
     if p.layout is not torch.strided or p.numel() != 1:
-        raise ValueError(f"gem: `p` must be a number or a dense tensor with one element, got shape {tuple(p.shape)}.")
+        rule = "must be a number or a dense tensor with one element"
+        raise InvalidValue(rule, "gem", "p", got=f"shape {tuple(p.shape)}")
 
 
 def _gem(
@@ -186,9 +188,12 @@ def feature_shape(backbone: nn.Module, cure: str) -> tuple[int, ...]:
     try:
         features = _features_on_meta(backbone, images)
     except Exception as error:
-        raise ValueError(
-            f"Embedder: `backbone` {type(backbone).__name__} could not be run on an image (a meta tensor) of shape "
-            f"{tuple(images.shape)} ({type(error).__name__}: {first_line(error)}); {cure}."
+        raise InvalidValue(
+            f"{type(backbone).__name__} could not be run on an image (a meta tensor) of shape {tuple(images.shape)} "
+            f"({type(error).__name__}: {first_line(error)})",
+            "Embedder",
+            "backbone",
+            cure=cure,
         ) from None
     check_features(features, images.shape)
     return tuple(features.shape)
@@ -211,12 +216,10 @@ def _features_on_meta(backbone: nn.Module, images: Tensor) -> Any:
 def check_features(features: Any, images: torch.Size) -> None:
     """Raise unless the features are a tensor of feature maps or vectors; `images` is the shape of the images."""
     if not isinstance(features, Tensor):
-        raise TypeError(f"Embedder: `backbone` must return a tensor, got {type(features).__name__}.")
+        raise InvalidType("must return a tensor", "Embedder", "backbone", got=type(features).__name__)
     if features.ndim not in (2, 4):
-        raise ValueError(
-            f"Embedder: `backbone` must return feature maps (N, C, H, W) or vectors (N, C), got "
-            f"{tuple(features.shape)} for images of shape {tuple(images)}."
-        )
+        got = f"{tuple(features.shape)} for images of shape {tuple(images)}"
+        raise InvalidValue("must return feature maps (N, C, H, W) or vectors (N, C)", "Embedder", "backbone", got=got)
 
 
 def patch_map(
@@ -248,24 +251,22 @@ def check_images_fit(name: str, images: Tensor, backbone: nn.Module, built_for: 
         return
     channels = image_channels(backbone)
     if images.ndim != 4 or images.shape[1] != channels:
-        raise ValueError(
-            f"Embedder: `images` must have the shape (batch, {channels}, height, width) for {name}, got "
-            f"{tuple(images.shape)}; let the transform return tensors (channels, height, width)."
-        ) from None
+        rule = f"must have the shape (batch, {channels}, height, width) for {name}"
+        cure = "let the transform return tensors (channels, height, width)"
+        raise InvalidValue(rule, "Embedder", "images", got=tuple(images.shape), cure=cure) from None
     size = tuple(images.shape[-2:])
     built_for = height_and_width(built_for)
     likely = _meta_image(backbone, (*backbone.parameters(), *backbone.buffers())).new_empty(images.shape)
     if size == built_for or _takes(backbone, likely):
         if images.dtype != likely.dtype and not torch.is_autocast_enabled(images.device.type):
-            raise TypeError(
-                f"Embedder: `images` must have the dtype of the weights of {name}, {likely.dtype}, got {images.dtype} "
-                f"({reason}); convert the images or the network, or use autocast."
-            ) from None
+            rule = f"must have the dtype of the weights of {name}, {likely.dtype}"
+            cure = "convert the images or the network, or use autocast"
+            raise InvalidType(rule, "Embedder", "images", got=f"{images.dtype} ({reason})", cure=cure) from None
         return
-    raise ValueError(
-        f"Embedder: `images` must have a size that {name}, built for {built_for}, takes, got {size} "
-        f"({type(error).__name__}: {reason}); give Embedder the `image_size` of the images."
-    ) from None
+    rule = f"must have a size that {name}, built for {built_for}, takes"
+    got = f"{size} ({type(error).__name__}: {reason})"
+    cure = "give Embedder the `image_size` of the images"
+    raise InvalidValue(rule, "Embedder", "images", got=got, cure=cure) from None
 
 
 def _takes(backbone: nn.Module, images: Tensor) -> bool:

@@ -114,10 +114,8 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     image_size = _image_size(config)
     main_input = getattr(model, "main_input_name", "pixel_values")
     if main_input != "pixel_values":
-        raise InvalidValue(
-            f"`backbone` must be a model of images, got hf/{request.name}, a {type(model).__name__}, "
-            f"which takes {main_input}."
-        )
+        got = f"hf/{request.name}, a {type(model).__name__}, which takes {main_input}"
+        raise InvalidValue("must be a model of images", argument="backbone", got=got)
     size = height_and_width(image_size)
     default = default_pooling(lambda images: model(images).last_hidden_state, model, size)
     has_class_token = not _prefix_tokens(model).keys().isdisjoint(CLASS_TOKENS)
@@ -146,7 +144,8 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
         config = _config(transformers, request, "text_config")
         model = _model(transformers, request, config)
     if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:
-        raise InvalidValue(f"`backbone` must be an encoder of texts, got hf/{request.name}, a {type(model).__name__}.")
+        rule = "must be an encoder of texts"
+        raise InvalidValue(rule, argument="backbone", got=f"hf/{request.name}, a {type(model).__name__}")
     return model.train(), _kept(config)
 
 
@@ -158,9 +157,11 @@ def load_transformers(request: BackboneRequest) -> Any:
         import transformers
     if request.arguments.get("trust_remote_code"):
         raise InvalidValue(
-            f"`backbone_args` must not have trust_remote_code, got "
-            f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}; to run code of a repository "
-            "that you trust, build the model with transformers and give the module as `backbone`."
+            "must not have trust_remote_code",
+            argument="backbone_args",
+            got=f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}",
+            cure="to run code of a repository that you trust, build the model with transformers and give the "
+            "module as `backbone`",
         )
     return transformers
 
@@ -184,9 +185,8 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
     if "model_type" in arguments:
         kind = arguments.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
-            raise InvalidValue(
-                f"`backbone_args` must have a `model_type` of transformers, such as 'dinov2', got {short_repr(kind)}."
-            )
+            rule = "must have a `model_type` of transformers, such as 'dinov2'"
+            raise InvalidValue(rule, argument="backbone_args", got=short_repr(kind))
         config = transformers.AutoConfig.for_model(kind, **arguments)
     else:
         config = _config_by_name(transformers, request, arguments)
@@ -202,10 +202,9 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
 def _check_not_quantized(request: BackboneRequest, quantization: Any) -> None:
     """Raise if a config says that weights are integers or numbers of eight bits or less, which cannot be trained."""
     if quantization:
-        raise InvalidValue(
-            f"`backbone` must be a model whose weights are not quantised, got hf/{request.name} with the "
-            f"quantization_config {short_repr(quantization)}; take the model from which it was made."
-        )
+        rule = "must be a model whose weights are not quantised"
+        got = f"hf/{request.name} with the quantization_config {short_repr(quantization)}"
+        raise InvalidValue(rule, argument="backbone", got=got, cure="take the model from which it was made")
 
 
 def _dtype(request: BackboneRequest, saved: Any) -> torch.dtype:
@@ -225,10 +224,8 @@ def _dtype(request: BackboneRequest, saved: Any) -> torch.dtype:
         return torch.get_default_dtype()
     dtype = getattr(torch, str(wanted).removeprefix("torch."), None)
     if dtype not in DTYPES:
-        raise InvalidValue(
-            "`backbone_args` must have a `dtype` among float32, float64, float16 and bfloat16, got "
-            f"{short_repr(wanted)}."
-        )
+        rule = "must have a `dtype` among float32, float64, float16 and bfloat16"
+        raise InvalidValue(rule, argument="backbone_args", got=short_repr(wanted))
     return dtype  # type: ignore[no-any-return]
 
 
@@ -299,10 +296,9 @@ def _check_no_adapters(transformers: Any, request: BackboneRequest) -> None:
     except (OSError, ValueError):  # which loading the weights raises again
         return
     if file is not None:
-        raise InvalidValue(
-            f"`backbone` must be a model with its own weights, got hf/{request.name}, which has the adapters "
-            f"of another model ({Path(file).name}); merge them into the weights and save the model."
-        )
+        rule = "must be a model with its own weights"
+        got = f"hf/{request.name}, which has the adapters of another model ({Path(file).name})"
+        raise InvalidValue(rule, argument="backbone", got=got, cure="merge them into the weights and save the model")
 
 
 def _check_names_of_shards(request: BackboneRequest) -> None:
@@ -314,10 +310,10 @@ def _check_names_of_shards(request: BackboneRequest) -> None:
         for name in names:
             path = PurePath(str(name))
             if path.is_absolute() or ".." in path.parts:
-                raise InvalidValue(
-                    f"`backbone` must be a folder whose files of weights are in it, got hf/{request.name}, "
-                    f"whose {index.name} names {short_repr(name)}; copy the file into the folder and correct the name."
-                )
+                rule = "must be a folder whose files of weights are in it"
+                got = f"hf/{request.name}, whose {index.name} names {short_repr(name)}"
+                cure = "copy the file into the folder and correct the name"
+                raise InvalidValue(rule, argument="backbone", got=got, cure=cure)
 
 
 def _class_of_model(transformers: Any, config: Any) -> Any:
@@ -332,14 +328,16 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
     """The error for a name whose config cannot be loaded."""
     if "trust_remote_code" in str(error):
         return InvalidValue(
-            f"`backbone` must be a model whose code is part of transformers, got hf/{request.name}, "
-            "whose config names Python code of its repository; if you trust it, build the model with transformers and "
-            "give the module."
+            "must be a model whose code is part of transformers",
+            argument="backbone",
+            got=f"hf/{request.name}, whose config names Python code of its repository",
+            cure="if you trust it, build the model with transformers and give the module",
         )
     if Path(request.name).is_dir():
         return InvalidValue(
-            f"`backbone` must be 'hf/' and a folder with the config.json of a model, got "
-            f"{request.name} ({type(error).__name__})."
+            "must be 'hf/' and a folder with the config.json of a model",
+            argument="backbone",
+            got=f"{request.name} ({type(error).__name__})",
         )
     what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
     return pretrained.hub_error("backbone", what, error)
@@ -382,16 +380,16 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
     """
     for name, value in named_values(argument, config):
         if names_kernels(name, value):
-            raise InvalidValue(
-                f"`backbone` must be a model whose code is part of transformers, got "
-                f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}; if you trust "
-                "them, build the model with transformers and give the module."
-            )
+            rule = "must be a model whose code is part of transformers"
+            got = f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}"
+            cure = "if you trust them, build the model with transformers and give the module"
+            raise InvalidValue(rule, argument="backbone", got=got, cure=cure)
         if name in OTHER_MODELS and isinstance(value, str):
             raise InvalidValue(
-                f"`{argument}` asks for another model, {short_repr(value)}, in a config of a file "
-                f"(hf/{request.name}, `{name}`), and a file may not choose what is downloaded; build the model with "
-                "transformers and give the module."
+                f"asks for another model, {short_repr(value)}, in a config of a file (hf/{request.name}, `{name}`), "
+                "and a file may not choose what is downloaded",
+                argument=argument,
+                cure="build the model with transformers and give the module",
             )
         if name == "quantization_config":
             _check_not_quantized(request, value)

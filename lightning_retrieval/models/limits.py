@@ -44,12 +44,12 @@ class _Limits(TorchDispatchMode):
         kwargs = kwargs or {}
         self.operations -= 1
         if self.operations < 0:
-            raise InvalidValue(f"{self.rule} more layers than its weights have.", self.owner)
+            raise InvalidValue(f"{self.rule} more layers than its weights have", self.owner)
         if not func._schema.is_mutable and not func.is_view:
             numbers = _new_numbers(func, args, kwargs)
             self.numbers -= numbers
             if self.numbers < 0:
-                raise InvalidValue(f"{self.rule} too many numbers, {numbers:,} in one tensor.", self.owner)
+                raise InvalidValue(f"{self.rule} too many numbers, {numbers:,} in one tensor", self.owner)
         return func(*args, **kwargs)
 
 
@@ -104,17 +104,14 @@ def limited_to(owner: str, weights: Mapping[str, Any] | None) -> Iterator[None]:
         try:
             yield
         except (MemoryError, OverflowError) as error:
-            raise InvalidValue(f"{rule} more than the memory of this machine ({first_line(error)}).", owner) from None
+            raise InvalidValue(f"{rule} more than the memory of this machine ({first_line(error)})", owner) from None
         except (OSError, ImportError, ValueError):
             raise
         except Exception as error:  # constructors raise errors of many types
             text = first_line(error)
             if any(word in text.lower() for word in ("memory", "overflow")):
-                raise InvalidValue(f"{rule} more than the memory of this machine ({text}).", owner) from None
+                raise InvalidValue(f"{rule} more than the memory of this machine ({text})", owner) from None
             if isinstance(error, TypeError):
                 raise
-            raise InvalidValue(
-                "a file must describe a network that can be built, got one whose constructor raises "
-                f"{type(error).__name__} ({text}).",
-                owner,
-            ) from None
+            got = f"one whose constructor raises {type(error).__name__} ({text})"
+            raise InvalidValue("a file must describe a network that can be built", owner, got=got) from None

@@ -15,6 +15,7 @@ from lightning_retrieval.checks import (
     check_tensor,
     short_repr,
 )
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.pixels import check_normalized
 from lightning_retrieval.ranking.rows import normalize
 
@@ -77,9 +78,8 @@ def multi_scale(
     check_callable("multi_scale", "embed", embed)
     check_tensor("multi_scale", "images", images)
     if images.ndim != 4:
-        raise ValueError(
-            f"multi_scale: `images` must have shape (batch, channels, height, width), got {tuple(images.shape)}."
-        )
+        rule = "must have shape (batch, channels, height, width)"
+        raise InvalidValue(rule, "multi_scale", "images", got=tuple(images.shape))
     check_normalized("multi_scale", images)
     unit_rows = []  # (batch, dim) each
     for scale in scales:
@@ -95,7 +95,7 @@ def multi_scale(
 def check_scales(owner: str, name: str, scales: Sequence[float]) -> tuple[float, ...]:
     """Return the scales as a tuple; raise unless there is at least one and all are numbers from 0.001 to 100."""
     if not isinstance(scales, (list, tuple)) or len(scales) == 0:
-        raise ValueError(f"{owner}: `{name}` must hold at least one scale, such as (1.0,), got {short_repr(scales)}.")
+        raise InvalidValue("must hold at least one scale, such as (1.0,)", owner, name, got=short_repr(scales))
     return tuple(check_positive(owner, name, scale, least=LEAST_SCALE, most=MOST_SCALE) for scale in scales)
 
 

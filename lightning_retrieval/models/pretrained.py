@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
@@ -114,10 +114,8 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     # Files of older releases of a model also hold buffers with indices. Today's models compute these indices.
     unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
     if unknown:
-        raise InvalidValue(
-            f"`weights` must be a file with the weights of this backbone, got {path}, which has "
-            f"{len(unknown)} more tensors ({first_of(unknown, SHOWN_NAMES)})."
-        )
+        got = f"{path}, which has {len(unknown)} more tensors ({first_of(unknown, SHOWN_NAMES)})"
+        raise InvalidValue("must be a file with the weights of this backbone", argument="weights", got=got)
     try:
         backbone.load_state_dict(kept, strict=False)
     except RuntimeError as error:
@@ -162,10 +160,9 @@ def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collecti
     needed += [name for name, _ in backbone.named_buffers() if name.rpartition(".")[2] in RUNNING_STATISTICS]
     absent = [name for name in needed if name in missing]
     if absent:
-        raise InvalidValue(
-            f"`weights` must be a file with the weights of {network}, got {path}, loaded "
-            f"{len(needed) - len(absent)} of {len(needed)} tensors; it has no {first_of(absent, SHOWN_NAMES)}."
-        )
+        rule = f"must be a file with the weights of {network}"
+        got = f"{path}, loaded {len(needed) - len(absent)} of {len(needed)} tensors"
+        raise InvalidValue(rule, argument="weights", got=got, cure=f"it has no {first_of(absent, SHOWN_NAMES)}")
 
 
 def other_weights(path: str, network: str, error: Exception) -> ValueError:
@@ -177,7 +174,9 @@ def other_weights(path: str, network: str, error: Exception) -> ValueError:
         error: the error of torch.
     """
     reason = " ".join(str(error).split())
-    return InvalidValue(f"`weights` must be a file with the weights of {network}, got {path} ({reason[:300]}).")
+    return InvalidValue(
+        f"must be a file with the weights of {network}", argument="weights", got=f"{path} ({reason[:300]})"
+    )
 
 
 def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:
@@ -189,7 +188,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     """
     file = check_path("Embedder", "weights", path)
     if not file.is_file():
-        raise MissingFile(f"`weights` must be a file of weights, got {path}, which does not exist.")
+        raise MissingFile("must be a file of weights", argument="weights", got=f"{path}, which does not exist")
     try:
         if file.suffix == ".safetensors":
             content = load_safetensors().load_file(file)
@@ -200,28 +199,26 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     except Exception as error:  # damaged files raise errors of many types
         if is_system_error(error):
             raise
-        raise InvalidValue(
-            f"`weights` must be a file of safetensors or of torch.save with tensors only, got {path} "
-            f"({type(error).__name__}: {first_line(error)})."
-        ) from None
+        rule = "must be a file of safetensors or of torch.save with tensors only"
+        got = f"{path} ({type(error).__name__}: {first_line(error)})"
+        raise InvalidValue(rule, argument="weights", got=got) from None
     for key in keys:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping):
-        raise InvalidValue(f"`weights` must be a file of tensors by name, got {path} ({short_repr(content)}).")
+        rule = "must be a file of tensors by name"
+        raise InvalidValue(rule, argument="weights", got=f"{path} ({short_repr(content)})")
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:  # without tensors, timm would download its own weights
         found = ", ".join(sorted(map(str, content))[:SHOWN_NAMES])
-        raise InvalidValue(
-            f"`weights` must be a file of tensors by name, got {path}, which has none, but the entries "
-            f"{found}; save the state_dict of the network."
-        )
+        rule = "must be a file of tensors by name"
+        got = f"{path}, which has none, but the entries {found}"
+        raise InvalidValue(rule, argument="weights", got=got, cure="save the state_dict of the network")
     quantized = list(filter(lambda name: _is_quantized(tensors[name]), tensors))
     if quantized:
-        raise InvalidValue(
-            f"`weights` must be a file whose tensors are not quantised, got {path} with "
-            f"{tensors[quantized[0]].dtype} ({first_of(quantized, SHOWN_NAMES)}); take the weights before quantisation."
-        )
+        rule = "must be a file whose tensors are not quantised"
+        got = f"{path} with {tensors[quantized[0]].dtype} ({first_of(quantized, SHOWN_NAMES)})"
+        raise InvalidValue(rule, argument="weights", got=got, cure="take the weights before quantisation")
     return tensors
 
 
@@ -279,8 +276,9 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
             "which it is read from the cache"
         )
     return InvalidValue(
-        f"`{argument}` asks for {what}, which could not be loaded ({type(error).__name__}: "
-        f"{first_line(error)}); {cure}."
+        f"asks for {what}, which could not be loaded ({type(error).__name__}: {first_line(error)})",
+        argument=argument,
+        cure=cure,
     )
 
 
@@ -326,14 +324,14 @@ class PretrainedModule(nn.Module):
         merged = copy.deepcopy(without_wrappers(self)).merge_lora()
         arguments = merged.init_args()
         if arguments is None:
-            raise ValueError(
-                "Embedder: `backbone` must be a name, so that save_pretrained can write how to build it, got a module "
-                f"({type(self.backbone).__name__}); save its state_dict instead."
-            )
+            rule = "must be a name, so that save_pretrained can write how to build it"
+            got = f"a module ({type(self.backbone).__name__})"
+            raise InvalidValue(rule, "Embedder", "backbone", got=got, cure="save its state_dict instead")
         safetensors = load_safetensors()
         path = check_path("Embedder", "folder", folder)
         if not path.is_dir() and any(map(Path.is_file, (path, *path.parents))):
-            raise ValueError(f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one.")
+            rule = "must be a folder"
+            raise InvalidValue(rule, "Embedder", "folder", got=f"{path}, which is a file or is inside one")
         _check_not_of_others(path / CONFIG)
         tensors: dict[str, Tensor] = {}
         for name, value in merged.state_dict().items():
@@ -363,7 +361,7 @@ class PretrainedModule(nn.Module):
         arguments = read_config(config)
         check_plain_data("Embedder", "init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
-            raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
+            raise InvalidValue(f"{config} must not have `lora`", "Embedder", got=short_repr(arguments["lora"]))
         safetensors = load_safetensors()
         tensors: Any = None
         damage: Exception | None = None
@@ -375,10 +373,8 @@ class PretrainedModule(nn.Module):
             with without_pretrained_weights(), limited_to("Embedder", tensors):
                 embedder = cls(**arguments)
         except TypeError as error:
-            raise ValueError(
-                f"Embedder: {config} must hold arguments that this release of lightning-retrieval knows, got others "
-                f"({first_line(error)})."
-            ) from None
+            rule = f"{config} must hold arguments that this release of lightning-retrieval knows"
+            raise InvalidValue(rule, "Embedder", got=f"others ({first_line(error)})") from None
         _check_same_model(config, weights, arguments)
         if damage is not None:
             raise _other_tensors(weights, damage)
@@ -412,10 +408,9 @@ class PretrainedModule(nn.Module):
                 hub.create_repo(repo_id, private=private, exist_ok=True)
                 commit = hub.upload_folder(repo_id=repo_id, folder_path=Path(folder), commit_message=message)
             except Exception as error:  # errors of the network or the hub, or an invalid name
-                raise ConnectionError(
-                    f"Embedder: the hub must be reachable and accept the model as {short_repr(repo_id)}, got an error "
-                    f"({first_line(error)}); log in with `hf auth login`, or use save_pretrained without a network."
-                ) from None
+                rule = f"the hub must be reachable and accept the model as {short_repr(repo_id)}"
+                cure = "log in with `hf auth login`, or use save_pretrained without a network"
+                raise Unreachable(rule, "Embedder", got=f"an error ({first_line(error)})", cure=cure) from None
         return str(commit)
 
 
@@ -427,10 +422,9 @@ def _digest_of(arguments: Mapping[str, Any]) -> str:
 def _check_not_of_others(config: Path) -> None:
     """Raise if a folder has the config of another program, such as that of a model of transformers."""
     if is_of_others(config, FORMAT):
-        raise ValueError(
-            f"Embedder: `folder` must be a new folder, or one that save_pretrained wrote, got {config.parent}, whose "
-            f"{CONFIG} is of another program and would be replaced; give another folder."
-        )
+        rule = "must be a new folder, or one that save_pretrained wrote"
+        got = f"{config.parent}, whose {CONFIG} is of another program and would be replaced"
+        raise InvalidValue(rule, "Embedder", "folder", got=got, cure="give another folder")
 
 
 def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
@@ -444,16 +438,17 @@ def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any])
     except Exception:  # a damaged file, which is named when its tensors are read
         return
     if recorded is not None and recorded != _digest_of(arguments):
-        raise ValueError(
-            f"Embedder: {weights} must be of the model that {config} describes, but was saved with another config; "
-            f"save the model again with save_pretrained. If you have changed {CONFIG} yourself, undo that; or build an "
-            "Embedder with these arguments, give it the weights with load_state_dict, and save it."
+        raise InvalidValue(
+            f"{weights} must be of the model that {config} describes, but was saved with another config",
+            "Embedder",
+            cure=f"save the model again with save_pretrained. If you have changed {CONFIG} yourself, undo that; or "
+            "build an Embedder with these arguments, give it the weights with load_state_dict, and save it",
         )
 
 
 def _other_tensors(path: Path, error: Exception) -> ValueError:
     """The error for a file that does not hold the weights of an embedder."""
-    return ValueError(f"Embedder: {path} must hold the weights of its config's model ({first_line(error)}).")
+    return InvalidValue(f"{path} must hold the weights of its config's model ({first_line(error)})", "Embedder")
 
 
 def load_hub() -> Any:
@@ -483,17 +478,16 @@ def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
     if folder.is_dir():
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():
-                raise FileNotFoundError(f"Embedder: {folder} must hold {CONFIG} and {WEIGHTS}, but {file} is missing.")
+                raise MissingFile(f"{folder} must hold {CONFIG} and {WEIGHTS}, but {file} is missing", "Embedder")
         return folder / CONFIG, folder / WEIGHTS
     hub = load_hub()
     try:
         config = hub.hf_hub_download(str(name), CONFIG, revision=revision)
         weights = hub.hf_hub_download(str(name), WEIGHTS, revision=revision)
     except Exception as error:  # errors of the network or the hub, or an invalid name
-        raise FileNotFoundError(
-            f"Embedder: `name` must be a folder that save_pretrained wrote, or a model on the hub that can be reached, "
-            f"got {str(name)!r} ({first_line(error)}); without a network, give a folder."
-        ) from None
+        rule = "must be a folder that save_pretrained wrote, or a model on the hub that can be reached"
+        got = f"{str(name)!r} ({first_line(error)})"
+        raise MissingFile(rule, "Embedder", "name", got=got, cure="without a network, give a folder") from None
     return Path(config), Path(weights)
 
 
@@ -511,7 +505,5 @@ def read_config(path: Path) -> dict[str, Any]:
         arguments = content.get("init_args")
         if isinstance(arguments, dict):
             return arguments
-    raise ValueError(
-        f"Embedder: {path} must be the config of an Embedder (version {VERSION}), which save_pretrained writes, got "
-        "something else."
-    )
+    rule = f"{path} must be the config of an Embedder (version {VERSION}), which save_pretrained writes"
+    raise InvalidValue(rule, "Embedder", got="something else")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import as_int64, check_integers, check_matrix
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.whitening import (
     FitRows,
     PrincipalComponents,
@@ -149,7 +150,7 @@ class SupervisedWhitening(WhiteningOfSums):
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         pairs = matching_pairs(finest(_required(labels)).to(rows.local.device), self.pairs_per_image)
         if len(pairs) == 0:
-            raise ValueError("SupervisedWhitening: `labels` must hold a label with several rows, got no pair.")
+            raise InvalidValue("must hold a label with several rows", "SupervisedWhitening", "labels", got="no pair")
         m, S = pair_statistics(rows, pairs)
         _check_differences(S, len(pairs), dtype)
         return whitening_of_pairs(rows, m, S, self.dim or len(m))
@@ -163,15 +164,14 @@ class SupervisedWhitening(WhiteningOfSums):
             check_nesting("SupervisedWhitening", labels)
         from_dim = embeddings.shape[1]
         if self.dim is not None and self.dim > from_dim:
-            raise ValueError(
-                f"SupervisedWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {self.dim}."
-            )
+            rule = f"must be at most that of the embeddings, {from_dim}"
+            raise InvalidValue(rule, "SupervisedWhitening", "dim", got=self.dim)
 
 
 def _required(labels: Any) -> Any:
     """The labels, of a signed type."""
     if labels is None:
-        raise ValueError("SupervisedWhitening: `labels` must be given, because they define the pairs, got None.")
+        raise InvalidValue("must be given, because they define the pairs", "SupervisedWhitening", "labels", got="None")
     return as_int64("SupervisedWhitening", "labels", labels)
 
 
@@ -180,8 +180,7 @@ def _check_differences(S: Float[Tensor, "from_dim from_dim"], pairs: int, dtype:
     eigenvalues = torch.linalg.eigvalsh(S).flip(0)
     varying = count_varying(eigenvalues, dtype)
     if varying < len(eigenvalues):
-        raise ValueError(
-            f"SupervisedWhitening: `embeddings` of matching pairs must differ in each of {len(eigenvalues)} "
-            f"directions, got {pairs} pairs that differ in only {varying}; give more rows with several of each label, "
-            "or a larger pairs_per_image."
-        )
+        rule = f"of matching pairs must differ in each of {len(eigenvalues)} directions"
+        got = f"{pairs} pairs that differ in only {varying}"
+        cure = "give more rows with several of each label, or a larger pairs_per_image"
+        raise InvalidValue(rule, "SupervisedWhitening", "embeddings", got=got, cure=cure)

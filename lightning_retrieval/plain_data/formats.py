@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.invalid import InvalidValue
 
 FORMAT = 2
 FORMAT_KEY = "lightning_retrieval_format"  # key of a checkpoint
@@ -59,10 +60,9 @@ def format_of(owner: str, checkpoint: Mapping[str, Any]) -> int:
     """
     number = checkpoint.get(FORMAT_KEY, 1)
     if type(number) is not int or not 1 <= number <= FORMAT:
-        raise ValueError(
-            f"{owner}: a checkpoint must have a format from 1 to {FORMAT}, got {short_repr(number)}; update "
-            "lightning-retrieval, which may read it in a later version."
-        )
+        rule = f"a checkpoint must have a format from 1 to {FORMAT}"
+        cure = "update lightning-retrieval, which may read it in a later version"
+        raise InvalidValue(rule, owner, got=short_repr(number), cure=cure)
     return number
 
 

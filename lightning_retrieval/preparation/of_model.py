@@ -7,6 +7,7 @@ from typing import Any
 from PIL import Image
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.pixels import check_size
 from lightning_retrieval.preparation.preparation import Preparation
 
@@ -103,14 +104,12 @@ def wanted_settings(owner: str, preparation: Any, image_size: Any = None) -> dic
     elif isinstance(preparation, Mapping):
         settings = dict(preparation)
     elif preparation is not None:
-        raise TypeError(
-            f"{owner}: `preparation` must be a Preparation or a dict of its settings, got {short_repr(preparation)} "
-            f"({type(preparation).__name__})."
-        )
+        rule = "must be a Preparation or a dict of its settings"
+        raise InvalidType(rule, owner, "preparation", got=f"{short_repr(preparation)} ({type(preparation).__name__})")
     known = [field.name for field in fields(Preparation)]
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise ValueError(f"{owner}: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
+        raise InvalidValue(f"must have settings among {', '.join(known)}", owner, "preparation", got=repr(unknown[0]))
     if "image_size" in settings:
         settings["image_size"] = check_size("Preparation", "image_size", settings["image_size"])
     image_size = check_size(owner, "image_size", image_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.checks import check_callable
-from lightning_retrieval.invalid import reported_as
+from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
@@ -136,10 +136,9 @@ class RunPreparation:
         else:
             evaluation = self._given_eval or self._changed(self._base(side.wanted, recorded))
         if predicts and recorded is not None and serialise_transform(evaluation) != recorded:
-            raise ValueError(
-                f"{self.owner}: images must be prepared as the model was evaluated, with {shown_transform(recorded)}, "
-                f"got {shown_transform(serialise_transform(evaluation))}; leave out the arguments that differ."
-            )
+            rule = f"images must be prepared as the model was evaluated, with {shown_transform(recorded)}"
+            cure = "leave out the arguments that differ"
+            raise InvalidValue(rule, self.owner, got=shown_transform(serialise_transform(evaluation)), cure=cure)
         if isinstance(evaluation, Preparation):
             self.preparation = evaluation
         else:
@@ -182,9 +181,11 @@ class RunPreparation:
     def _rebuilt(self, recorded: dict[str, Any]) -> Transform:
         """Rebuild the transform that the model was evaluated with."""
         if "function" in recorded:
-            raise ValueError(
-                f"{self.owner}: `eval_transform` must be given, because the model was evaluated with "
-                f"{shown_transform(recorded)}, whose code a checkpoint does not hold."
+            raise InvalidValue(
+                f"must be given, because the model was evaluated with {shown_transform(recorded)}, whose code a "
+                "checkpoint does not hold",
+                self.owner,
+                "eval_transform",
             )
         return rebuild_transform(self.owner, recorded)
 

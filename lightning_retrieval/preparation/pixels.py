@@ -103,9 +103,9 @@ def check_pixels(owner: str, name: str, pixels: Any) -> None:
     """
     check_tensor(owner, name, pixels)
     if pixels.dtype != torch.uint8:
-        raise InvalidType(f"`{name}` must be a PIL image or a tensor of uint8, got {pixels.dtype}.", owner)
+        raise InvalidType("must be a PIL image or a tensor of uint8", owner, name, got=pixels.dtype)
     if pixels.ndim != 3 or len(pixels) != 3:
-        raise InvalidValue(f"`{name}` must have shape (3, height, width), got {tuple(pixels.shape)}.", owner)
+        raise InvalidValue("must have shape (3, height, width)", owner, name, got=tuple(pixels.shape))
 
 
 def check_normalized(owner: str, images: Tensor) -> None:
@@ -116,9 +116,8 @@ def check_normalized(owner: str, images: Tensor) -> None:
         images: a batch.
     """
     if images.dtype == torch.uint8:
-        raise InvalidType(
-            "`images` must be floating point, got torch.uint8; normalise them, as `Preparation.normalize` does.", owner
-        )
+        cure = "normalise them, as `Preparation.normalize` does"
+        raise InvalidType("must be floating point", owner, "images", got="torch.uint8", cure=cure)
     check_float(owner, "images", images, may_be_meta=True)
 
 
@@ -135,8 +134,6 @@ def check_size(owner: str, name: str, value: Any) -> int | Size | None:
     if not isinstance(value, (list, tuple)):
         return check_integer(owner, name, value, 1, MOST_PIXELS)
     if len(value) != 2:
-        raise InvalidValue(
-            f"`{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}.", owner
-        )
+        raise InvalidValue("must be one number of pixels or a pair (height, width)", owner, name, got=short_repr(value))
     height, width = (check_integer(owner, name, side, 1, MOST_PIXELS) for side in value)
     return height, width

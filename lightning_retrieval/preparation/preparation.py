@@ -188,7 +188,7 @@ class Preparation:
         """
         check_tensor("Preparation", "images", images)
         if images.dtype != torch.uint8:
-            raise InvalidType(f"`images` must be uint8, got {images.dtype}.", "Preparation")
+            raise InvalidType("must be uint8", "Preparation", "images", got=images.dtype)
         mean, std = self._channel_values(images)
         return images.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
 
@@ -258,9 +258,11 @@ class Preparation:
             return needed_part((height, width), new_size, centre_box(*new_size, self.crop_size))
         if new_size[0] * new_size[1] > max(MOST_PIXELS**2, height * width):
             raise InvalidValue(
-                f"`image_size` must be given for an image of {width} x {height} pixels, which resizing "
-                f"would enlarge to {new_size[1]:,} x {new_size[0]:,}; give it, so that images are cropped.",
+                f"must be given for an image of {width} x {height} pixels, which resizing would enlarge to "
+                f"{new_size[1]:,} x {new_size[0]:,}",
                 "Preparation",
+                "image_size",
+                cure="give it, so that images are cropped",
             )
         return NeededPart((0, 0, height, width), new_size, (0, 0, *new_size))
 
@@ -278,21 +280,17 @@ class Preparation:
             check_pixels("Preparation", "image", given)
             image = to_image(given)
         elif not isinstance(given, Image.Image):
-            raise InvalidType(
-                f"`image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
-                "PIL.Image.fromarray converts an array (height, width, 3) of uint8.",
-                "Preparation",
-            )
+            rule = "must be a PIL image or a tensor of uint8"
+            cure = "PIL.Image.fromarray converts an array (height, width, 3) of uint8"
+            raise InvalidType(rule, "Preparation", "image", got=type(given).__name__, cure=cure)
         background = check_colour("Preparation", "background", self.background)
         return in_colours(image, self.channels, background, self.least_size)
 
     def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """`mean` and `std` in a shape that broadcasts with the images."""
         if images.ndim < 3 or images.shape[-3] != self.channels:
-            raise InvalidValue(
-                f"`images` must have shape (..., {self.channels}, height, width), got {tuple(images.shape)}.",
-                "Preparation",
-            )
+            rule = f"must have shape (..., {self.channels}, height, width)"
+            raise InvalidValue(rule, "Preparation", "images", got=tuple(images.shape))
         values = torch.tensor([self.mean, self.std], device=images.device)  # (2, channel)
         mean, std = values[..., None, None]
         return mean, std
@@ -304,11 +302,8 @@ class Preparation:
             return
         height, width = pair(target)
         if crop[0] > height or crop[1] > width:
-            raise InvalidValue(
-                f"`resize` must be at least `image_size`, {self.image_size}, so that the crop lies in the "
-                f"image, got {self.resize}.",
-                "Preparation",
-            )
+            rule = f"must be at least `image_size`, {self.image_size}, so that the crop lies in the image"
+            raise InvalidValue(rule, "Preparation", "resize", got=self.resize)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen
@@ -333,12 +328,9 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 def _check_channels(name: str, values: Any, channels: int, check: Callable[..., float]) -> tuple[float, ...]:
     """Check that there is one number for each channel, and each number, and return the numbers as plain data."""
     if not isinstance(values, (list, tuple)):
-        raise InvalidType(
-            f"`{name}` must hold one number for each channel, got {short_repr(values)} ({type(values).__name__}).",
-            "Preparation",
-        )
+        rule = "must hold one number for each channel"
+        raise InvalidType(rule, "Preparation", name, got=f"{short_repr(values)} ({type(values).__name__})")
     if len(values) != channels:
-        raise InvalidValue(
-            f"`{name}` must hold one number for each channel, {channels}, got {short_repr(values)}.", "Preparation"
-        )
+        rule = f"must hold one number for each channel, {channels}"
+        raise InvalidValue(rule, "Preparation", name, got=short_repr(values))
     return tuple(float(check("Preparation", name, value)) for value in values)

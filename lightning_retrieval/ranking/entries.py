@@ -18,6 +18,7 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.ranks import true_positions
 from lightning_retrieval.ranking.relevance import (
@@ -94,7 +95,7 @@ class Entries(ABC):
 
     def __init__(self, lists: Lists) -> None:
         if lists.self_index is None:
-            raise ValueError("Entries: `lists` must have a `self_index`, got None.")
+            raise InvalidValue("must have a `self_index`", "Entries", "lists", got="None")
         self.lists, self.self_index = lists, lists.self_index
 
     @property

@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_device, check_integer, check_integers, check_matrix, check_not_negative
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.ranking.ranked_lists import ScoreTiles, columns_of_a_gallery_block, columns_of_a_tile
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, normalize, unsharded
@@ -343,13 +344,10 @@ def _check_input(queries: Tensor, gallery: Tensor, self_index: Tensor) -> None:
     check_device("QueryExpansion", "gallery", gallery, queries.device, "queries")
     check_matrix("QueryExpansion", "gallery", gallery, finite=True)
     if queries.shape[1] != gallery.shape[1] or queries.dtype != gallery.dtype:
-        raise ValueError(
-            f"QueryExpansion: `gallery` must have the dimension and dtype of `queries`, got {tuple(gallery.shape)} of "
-            f"{gallery.dtype} for {tuple(queries.shape)} of {queries.dtype}."
-        )
+        got = f"{tuple(gallery.shape)} of {gallery.dtype} for {tuple(queries.shape)} of {queries.dtype}"
+        raise InvalidValue("must have the dimension and dtype of `queries`", "QueryExpansion", "gallery", got=got)
     check_integers("QueryExpansion", "self_index", self_index, len(queries), "queries", device=queries.device)
     if bool(((self_index < -1) | (self_index >= len(gallery))).any()):
-        raise ValueError(
-            f"QueryExpansion: `self_index` must hold indices of gallery rows, 0 to {len(gallery) - 1}, or -1, got "
-            f"{int(self_index.min())} to {int(self_index.max())}."
-        )
+        rule = f"must hold indices of gallery rows, 0 to {len(gallery) - 1}, or -1"
+        got = f"{int(self_index.min())} to {int(self_index.max())}"
+        raise InvalidValue(rule, "QueryExpansion", "self_index", got=got)

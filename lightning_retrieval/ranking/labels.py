@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.checks import CURE_OF_ONE_HOT, check_counts, short_repr
+from lightning_retrieval.invalid import InvalidValue
 
 
 class Role(IntFlag):
@@ -43,10 +44,8 @@ def has_role(roles: Integer[Tensor, " row"], role: Role) -> Bool[Tensor, " row"]
 def check_roles(owner: str, roles: Integer[Tensor, " row"]) -> None:
     """Raise unless all roles are from 0 to 3."""
     if bool(((roles < Role.JUNK) | (roles > Role.BOTH)).any()):
-        raise ValueError(
-            f"{owner}: `roles` must be from 0 to 3 (1 query, 2 gallery, 3 both, 0 neither), got {int(roles.min())} to "
-            f"{int(roles.max())}."
-        )
+        rule = "must be from 0 to 3 (1 query, 2 gallery, 3 both, 0 neither)"
+        raise InvalidValue(rule, owner, "roles", got=f"{int(roles.min())} to {int(roles.max())}")
 
 
 def check_dims(owner: str, dims: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
@@ -59,7 +58,7 @@ def check_dims(owner: str, dims: Sequence[int], *, may_be_empty: bool = False) -
     """
     checked = check_counts(owner, "dims", dims, may_be_empty=may_be_empty)
     if list(checked) != sorted(set(checked)):
-        raise ValueError(f"{owner}: `dims` must be different numbers in ascending order, got {short_repr(dims)}.")
+        raise InvalidValue("must be different numbers in ascending order", owner, "dims", got=short_repr(dims))
     return checked
 
 
@@ -73,10 +72,9 @@ def check_dims_fit(owner: str, dims: tuple[int, ...], embeddings: Float[Tensor, 
     """
     dim = embeddings.shape[1]
     if dims and dims[-1] > dim:
-        raise ValueError(
-            f"{owner}: `dims` must be at most the dimension of the embeddings, {dim}, got {dims[-1]}; give smaller "
-            "`dims`, or train embeddings of more dimensions."
-        )
+        rule = f"must be at most the dimension of the embeddings, {dim}"
+        cure = "give smaller `dims`, or train embeddings of more dimensions"
+        raise InvalidValue(rule, owner, "dims", got=dims[-1], cure=cure)
 
 
 def finest(labels: Int[Tensor, "row ..."]) -> Int[Tensor, " row"]:
@@ -106,7 +104,6 @@ def check_nesting(owner: str, labels: Int[Tensor, "row level"]) -> None:
             cure = "; if the columns are not levels, give the rule of `relevance` that reads them"
             if bool(((unique == 0) | (unique == 1)).all()):
                 cure = f"; {CURE_OF_ONE_HOT}"
-            raise ValueError(
-                f"{owner}: label levels must nest, each label of level {level} within one of level {level + 1}, got "
-                f"label {int(repeated[0])} within {coarse[fine == repeated[0]].tolist()}{cure}."
-            )
+            rule = f"label levels must nest, each label of level {level} within one of level {level + 1}"
+            got = f"label {int(repeated[0])} within {coarse[fine == repeated[0]].tolist()}{cure}"
+            raise InvalidValue(rule, owner, got=got)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import as_int64, check_integers, check_tensor, short_repr
 from lightning_retrieval.distributed import to_host
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.ranking.labels import Role, check_nesting, check_roles, finest, has_role
 
 NO_TAG = -1  # fills the rows of images that have fewer tags than others
@@ -59,10 +60,8 @@ class Relevance(ABC):
         super().__init_subclass__(**settings)
         reads: Any = cls.reads
         if isinstance(reads, str) or not (reads or cls.has_classes):
-            raise TypeError(
-                f"{cls.__name__}: `reads` must be a tuple of the names of entries, and not empty if `has_classes` is "
-                f"False, got {reads!r}."
-            )
+            rule = "must be a tuple of the names of entries, and not empty if `has_classes` is False"
+            raise InvalidType(rule, cls.__name__, "reads", got=repr(reads))
 
     def __init__(self) -> None:
         """A rule without arguments; the constructor of `object` would accept any."""
@@ -120,10 +119,13 @@ class Relevance(ABC):
             wanted += " or more"
         has_excess = self.reads_single and columns.shape[1:] > (len(names),)
         if columns.ndim != 2 or columns.shape[1] < len(names) or has_excess:
-            raise ValueError(
-                f"{owner}: `{name}` must be the columns that {self.name} reads, of shape (rows, {wanted}) for "
-                f"{', '.join(names) or 'any entries'}, got {tuple(columns.shape)}; pass {self.name}.columns(labels, "
-                "batch)."
+            raise InvalidValue(
+                f"must be the columns that {self.name} reads, of shape (rows, {wanted}) for "
+                f"{', '.join(names) or 'any entries'}",
+                owner,
+                name,
+                got=tuple(columns.shape),
+                cure=f"pass {self.name}.columns(labels, batch)",
             )
 
     def lists(
@@ -164,15 +166,13 @@ class Relevance(ABC):
 
     def _entry(self, batch: Any, name: str) -> Any:
         if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"{self.name}: `batch` must be a dict with the entry {name!r}, got {type(batch).__name__}; let the "
-                "data set return a dict for each image."
-            )
+            rule = f"must be a dict with the entry {name!r}"
+            cure = "let the data set return a dict for each image"
+            raise InvalidType(rule, self.name, "batch", got=type(batch).__name__, cure=cure)
         if name not in batch:
-            raise ValueError(
-                f"{self.name}: `batch` must have the entry {name!r}, got {', '.join(map(repr, batch)) or 'none'}; let "
-                "the data set return it for each image, or choose another rule of relevance."
-            )
+            rule = f"must have the entry {name!r}"
+            cure = "let the data set return it for each image, or choose another rule of relevance"
+            raise InvalidValue(rule, self.name, "batch", got=", ".join(map(repr, batch)) or "none", cure=cure)
         return batch[name]
 
 
@@ -346,9 +346,8 @@ class SharedTags(Relevance):
     def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
         super().check_columns(owner, name, columns)
         if bool((columns.long() < NO_TAG).any()):  # uint8 has no NO_TAG
-            raise ValueError(
-                f"{owner}: `{name}` must be tags >= 0, or {NO_TAG} in rows with fewer tags, got {int(columns.min())}."
-            )
+            rule = f"must be tags >= 0, or {NO_TAG} in rows with fewer tags"
+            raise InvalidValue(rule, owner, name, got=int(columns.min()))
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, None]:
         if is_multi_hot(queries, references):

@@ -38,6 +38,7 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import plain_state
 from lightning_retrieval.distributed import rank, together, world_size
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
@@ -73,14 +74,13 @@ def check_weights(owner: str, checkpoint: Mapping[str, Any]) -> None:
     for key in STATES:
         state = checkpoint.get(key, {})
         if not isinstance(state, Mapping):
-            raise ValueError(f"{owner}: a checkpoint must have a dict of tensors as {key}, got {short_repr(state)}.")
+            raise InvalidValue(f"a checkpoint must have a dict of tensors as {key}", owner, got=short_repr(state))
         for name, value in state.items():
             is_added = isinstance(name, str) and name.endswith(EXTRA_STATE)
             if not isinstance(name, str) or not (is_added or isinstance(value, Tensor)):
-                raise ValueError(
-                    f"{owner}: a checkpoint must have tensors by name in {key}, got {short_repr(value)} for "
-                    f"{short_repr(name)}; take another checkpoint."
-                )
+                rule = f"a checkpoint must have tensors by name in {key}"
+                got = f"{short_repr(value)} for {short_repr(name)}"
+                raise InvalidValue(rule, owner, got=got, cure="take another checkpoint")
 
 
 def load_weights(owner: str, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -99,9 +99,11 @@ def load_weights(owner: str, module: nn.Module, state: Mapping[str, Any], *, str
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         problem = " ".join(str(error).partition(":\n")[2].split()) or first_line(error)
-        raise ValueError(
-            f"{owner}: the checkpoint must have the weights of the model that it describes, which it has not "
-            f"({problem[:LONGEST_PROBLEM]}); take another checkpoint."
+        raise InvalidValue(
+            "the checkpoint must have the weights of the model that it describes, which it has not "
+            f"({problem[:LONGEST_PROBLEM]})",
+            owner,
+            cure="take another checkpoint",
         ) from None
 
 
@@ -144,23 +146,21 @@ def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) 
         return
     names = checkpoint[BASE_WEIGHTS]
     if not isinstance(names, dict) or not all(isinstance(value, float) for value in names.values()):
-        raise ValueError(
-            f"{owner}: the checkpoint must have numbers by the names of weights as {BASE_WEIGHTS}, got "
-            f"{short_repr(names)}."
-        )
+        rule = f"the checkpoint must have numbers by the names of weights as {BASE_WEIGHTS}"
+        raise InvalidValue(rule, owner, got=short_repr(names))
     found = module.state_dict()
     missing = [name for name in names if name not in found]
     if missing:
-        raise ValueError(
-            f"{owner}: the checkpoint is one of adapters for another backbone: its weights have {missing[0]}, which "
-            "this module does not have."
+        raise InvalidValue(
+            f"the checkpoint is one of adapters for another backbone: its weights have {missing[0]}, which this "
+            "module does not have",
+            owner,
         )
     for name, value in _fingerprints(module, list(names)).items():
         if abs(value - names[name]) > 0.01 * abs(names[name]):
-            raise ValueError(
-                f"{owner}: the checkpoint must be loaded with the pretrained weights that its adapters were trained "
-                f"with, got others (the mean absolute value of {name} is {value:.4g}, and was {names[name]:.4g})."
-            )
+            rule = "the checkpoint must be loaded with the pretrained weights that its adapters were trained with"
+            got = f"others (the mean absolute value of {name} is {value:.4g}, and was {names[name]:.4g})"
+            raise InvalidValue(rule, owner, got=got)
     for key in STATES:
         if key in checkpoint:
             checkpoint[key] = {**{name: found[name] for name in names}, **checkpoint[key]}
@@ -412,9 +412,12 @@ class ShardedRunCheckpoints:
             if not isinstance(value, Tensor) or value.ndim == 0:
                 continue
             if value.shape != parameter.shape:
-                raise ValueError(
-                    f"{self.owner}: the optimizer's state of a sharded parameter must have the shape of the parameter, "
-                    f"{tuple(parameter.shape)}, got {tuple(value.shape)} for {name!r}; use another optimizer, or DDP."
+                raise InvalidValue(
+                    "the optimizer's state of a sharded parameter must have the shape of the parameter, "
+                    f"{tuple(parameter.shape)}",
+                    self.owner,
+                    got=f"{tuple(value.shape)} for {name!r}",
+                    cure="use another optimizer, or DDP",
                 )
             sharded[name] = sharded_like(parameter, value)
         return sharded

@@ -35,6 +35,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.models.sides import TwoSides
 from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
@@ -323,7 +324,8 @@ def restored_module(
     """
     state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict):
-        raise ValueError(f"{cls.__name__}: a checkpoint must have the weights of a module, its `state_dict`; got none.")
+        rule = "a checkpoint must have the weights of a module, its `state_dict`"
+        raise InvalidValue(rule, cls.__name__, got="none")
     check_content(cls.__name__, checkpoint)
     module = module_of_checkpoint(cls, checkpoint, given)
     module.configure_model()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.checks import check_auto, check_callable, check_integer, check_tensor, short_repr
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.random_state import RandomState
 from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
@@ -203,9 +204,8 @@ def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, Chun
     if not isinstance(chunk_size, Mapping):
         return _check_one_size(owner, "chunk_size", chunk_size)
     if chunk_size.keys() != set(SIDES):
-        raise ValueError(
-            f"{owner}: a dict as `chunk_size` must have the keys queries and candidates, got {short_repr(chunk_size)}."
-        )
+        rule = "a dict as `chunk_size` must have the keys queries and candidates"
+        raise InvalidValue(rule, owner, got=short_repr(chunk_size))
     return {side: _check_one_size(owner, f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
 
 

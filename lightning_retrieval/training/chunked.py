@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_retrieval.checks import check_callable, check_integer, check_tensor
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.random_state import RandomState
 
 _OWNER = "chunked_backward"
@@ -200,7 +201,7 @@ def back_propagate(value: Any, embeddings: Sequence[Tensor], backward: Callable[
     """
     check_tensor(_OWNER, "loss's value", value)
     if value.ndim:
-        raise ValueError(f"{_OWNER}: `loss` must return a scalar, got shape {tuple(value.shape)}.")
+        raise InvalidValue("must return a scalar", _OWNER, "loss", got=f"shape {tuple(value.shape)}")
     if not value.requires_grad:  # for example a constant 0 for a batch without pairs; the gradient is 0
         for of_side in embeddings:
             value = value + 0 * of_side.sum()
@@ -339,12 +340,10 @@ def check_inputs(owner: str, inputs: Tensor) -> None:
     """Raise unless `inputs` holds at least one row and is not part of a graph."""
     check_tensor(owner, "inputs", inputs)
     if inputs.grad_fn is not None:
-        raise ValueError(
-            f"{owner}: `inputs` must not be part of a graph, because each chunk would back-propagate through it again; "
-            "detach them, or make that graph part of `embed`."
-        )
+        rule = "must not be part of a graph, because each chunk would back-propagate through it again"
+        raise InvalidValue(rule, owner, "inputs", cure="detach them, or make that graph part of `embed`")
     if inputs.ndim == 0 or len(inputs) == 0:
-        raise ValueError(f"{owner}: `inputs` must hold at least one row, got shape {tuple(inputs.shape)}.")
+        raise InvalidValue("must hold at least one row", owner, "inputs", got=f"shape {tuple(inputs.shape)}")
 
 
 def _backward(embeddings: Tensor, gradient: Tensor, context: Callable[[], AbstractContextManager[None]]) -> bool:
@@ -364,7 +363,6 @@ def _joined(parts: list[Tensor], chunks: Sequence[_Chunk], rows: int) -> Tensor:
     if others:
         embeddings = torch.cat([embeddings, *others])
     if embeddings.ndim != 2 or len(embeddings) != rows:
-        raise ValueError(
-            f"{_OWNER}: `embed` must return one row for each of the {rows} inputs, got shape {tuple(embeddings.shape)}."
-        )
+        rule = f"must return one row for each of the {rows} inputs"
+        raise InvalidValue(rule, _OWNER, "embed", got=f"shape {tuple(embeddings.shape)}")
     return embeddings

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_retrieval.distributed import gather_objects, rank, sum_over_ranks, world_size
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.plain_data import unsharded_class
 
 LISTS = (nn.Sequential, nn.ModuleList)
@@ -142,10 +143,12 @@ def _check_nothing_is_shared(network: nn.Module, blocks: Sequence[nn.Module], sc
             for local_name, parameter in module.named_parameters(recurse=False):
                 first_part, name = first.setdefault(parameter, (number, f"{name_of[module]}.{local_name}"))
                 if first_part != number and parameter not in scalars:
-                    raise ValueError(
-                        f"{type(network).__name__}: FSDP2 must find each parameter in one block of layers only, got "
-                        f"`{name.lstrip('.')}` in several; train with strategy='ddp', or override `shard_network` of "
-                        "the module to shard these blocks together."
+                    raise InvalidValue(
+                        "FSDP2 must find each parameter in one block of layers only",
+                        type(network).__name__,
+                        got=f"`{name.lstrip('.')}` in several",
+                        cure="train with strategy='ddp', or override `shard_network` of the module to shard these "
+                        "blocks together",
                     )
         sharded.add(part)
 
@@ -207,10 +210,12 @@ def _check_same_tensors(module: nn.Module) -> None:
         differing = [name for name, _ in first.items() ^ other.items()]
         if differing:
             name = min(differing)
-            raise ValueError(
-                f"{type(module).__name__}: all processes must build the same network, got `{name}` of shape "
-                f"{first.get(name)} in process 0 and {other.get(name)} in process {process}; on the meta device, build "
-                "it in the context `torch.device('meta')`, since layers that are moved there share no parameter."
+            raise InvalidValue(
+                "all processes must build the same network",
+                type(module).__name__,
+                got=f"`{name}` of shape {first.get(name)} in process 0 and {other.get(name)} in process {process}",
+                cure="on the meta device, build it in the context `torch.device('meta')`, since layers that are "
+                "moved there share no parameter",
             )
 
 
@@ -339,11 +344,9 @@ def check_placements(owner: str, parameters: Sequence[Any]) -> None:
     for parameter in filter(is_sharded, parameters):
         processes = copies_of(parameter) * parameter.device_mesh.shape[-1]
         if not parameter.placements[-1].is_shard() or processes != world_size():
-            raise ValueError(
-                f"{owner}: a parameter must be sharded over all {world_size()} processes, or not at all, got the "
-                f"placement {parameter.placements} on {parameter.device_mesh}; call fully_shard with the mesh of "
-                "shard_network."
-            )
+            rule = f"a parameter must be sharded over all {world_size()} processes, or not at all"
+            got = f"the placement {parameter.placements} on {parameter.device_mesh}"
+            raise InvalidValue(rule, owner, got=got, cure="call fully_shard with the mesh of shard_network")
 
 
 def clip_sharded_gradients(parameters: Sequence[Any], limit: float, algorithm: str) -> None:

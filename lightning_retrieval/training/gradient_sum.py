@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.distributed import to_device, to_host, world_size
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.training.full_sharding import ShardedParts, is_sharded
 
 BUCKET_BYTES = 25 * 2**20  # the default of DDP
@@ -95,10 +96,11 @@ class GradientSum:
 
         def mark_complete(parameter: Tensor) -> None:
             if bucket.is_started:
-                raise ValueError(
-                    f"GradientSum: the gradient of a parameter of shape {tuple(parameter.shape)} was computed in "
-                    "two parts, as reentrant checkpoints that share a layer do, which cannot be summed over processes; "
-                    "use torch.utils.checkpoint with use_reentrant=False."
+                raise InvalidValue(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was computed in two parts, as "
+                    "reentrant checkpoints that share a layer do, which cannot be summed over processes",
+                    "GradientSum",
+                    cure="use torch.utils.checkpoint with use_reentrant=False",
                 )
             bucket.incomplete.discard(parameter)
             while self._started < len(self._full) and not self._full[self._started].incomplete:

@@ -17,6 +17,7 @@ from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, Trai
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
@@ -208,11 +209,14 @@ class CheckedSteps:
         if isinstance(output, Mapping):
             loss = output.get("loss")
         if isinstance(loss, Tensor) and loss.requires_grad:
-            raise ValueError(
-                f"{type(self.module).__name__}: `training_step` must not return a loss that requires a gradient, "
-                "because the step has ended and nothing back-propagates what it returns, got "
-                f"{short_repr(loss)}; make it a term of `loss`, WeightedSum({{'ap': (1.0, SmoothAPLoss()), 'extra': "
-                "(0.5, ExtraLoss())}), or return its detach()."
+            raise InvalidValue(
+                "must not return a loss that requires a gradient, because the step has ended and nothing "
+                "back-propagates what it returns",
+                type(self.module).__name__,
+                "training_step",
+                got=short_repr(loss),
+                cure="make it a term of `loss`, WeightedSum({'ap': (1.0, SmoothAPLoss()), 'extra': (0.5, "
+                "ExtraLoss())}), or return its detach()",
             )
         return output
 
@@ -286,10 +290,9 @@ class ManualTraining(OptimizedModule):
                 continue
             value = trainer.callback_metrics.get(monitor)
             if value is None:
-                raise ValueError(
-                    f"{type(self).__name__}: ReduceLROnPlateau needs `{name}`, got {monitor!r}, which was not "
-                    f"logged; logged are {sorted(trainer.callback_metrics)}."
-                )
+                rule = f"ReduceLROnPlateau needs `{name}`"
+                cure = f"logged are {sorted(trainer.callback_metrics)}"
+                raise InvalidValue(rule, type(self).__name__, got=f"{monitor!r}, which was not logged", cure=cure)
             self.lr_scheduler_step(config.scheduler, value)
 
     def _log_step(self, terms: Mapping[str, Tensor], images: int) -> None:
@@ -370,11 +373,12 @@ class ManualTraining(OptimizedModule):
         interval = getattr(trainer, "val_check_interval", "a time")
         for config in trainer.lr_scheduler_configs:
             if isinstance(config.scheduler, ReduceLROnPlateau) and config.interval == "epoch":
-                raise ValueError(
-                    f"{type(self).__name__}: ReduceLROnPlateau with the interval 'epoch' needs a validation after the "
-                    f"last batch of an epoch, but val_check_interval={interval!r} with "
-                    f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} runs none there; use the interval "
-                    "'step', which steps it after each validation."
+                raise InvalidValue(
+                    "ReduceLROnPlateau with the interval 'epoch' needs a validation after the last batch of an "
+                    f"epoch, but val_check_interval={interval!r} with "
+                    f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} runs none there",
+                    type(self).__name__,
+                    cure="use the interval 'step', which steps it after each validation",
                 )
 
     def on_train_epoch_start(self) -> None:
@@ -519,10 +523,13 @@ def check_scheduler_length(owner: str, trainer: Any, config: Any) -> None:
         return
     name, last = type(scheduler).__name__, scheduler.last_epoch + left
     if isinstance(scheduler, OneCycleLR) and last > scheduler.total_steps:
-        raise ValueError(
-            f"{owner}: `lr_scheduler` must last until the run ends, got {name} with total_steps="
-            f"{scheduler.total_steps} for {last} steps; a resumed run has the total_steps of its checkpoint, so end "
-            "it there, or begin a new run with the weights of the checkpoint."
+        raise InvalidValue(
+            "must last until the run ends",
+            owner,
+            "lr_scheduler",
+            got=f"{name} with total_steps={scheduler.total_steps} for {last} steps",
+            cure="a resumed run has the total_steps of its checkpoint, so end it there, or begin a new run with "
+            "the weights of the checkpoint",
         )
     is_resumed = trainer.global_step > 0
     if isinstance(scheduler, CosineAnnealingLR) and is_resumed and last > scheduler.T_max:

@@ -32,6 +32,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.distributed import to_host
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.losses.positives import true_indices
 from lightning_retrieval.ranking.lists import Lists
@@ -111,10 +112,9 @@ class CrossBatchMemory(nn.Module):
         self.mode: MemoryMode = check_choice("CrossBatchMemory", "mode", mode, get_args(MemoryMode))
         self.weight = check_finite_number("CrossBatchMemory", "weight", weight)
         if self.weight != 1 and mode != "two_terms":
-            raise ValueError(
-                f"CrossBatchMemory: `weight` must be 1 unless `mode` is 'two_terms', got {weight} for {mode!r}, whose "
-                "loss is a single term; give mode='two_terms' or no weight."
-            )
+            rule = "must be 1 unless `mode` is 'two_terms'"
+            got = f"{weight} for {mode!r}, whose loss is a single term"
+            raise InvalidValue(rule, "CrossBatchMemory", "weight", got=got, cure="give mode='two_terms' or no weight")
         self.reset()
 
     def reset(self) -> None:
@@ -224,16 +224,19 @@ class CrossBatchMemory(nn.Module):
         rows, device = len(embeddings), embeddings.device
         check_integers("CrossBatchMemory", "labels", labels, rows, "embeddings", device=device, levels=True)
         if ids is None:
-            raise TypeError(
-                "CrossBatchMemory: `ids` must be given, the dataset index of each row, since an image is stored once "
-                "and never ranked for itself, got None; let the batches hold (images, labels, ids)."
+            raise InvalidType(
+                "must be given, the dataset index of each row, since an image is stored once and never ranked for "
+                "itself",
+                "CrossBatchMemory",
+                "ids",
+                got="None",
+                cure="let the batches hold (images, labels, ids)",
             )
         check_integers("CrossBatchMemory", "ids", ids, rows, "embeddings", device=device)
         if len(ids) > self.size:
-            raise ValueError(
-                f"CrossBatchMemory: `size` must be at least that of a batch, got {self.size} for a batch of {len(ids)} "
-                "rows; enlarge the memory."
-            )
+            rule = "must be at least that of a batch"
+            got = f"{self.size} for a batch of {len(ids)} rows"
+            raise InvalidValue(rule, "CrossBatchMemory", "size", got=got, cure="enlarge the memory")
         self._check_like_stored(embeddings, labels)
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
         return _Rows(embeddings.to(dtype), labels.long(), ids.long())
@@ -243,17 +246,13 @@ class CrossBatchMemory(nn.Module):
             return
         dim = self._rows.embeddings.shape[1]
         if embeddings.shape[1] != dim:
-            raise ValueError(
-                f"CrossBatchMemory: `embeddings` must have the dimension of the stored ones, {dim}, got "
-                f"{embeddings.shape[1]}; the memory (perhaps from a checkpoint) belongs to another network, call "
-                "reset()."
-            )
+            rule = f"must have the dimension of the stored ones, {dim}"
+            cure = "the memory (perhaps from a checkpoint) belongs to another network, call reset()"
+            raise InvalidValue(rule, "CrossBatchMemory", "embeddings", got=embeddings.shape[1], cure=cure)
         if labels.shape[1:] != self._rows.labels.shape[1:]:
-            raise ValueError(
-                f"CrossBatchMemory: `labels` must have as many levels or columns as the stored ones, shape "
-                f"{tuple(self._rows.labels.shape)}, got {tuple(labels.shape)}; call reset() before another data set or "
-                "another rule of relevance."
-            )
+            rule = f"must have as many levels or columns as the stored ones, shape {tuple(self._rows.labels.shape)}"
+            cure = "call reset() before another data set or another rule of relevance"
+            raise InvalidValue(rule, "CrossBatchMemory", "labels", got=tuple(labels.shape), cure=cure)
 
     def _stored_like(self, batch: _Rows) -> _Rows:
         """The stored rows, on the device and in the dtypes of a batch."""
@@ -266,18 +265,15 @@ def _check_state(state: Any) -> None:
     """Raise unless `state` has the form that `get_extra_state` returns, with finite embeddings."""
     is_state = isinstance(state, dict) and state.keys() == {"rows", "steps", "started"}
     if not is_state or not isinstance(state["rows"], (tuple, list, NoneType)):
-        raise TypeError(
-            f"CrossBatchMemory: `state` must be a dict with `rows`, `steps` and `started` of another memory, "
-            f"got {short_repr(state)}."
-        )
+        rule = "must be a dict with `rows`, `steps` and `started` of another memory"
+        raise InvalidType(rule, "CrossBatchMemory", "state", got=short_repr(state))
     check_integer("CrossBatchMemory", "state['steps']", state["steps"], least=0)
     check_bool("CrossBatchMemory", "state['started']", state["started"])
     if state["rows"] is None:
         return
     if len(state["rows"]) != len(_Rows._fields):
-        raise ValueError(
-            f"CrossBatchMemory: `state` must hold {len(_Rows._fields)} tensors as rows, got {len(state['rows'])}."
-        )
+        rule = f"must hold {len(_Rows._fields)} tensors as rows"
+        raise InvalidValue(rule, "CrossBatchMemory", "state", got=len(state["rows"]))
     stored = _Rows(*state["rows"])
     check_matrix("CrossBatchMemory", "state", stored.embeddings)
     check_integers("CrossBatchMemory", "state", stored.labels, len(stored.embeddings), "state", levels=True)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
 from lightning_retrieval.distributed import rank, unshared
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
@@ -198,10 +199,8 @@ class RetrievalModule(ManualTraining):
         owner = type(self).__name__
         self.query_embedder = self.sides.query_embedder
         if self.query_embedder is self.embedder:
-            raise ValueError(
-                f"{owner}: `sides` must have another network than `embedder`, got the same; give TwoSides(), and one "
-                "network embeds both sides."
-            )
+            cure = "give TwoSides(), and one network embeds both sides"
+            raise InvalidValue("must have another network than `embedder`", owner, "sides", got="the same", cure=cure)
         if self.query_embedder is not None or self.sides.directions == "both":
             check_references(owner, self.loss, "two sides")
         if self.query_embedder is not None and self.sides.frozen_side is not None:
@@ -216,10 +215,12 @@ class RetrievalModule(ManualTraining):
         check_references(owner, self.loss, "a `memory`")
         is_detached = self.memory.mode == "one_list_detached" and self.sides.directions == "queries"
         if self.query_embedder is not None and is_detached and trainable_parameters(self.embedder):
-            raise ValueError(
-                f"{owner}: with TwoNetworks and directions='queries', CrossBatchMemory(mode='one_list_detached') "
-                "leaves `embedder` without a gradient, got an `embedder` to train; give another mode, "
-                "directions='both' or frozen_side='candidates'."
+            raise InvalidValue(
+                "with TwoNetworks and directions='queries', CrossBatchMemory(mode='one_list_detached') leaves "
+                "`embedder` without a gradient",
+                owner,
+                got="an `embedder` to train",
+                cure="give another mode, directions='both' or frozen_side='candidates'",
             )
 
     def _set_frozen_backbones(self) -> None:

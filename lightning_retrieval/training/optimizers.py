@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_retrieval.checks import check_choice, check_integer, check_positive
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
@@ -90,7 +91,7 @@ def check_backbone(owner: str, name: str, embedders: Sequence[nn.Module]) -> Non
     """
     if not any(isinstance(getattr(embedder, "backbone", None), nn.Module) for embedder in embedders):
         came = " and ".join(type(embedder).__name__ for embedder in embedders)
-        raise ValueError(f"{owner}: `{name}` needs an embedder with a `backbone`, such as Embedder, got {came}.")
+        raise InvalidValue("needs an embedder with a `backbone`, such as Embedder", owner, name, got=came)
 
 
 class FrozenBackbone:
@@ -146,10 +147,8 @@ def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
         return {f"model.{name}": int(number) for name, number in groups.items()}
     path, blocks = _largest_list(backbone)
     if blocks is None:
-        raise ValueError(
-            f"{owner}: `layer_decay` must be 1 for a backbone without a list of layers (nn.Sequential or "
-            f"nn.ModuleList), got a {type(backbone).__name__} without one."
-        )
+        rule = "must be 1 for a backbone without a list of layers (nn.Sequential or nn.ModuleList)"
+        raise InvalidValue(rule, owner, "layer_decay", got=f"a {type(backbone).__name__} without one")
     prefixes = [f"{path}{name}." for name, block in blocks.named_children() if _size(block) > 0]
     depths: dict[str, int] = {}
     depth = 0
@@ -232,10 +231,9 @@ def make_optimizer(
     if not groups:
         raise _nothing_to_train(module)
     if head_lr_factor != 1 and all(place.part != HEAD for place in groups):
-        raise ValueError(
-            f"{type(module).__name__}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with "
-            "parameters; name its last layers `head`, or keep the factor 1."
-        )
+        rule = f"is {head_lr_factor}, but the embedder has no `head` with parameters"
+        cure = "name its last layers `head`, or keep the factor 1"
+        raise InvalidValue(rule, type(module).__name__, "head_lr_factor", cure=cure)
     optimizer = make([{"params": groups[place]} for place in sorted(groups)])
     return optimizer, _multiply_rates(type(module).__name__, optimizer, places)
 
@@ -259,16 +257,13 @@ def _multiply_rates(owner: str, optimizer: Optimizer, places: dict[nn.Parameter,
 def _factor_of_group(owner: str, group: dict[str, Any], places: dict[nn.Parameter, "_Place"]) -> float:
     factors = {places.get(parameter, _Place()).factor for parameter in group["params"]}
     if len(factors) > 1:
-        raise ValueError(
-            f"{owner}: `optimizer` must keep parameters with different learning rates in different groups, got a group "
-            f"with the factors {sorted(factors)} of `head_lr_factor`, `layer_decay` and `query_lr_factor`; pass the "
-            "given groups on to the optimizer, or split them."
-        )
+        rule = "must keep parameters with different learning rates in different groups"
+        got = f"a group with the factors {sorted(factors)} of `head_lr_factor`, `layer_decay` and `query_lr_factor`"
+        cure = "pass the given groups on to the optimizer, or split them"
+        raise InvalidValue(rule, owner, "optimizer", got=got, cure=cure)
     if factors not in ({1.0}, set()) and group.get("lr") is None:
-        raise ValueError(
-            f"{owner}: `optimizer` must have a learning rate if `head_lr_factor`, `layer_decay` or `query_lr_factor` "
-            f"is not 1, got lr={group.get('lr')!r}; give it `lr`."
-        )
+        rule = "must have a learning rate if `head_lr_factor`, `layer_decay` or `query_lr_factor` is not 1"
+        raise InvalidValue(rule, owner, "optimizer", got=f"lr={group.get('lr')!r}", cure="give it `lr`")
     return next(iter(factors), 1.0)
 
 
@@ -308,9 +303,11 @@ def _nothing_to_train(module: nn.Module) -> ValueError:
     from torchmetrics import Metric
 
     parts = [f"`{name}`" for name, part in module.named_children() if not isinstance(part, Metric)]
-    return ValueError(
-        f"{type(module).__name__}: {' and '.join(parts)} must have a parameter to train, got none with requires_grad; "
-        "call requires_grad_(True) on the layers that should learn."
+    return InvalidValue(
+        f"{' and '.join(parts)} must have a parameter to train",
+        type(module).__name__,
+        got="none with requires_grad",
+        cure="call requires_grad_(True) on the layers that should learn",
     )
 
 
@@ -331,10 +328,11 @@ def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
             optimized.update(map(id, group["params"]))
     names = [name for name, parameter in trained_parameters(module) if id(parameter) not in optimized]
     if names:
-        raise ValueError(
-            f"{type(module).__name__}: each parameter that requires a gradient must be in an optimizer, but "
-            f"{_listed(names)} are in none; create or unfreeze them before `configure_optimizers`, which must list "
-            "them, add a parameter group for them, or call requires_grad_(False) on those that should not learn."
+        raise InvalidValue(
+            f"each parameter that requires a gradient must be in an optimizer, but {_listed(names)} are in none",
+            type(module).__name__,
+            cure="create or unfreeze them before `configure_optimizers`, which must list them, add a parameter "
+            "group for them, or call requires_grad_(False) on those that should not learn",
         )
 
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_retrieval.backend import Checkpoint, ModelCheckpoint, get_filesystem, migrate_checkpoint, rank_zero_warn
 from lightning_retrieval.checkpoints import holds_checkpoint
 from lightning_retrieval.checks import first_line, first_of, short_repr
+from lightning_retrieval.invalid import InvalidValue
 
 LOCAL_PROTOCOLS = ("file://", "local://", "file:", "local:")  # prefixes that fsspec removes from a local path
 BEST = "best_model_path"
@@ -139,24 +140,21 @@ def _check_readable(owner: str, checkpoint: Any) -> None:
         ValueError: if the version is no version, or a part of the progress is missing.
     """
     if not isinstance(checkpoint, Mapping):
-        raise ValueError(f"{owner}: a checkpoint must be a dict, as Lightning writes it, got {short_repr(checkpoint)}.")
+        raise InvalidValue("a checkpoint must be a dict, as Lightning writes it", owner, got=short_repr(checkpoint))
     version = checkpoint.get("pytorch-lightning_version", "0")
     try:
         Version(version)
     except (InvalidVersion, TypeError):
-        raise ValueError(
-            f"{owner}: a checkpoint must have a version such as '2.6.0' as pytorch-lightning_version, got "
-            f"{short_repr(version)}; take another checkpoint."
-        ) from None
+        rule = "a checkpoint must have a version such as '2.6.0' as pytorch-lightning_version"
+        raise InvalidValue(rule, owner, got=short_repr(version), cure="take another checkpoint") from None
     pending = [("loops", checkpoint.get("loops") or {})]
     while pending:
         name, value = pending.pop()
         is_progress = name.endswith("progress") and not name.endswith("optim_progress")
         if not isinstance(value, Mapping) or (is_progress and not {"total", "current"} <= value.keys()):
-            raise ValueError(
-                f"{owner}: a checkpoint must have dicts with the progress of its loops, got {short_repr(value)} for "
-                f"{name}; take another checkpoint, or load only the weights."
-            )
+            rule = "a checkpoint must have dicts with the progress of its loops"
+            got = f"{short_repr(value)} for {name}"
+            raise InvalidValue(rule, owner, got=got, cure="take another checkpoint, or load only the weights")
         if name == "loops" or name.endswith(("_loop", "progress")):
             pending += [(str(key), part) for key, part in value.items() if str(key).endswith(("_loop", "progress"))]
 
@@ -166,19 +164,16 @@ def _migrated(owner: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
     try:
         migrated: dict[str, Any] = migrate_checkpoint(checkpoint)[0]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{owner}: the checkpoint must have the states that its release of Lightning wrote, got others "
-            f"({type(error).__name__}: {first_line(error)}); take another checkpoint."
-        ) from None
+        rule = "the checkpoint must have the states that its release of Lightning wrote"
+        got = f"others ({type(error).__name__}: {first_line(error)})"
+        raise InvalidValue(rule, owner, got=got, cure="take another checkpoint") from None
     return migrated
 
 
 def _states(owner: str, name: str, value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{owner}: the checkpoint must have states by name in `{name}`, got {short_repr(value)}; take another "
-            "checkpoint."
-        )
+        rule = f"the checkpoint must have states by name in `{name}`"
+        raise InvalidValue(rule, owner, got=short_repr(value), cure="take another checkpoint")
     return value
 
 
@@ -189,17 +184,15 @@ def _check_can_be_continued(owner: str, trainer: Any, checkpoint: Mapping[str, A
         needed.append("optimizer_states")
     for name in needed:
         if name not in checkpoint:
-            raise ValueError(
-                f"{owner}: a run can only continue from the checkpoint of a run, got one without {name}, such as one "
-                "of the weights only; begin a new run with the module that `load_from_checkpoint` returns."
-            )
+            rule = "a run can only continue from the checkpoint of a run"
+            cure = "begin a new run with the module that `load_from_checkpoint` returns"
+            raise InvalidValue(rule, owner, got=f"one without {name}, such as one of the weights only", cure=cure)
 
 
 def _list(owner: str, name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
-        raise ValueError(
-            f"{owner}: the checkpoint must have a list as `{name}`, got {short_repr(value)}; take another checkpoint."
-        )
+        rule = f"the checkpoint must have a list as `{name}`"
+        raise InvalidValue(rule, owner, got=short_repr(value), cure="take another checkpoint")
     return value
 
 
@@ -244,10 +237,8 @@ def _check_progress(owner: str, name: str, state: Any, current: Mapping[str, Any
     state = _states(owner, name, state)
     is_progress = "progress" in name  # otherwise an earlier release may have had other parts
     if is_progress and state.keys() != current.keys():
-        raise ValueError(
-            f"{owner}: the checkpoint must have {', '.join(current)} in {name}, got {short_repr(list(state))}; take "
-            "another checkpoint."
-        )
+        rule = f"the checkpoint must have {', '.join(current)} in {name}"
+        raise InvalidValue(rule, owner, got=short_repr(list(state)), cure="take another checkpoint")
     for key in state.keys() & current.keys():
         value, like = state[key], current[key]
         if isinstance(like, dict):
@@ -261,10 +252,9 @@ def _check_scheduler(owner: str, state: Any) -> None:
     state = _states(owner, "lr_schedulers", state)
     for name in state:
         if name == "optimizer" or callable(getattr(LRScheduler, str(name), None)):
-            raise ValueError(
-                f"{owner}: the checkpoint must have the settings of schedulers in `lr_schedulers`, got {name!r}, which "
-                "is a part of each scheduler; take another checkpoint."
-            )
+            rule = "the checkpoint must have the settings of schedulers in `lr_schedulers`"
+            got = f"{name!r}, which is a part of each scheduler"
+            raise InvalidValue(rule, owner, got=got, cure="take another checkpoint")
     if not isinstance(state.get("last_epoch", 0), int):
         raise _not_a_number(owner, "lr_schedulers.last_epoch", state["last_epoch"])
     for name, value in state.items():
@@ -302,9 +292,11 @@ def _is_number_like(like: Any, value: Any) -> bool:
 
 
 def _not_a_number(owner: str, name: str, value: Any) -> ValueError:
-    return ValueError(
-        f"{owner}: the checkpoint must have a number that a run can reach as {name}, got {short_repr(value)}; take "
-        "another checkpoint."
+    return InvalidValue(
+        f"the checkpoint must have a number that a run can reach as {name}",
+        owner,
+        got=short_repr(value),
+        cure="take another checkpoint",
     )
 
 
@@ -327,10 +319,8 @@ def check_optimizer_states(owner: str, optimizers: Sequence[Optimizer]) -> None:
                 for parameter in group["params"]:
                     _check_state(owner, parameter, optimizer.state.get(parameter), (*needed, *further))
         if needed is not None and not all(isinstance(key, Tensor) for key in optimizer.state):
-            raise ValueError(
-                f"{owner}: the checkpoint must have states of the parameters of the optimizer in `optimizer_states`, "
-                "got others too; take another checkpoint."
-            )
+            rule = "the checkpoint must have states of the parameters of the optimizer in `optimizer_states`"
+            raise InvalidValue(rule, owner, got="others too", cure="take another checkpoint")
 
 
 def _check_settings(owner: str, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
@@ -361,15 +351,16 @@ def _check_state(owner: str, parameter: Tensor, state: Mapping[str, Any] | None,
         value = state.get(name)
         is_allowed = isinstance(value, Tensor) or (name in COUNTERS and isinstance(value, (int, float)))
         if not is_allowed and (name in needed or value is not None):
-            raise ValueError(
-                f"{owner}: the checkpoint must have a tensor for each parameter as the state {name!r} of its "
-                f"optimizer, got {short_repr(value)}; take another checkpoint."
-            )
+            rule = f"the checkpoint must have a tensor for each parameter as the state {name!r} of its optimizer"
+            raise InvalidValue(rule, owner, got=short_repr(value), cure="take another checkpoint")
     for name, value in state.items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-            raise ValueError(
-                f"{owner}: the state {name!r} of the optimizer in the checkpoint must have the shape of its parameter, "
-                f"{tuple(parameter.shape)}, got {tuple(value.shape)}; take another checkpoint."
+            raise InvalidValue(
+                f"the state {name!r} of the optimizer in the checkpoint must have the shape of its parameter, "
+                f"{tuple(parameter.shape)}",
+                owner,
+                got=tuple(value.shape),
+                cure="take another checkpoint",
             )
 
 
@@ -540,7 +531,8 @@ def check_links(owner: str, callbacks: Sequence[Any]) -> None:
             continue
         path = Path(callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST))
         if not is_file_or_checkpoint(path):
-            raise ValueError(
-                f"{owner}: ModelCheckpoint(save_last='link') replaces {path} by a link, but that is a folder and no "
-                "checkpoint; move it, or choose another `dirpath`."
+            raise InvalidValue(
+                f"ModelCheckpoint(save_last='link') replaces {path} by a link, but that is a folder and no checkpoint",
+                owner,
+                cure="move it, or choose another `dirpath`",
             )

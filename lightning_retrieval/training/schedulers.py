@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
+from lightning_retrieval.invalid import InvalidValue
+
 WITH_RATES_OF_THEIR_OWN = (OneCycleLR, CyclicLR, SWALR, ReduceLROnPlateau)
 RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # keys of a parameter group
 RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # attributes: lists of a number for each group
@@ -143,8 +145,12 @@ def _first_rates(make: Callable[[Optimizer], Any], optimizer: Optimizer, rates: 
 
 def _wrong_factors(owner: str, name: str, rates: Sequence[float], factors: Sequence[float]) -> ValueError:
     wanted, came = (", ".join(map("{:.6g}".format, numbers)) for numbers in (factors, rates))
-    return ValueError(
-        f"{owner}: `lr_scheduler` must keep the factors {wanted} between the learning rates of the parameter groups "
-        f"(`head_lr_factor`, `layer_decay`, `query_lr_factor`), got {name}, which sets {came}; give it one number for "
-        "all groups, a list with these factors, or use a scheduler that multiplies the rates of the optimizer."
+    return InvalidValue(
+        f"must keep the factors {wanted} between the learning rates of the parameter groups (`head_lr_factor`, "
+        "`layer_decay`, `query_lr_factor`)",
+        owner,
+        "lr_scheduler",
+        got=f"{name}, which sets {came}",
+        cure="give it one number for all groups, a list with these factors, or use a scheduler that multiplies the "
+        "rates of the optimizer",
     )

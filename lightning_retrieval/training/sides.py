@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import as_int64, check_tensor
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.models.sides import SIDES, Side, TwoNetworks, is_two_sided
@@ -40,9 +41,12 @@ def unpack(owner: str, batch: Any) -> Unpacked:
             return batch[0], batch[1], None
         if len(batch) == 3:
             return batch[0], batch[1], batch[2]
-    raise TypeError(
-        f"{owner}: a batch must be (images, labels), (images, labels, ids) or a dict with the keys images, labels and "
-        f"optionally ids, got {_form_in_words(batch)}; override unpack_batch for another form."
+    raise InvalidType(
+        "a batch must be (images, labels), (images, labels, ids) or a dict with the keys images, labels and "
+        "optionally ids",
+        owner,
+        got=_form_in_words(batch),
+        cure="override unpack_batch for another form",
     )
 
 
@@ -69,15 +73,17 @@ def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
     owner = type(module).__name__
     if not is_two_sided(batch):
         if module.query_embedder is not None or module.sides.directions == "both":
-            raise TypeError(
-                f"{owner}: with TwoNetworks or directions='both', a batch for training must be "
-                f"{{'queries': batch, 'candidates': batch}}, got {_form_in_words(batch)}; give the data module Pairs."
+            raise InvalidType(
+                "with TwoNetworks or directions='both', a batch for training must be {'queries': batch, "
+                "'candidates': batch}",
+                owner,
+                got=_form_in_words(batch),
+                cure="give the data module Pairs",
             )
         return [batch], [module.unpack_batch(batch)]
     if len(batch) < len(SIDES):
-        raise ValueError(
-            f"{owner}: a batch for training must have queries and candidates, got only {', '.join(batch)}."
-        )
+        rule = "a batch for training must have queries and candidates"
+        raise InvalidValue(rule, owner, got=f"only {', '.join(batch)}")
     check_references(owner, module.loss, "a batch of queries and candidates")
     batches = [batch[side] for side in SIDES]
     return batches, [module.unpack_batch(batch_of_side) for batch_of_side in batches]
@@ -114,10 +120,9 @@ def joined_rows(outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """
     dims = [output["embeddings"].shape[-1] for output in outputs]
     if len(set(dims)) > 1:
-        raise ValueError(
-            "RetrievalModule: the embeddings of queries and candidates must have the same dimension, got "
-            f"{dims[0]} and {dims[1]}; give both networks one `embedding_dim`."
-        )
+        rule = "the embeddings of queries and candidates must have the same dimension"
+        got = f"{dims[0]} and {dims[1]}"
+        raise InvalidValue(rule, "RetrievalModule", got=got, cure="give both networks one `embedding_dim`")
     joined = {}
     for name in outputs[0]:
         if all(name in output for output in outputs):

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.checks import as_int64, is_integer, short_repr
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.random_state import step_random_state
@@ -120,7 +121,7 @@ def gather_labels(
     if world_size() == 1:
         for rows in sides:
             if not _has_rows(rows.labels):
-                raise TypeError(f"{owner}: `labels` must be a tensor of integers, got {_form_in_words(rows.labels)}.")
+                raise InvalidType("must be a tensor of integers", owner, "labels", got=_form_in_words(rows.labels))
         if not may_be_empty:
             _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
         return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
@@ -205,24 +206,23 @@ def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> Gl
     """Gather the labels and ids of one side; raise if the processes' batches do not match."""
     labels, ids = rows.labels, rows.ids
     if not forms.are_integers.all():
-        raise TypeError(
-            f"{owner}: labels must be integers of shape (rows,) or (rows, levels) and ids integers of shape (rows,), "
-            f"on every process, got labels {_form_in_words(labels)} and ids {_form_in_words(ids)} on rank {rank()}."
+        raise InvalidType(
+            "labels must be integers of shape (rows,) or (rows, levels) and ids integers of shape (rows,), on "
+            "every process",
+            owner,
+            got=f"labels {_form_in_words(labels)} and ids {_form_in_words(ids)} on rank {rank()}",
         )
     kinds = list(zip(forms.label_levels.tolist(), forms.has_ids.tolist()))
     if len(set(kinds)) > 1:
-        raise ValueError(
-            f"{owner}: the processes' batches may differ only in their number of rows, got (label levels, has ids) "
-            f"{kinds} in rank order."
-        )
+        rule = "the processes' batches may differ only in their number of rows"
+        raise InvalidValue(rule, owner, got=f"(label levels, has ids) {kinds} in rank order")
     counts = forms.rows.tolist()
     if gather:
         labels, ids = _gather_labels_and_ids(labels, ids, counts)
     elif min(counts) < max(counts):
-        raise ValueError(
-            f"{owner}: with gather=False the loss is the mean of the processes' losses, which needs batches of "
-            f"equal size, got {counts} rows in rank order; keep gather=True, or drop the uneven batch."
-        )
+        rule = "with gather=False the loss is the mean of the processes' losses, which needs batches of equal size"
+        got = f"{counts} rows in rank order"
+        raise InvalidValue(rule, owner, got=got, cure="keep gather=True, or drop the uneven batch")
     return GlobalRows(labels, ids, counts, tuple(forms.input_shape.tolist()), tuple(forms.hash_of_batch.tolist()))
 
 
@@ -245,10 +245,9 @@ def _check_not_empty(owner: str, counts: Sequence[list[int]]) -> None:
     least, rows = "row", "rows"
     if len(counts[0]) > 1:
         of_processes, least, rows = [*counts], "query and one candidate", "queries and candidates"
-    raise ValueError(
-        f"{owner}: each process needs at least one {least}, got {of_processes} {rows} in rank order; use larger "
-        "batches, or fewer processes."
-    )
+    rule = f"each process needs at least one {least}"
+    got = f"{of_processes} {rows} in rank order"
+    raise InvalidValue(rule, owner, got=got, cure="use larger batches, or fewer processes")
 
 
 class Dimensions:
@@ -274,10 +273,8 @@ class Dimensions:
         local = to_device([[of_side.shape[1] for of_side in embeddings]], embeddings[0].device)
         dimensions = to_host(gather_rows(local, [1] * world_size())).tolist()
         if dimensions != dimensions[:1] * world_size():
-            raise ValueError(
-                f"{owner}: the embeddings of all processes must have the same dimension, got {dimensions} in rank "
-                "order, with one number for each side of the batch."
-            )
+            got = f"{dimensions} in rank order, with one number for each side of the batch"
+            raise InvalidValue("the embeddings of all processes must have the same dimension", owner, got=got)
         for number, rows in enumerate(sides):
             for shape in rows.input_shapes:
                 self._compared[number, shape] = dimensions[0][number]
@@ -445,11 +442,10 @@ class TrainingStep:
         *totals, zero = gradients.finish(parts).unbind()
         if zero.isnan():
             self._check_finite()
-            raise ValueError(
-                f"{self.owner}: embeddings must be finite, got NaN or inf on another rank at step {self.number}."
-            )
+            rule = "embeddings must be finite"
+            raise InvalidValue(rule, self.owner, got=f"NaN or inf on another rank at step {self.number}")
         if not math.isfinite(totals[0]):
-            raise ValueError(f"{self.owner}: the loss is {totals[0].item()} at step {self.number}.")
+            raise InvalidValue(f"the loss is {totals[0].item()} at step {self.number}", self.owner)
         return dict(zip(terms, totals))
 
     def remember(self) -> None:
@@ -488,10 +484,8 @@ class TrainingStep:
         for of_side, rows in zip(embeddings, self.rows):
             labels = rows.counts[rank()]
             if labels != len(of_side):
-                raise ValueError(
-                    f"{self.owner}: a batch must have one label for each image, got {labels} labels for "
-                    f"{len(of_side)} images."
-                )
+                rule = "a batch must have one label for each image"
+                raise InvalidValue(rule, self.owner, got=f"{labels} labels for {len(of_side)} images")
 
     def _gather(self, embeddings: Tensor, rows: GlobalRows) -> Tensor:
         """The embeddings of all processes, of the images or of one side."""
@@ -528,9 +522,12 @@ class TrainingStep:
             cure = "a lower learning rate or gradient_clip_val often helps"
             if self.number == 0:
                 cure = "look at the images and at the weights of the network, which no step has changed"
-            raise ValueError(
-                f"{self.owner}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} rows at step "
-                f"{self.number} (seen on rank {rank()}), the first for {which}; {cure}."
+            raise InvalidValue(
+                "embeddings must be finite",
+                self.owner,
+                got=f"NaN or inf in {len(rows)} of {len(finite)} rows at step {self.number} (seen on rank "
+                f"{rank()}), the first for {which}",
+                cure=cure,
             ) from None
 
     @property
@@ -580,4 +577,4 @@ def _named(direction: str, value: Tensor, terms: Mapping[str, Tensor]) -> dict[s
 
 def _check_scalar(owner: str, value: Any) -> None:
     if not isinstance(value, Tensor) or value.ndim:
-        raise ValueError(f"{owner}: `loss` must return a scalar, got {value!r}; set its reduction.")
+        raise InvalidValue("must return a scalar", owner, "loss", got=repr(value), cure="set its reduction")

@@ -36,7 +36,7 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.checks import first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
-from lightning_retrieval.invalid import InvalidType
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.third_party import as_batch_loss
@@ -114,20 +114,18 @@ def check_trainer(owner: str, trainer: Any) -> None:
         value = getattr(trainer, name)
         value = getattr(value, "value", value)  # the clipping algorithm is an enum member
         if value:
-            raise ValueError(
-                f"{owner}: Trainer({name}={value!r}) has no effect with manual optimization; give it to the module: "
-                f"{owner}(..., updates=Updates({name}={value!r}))."
-            )
+            cure = f"give it to the module: {owner}(..., updates=Updates({name}={value!r}))"
+            raise InvalidValue(f"Trainer({name}={value!r}) has no effect with manual optimization", owner, cure=cure)
     if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"{owner}: Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would split the ranked "
-            "lists; use larger batches and embed them in chunks with chunk_size."
-        )
+        rule = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would split the ranked lists"
+        raise InvalidValue(rule, owner, cure="use larger batches and embed them in chunks with chunk_size")
     overfit_batches = getattr(trainer, "overfit_batches", 0)
     if overfit_batches:
-        raise ValueError(
-            f"{owner}: Trainer(overfit_batches={overfit_batches}) replaces the sampler, so that batches would no "
-            "longer hold several images of each class; use limit_train_batches instead."
+        raise InvalidValue(
+            f"Trainer(overfit_batches={overfit_batches}) replaces the sampler, so that batches would no longer hold "
+            "several images of each class",
+            owner,
+            cure="use limit_train_batches instead",
         )
     for callback in trainer.callbacks:
         _check_callback(owner, callback, trainer.lightning_module)
@@ -158,11 +156,9 @@ def check_filled(module: Any) -> None:
     """
     if module.unfilled:
         names = first_of(sorted(module.unfilled), 3)
-        raise ValueError(
-            f"{type(module).__name__}: a network on the meta device must be filled from the first process or from a "
-            f"checkpoint, got no values for {names}; build the network on the CPU in the first process, or give a "
-            "`ckpt_path` that holds them."
-        )
+        rule = "a network on the meta device must be filled from the first process or from a checkpoint"
+        cure = "build the network on the CPU in the first process, or give a `ckpt_path` that holds them"
+        raise InvalidValue(rule, type(module).__name__, got=f"no values for {names}", cure=cure)
 
 
 def warn_of_half_parameters(module: Any) -> None:
@@ -234,10 +230,11 @@ def check_memory_start(module: Any, steps: float) -> None:
                 f"{memory.start_step}; give CrossBatchMemory a smaller start_step, or train longer."
             )
         return
-    raise ValueError(
-        f"{type(module).__name__}: CrossBatchMemory(start_step='auto') begins when MemoryMonitor finds that the "
-        "embeddings no longer change fast, but the Trainer has no such callback; give "
-        "Trainer(callbacks=[MemoryMonitor()]), or a number as start_step."
+    raise InvalidValue(
+        "CrossBatchMemory(start_step='auto') begins when MemoryMonitor finds that the embeddings no longer change "
+        "fast, but the Trainer has no such callback",
+        type(module).__name__,
+        cure="give Trainer(callbacks=[MemoryMonitor()]), or a number as start_step",
     )
 
 
@@ -253,11 +250,13 @@ def check_schedule(module: Any, steps: float) -> None:
     """
     weights, trainer = module.loss.scheduled_weights(), module.trainer
     if weights and math.isinf(steps):
-        raise ValueError(
-            f"{type(module).__name__}: the weights of {', '.join(weights)} in `loss` depend on the fraction of the "
-            "training that is done, which needs a known number of steps, got Trainer("
-            f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}) with {trainer.num_training_batches} "
-            "batches in an epoch; set max_steps."
+        raise InvalidValue(
+            f"the weights of {', '.join(weights)} in `loss` depend on the fraction of the training that is done, "
+            "which needs a known number of steps",
+            type(module).__name__,
+            got=f"Trainer(max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}) with "
+            f"{trainer.num_training_batches} batches in an epoch",
+            cure="set max_steps",
         )
 
 
@@ -275,23 +274,21 @@ def check_processes(module: Any) -> None:
     owner = type(module).__name__
     chunk_sizes = [chunk_size_of(module.chunk_size, side) for side in SIDES]
     if module.memory is not None and module.gather is False:
-        raise ValueError(
-            f"{owner}: a memory must be the same on all {world_size()} processes, which gather=False does not provide; "
-            "keep gather=True."
-        )
+        rule = f"a memory must be the same on all {world_size()} processes, which gather=False does not provide"
+        raise InvalidValue(rule, owner, cure="keep gather=True")
     if has_sharded_parameters(module):
         check_placements(owner, list(module.parameters()))
         if "auto" in chunk_sizes:
-            raise ValueError(
-                f"{owner}: chunk_size='auto' is found by each process for itself, but with ModelParallelStrategy they "
-                "embed each chunk together; give a number, such as chunk_size=32."
+            raise InvalidValue(
+                "chunk_size='auto' is found by each process for itself, but with ModelParallelStrategy they embed "
+                "each chunk together",
+                owner,
+                cure="give a number, such as chunk_size=32",
             )
     has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     if has_sync_norm and set(chunk_sizes) != {None}:
-        raise ValueError(
-            f"{owner}: SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of "
-            "chunks; set chunk_size=None, or remove sync_batchnorm."
-        )
+        rule = "SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of chunks"
+        raise InvalidValue(rule, owner, cure="set chunk_size=None, or remove sync_batchnorm")
 
 
 def train_loaders(trainer: Any) -> list[Any]:
@@ -351,9 +348,12 @@ def check_draws_images(owner: str, trainer: Any) -> None:
         if batch_sampler is None or sampler is batch_sampler:  # each item of the sampler is taken for a batch
             continue
         if sampler is not None and getattr(sampler, "sampler", None) is sampler:  # as the samplers of global batches
-            raise ValueError(
-                f"{owner}: a {type(sampler).__name__} must be the `batch_sampler` of a DataLoader, because it draws "
-                "whole batches, got a DataLoader with it as its `sampler`; use DataLoader(dataset, batch_sampler=...)."
+            raise InvalidValue(
+                f"a {type(sampler).__name__} must be the `batch_sampler` of a DataLoader, because it draws whole "
+                "batches",
+                owner,
+                got="a DataLoader with it as its `sampler`",
+                cure="use DataLoader(dataset, batch_sampler=...)",
             )
 
 
@@ -467,23 +467,23 @@ def _warn_of_one_label(owner: str, labels: Tensor) -> None:
 def _check_callback(owner: str, callback: Any, module: Any) -> None:
     for kind, reason in WRONG_CALLBACKS.items():
         if isinstance(callback, kind):
-            raise ValueError(f"{owner}: the callback {kind.__name__} of Lightning {reason}.")
+            raise InvalidValue(f"the callback {kind.__name__} of Lightning {reason}", owner)
     if isinstance(callback, ModelCheckpoint):
         _check_model_checkpoint(owner, callback)
     if isinstance(callback, BackboneFinetuning) and not isinstance(getattr(module, "backbone", None), nn.Module):
-        raise ValueError(
-            f"{owner}: the callback BackboneFinetuning of Lightning needs a module with a `backbone`; give a subclass "
-            "the property `backbone`, which returns a part of `embedder`, or derive a callback from BaseFinetuning."
+        raise InvalidValue(
+            "the callback BackboneFinetuning of Lightning needs a module with a `backbone`",
+            owner,
+            cure="give a subclass the property `backbone`, which returns a part of `embedder`, or derive a "
+            "callback from BaseFinetuning",
         )
 
 
 def _check_model_checkpoint(owner: str, callback: Any) -> None:
     """Raise if a checkpoint would never be saved, or would be ranked by an outdated metric."""
     if callback._train_time_interval is not None:
-        raise ValueError(
-            f"{owner}: ModelCheckpoint(train_time_interval=...) of Lightning never saves with manual optimization; use "
-            "every_n_train_steps."
-        )
+        rule = "ModelCheckpoint(train_time_interval=...) of Lightning never saves with manual optimization"
+        raise InvalidValue(rule, owner, cure="use every_n_train_steps")
     monitor = callback.monitor
     folders = re.findall(r"\{([^{}:]*/[^{}:]*)", callback.filename or "")
     if folders and callback.auto_insert_metric_name:
@@ -494,43 +494,35 @@ def _check_model_checkpoint(owner: str, callback: Any) -> None:
             f"{metric.rpartition('/')[2]}={{{metric}:.3f}}' and auto_insert_metric_name=False."
         )
     if callback._every_n_train_steps and monitor is not None and not monitor.startswith("train/"):
-        raise ValueError(
-            f"{owner}: ModelCheckpoint(monitor={monitor!r}, every_n_train_steps={callback._every_n_train_steps}) of "
-            "Lightning would save before the validation, with the metric of the validation before it; leave out "
-            "every_n_train_steps, and add another ModelCheckpoint without monitor for the steps."
+        raise InvalidValue(
+            f"ModelCheckpoint(monitor={monitor!r}, every_n_train_steps={callback._every_n_train_steps}) of "
+            "Lightning would save before the validation, with the metric of the validation before it",
+            owner,
+            cure="leave out every_n_train_steps, and add another ModelCheckpoint without monitor for the steps",
         )
 
 
 def _check_precision(owner: str, plugin: Any) -> None:
     if isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision)):
-        raise ValueError(
-            f"{owner}: {type(plugin).__name__} replaces layers of the network, which has not been tested with this "
-            "library; use Trainer(precision='bf16-mixed') or another precision without it."
-        )
+        rule = f"{type(plugin).__name__} replaces layers of the network, which has not been tested with this library"
+        raise InvalidValue(rule, owner, cure="use Trainer(precision='bf16-mixed') or another precision without it")
 
 
 def _check_strategy(owner: str, strategy: Any) -> None:
     if getattr(strategy, "_ddp_kwargs", {}).get("static_graph"):
-        raise ValueError(
-            f"{owner}: DDPStrategy(static_graph=True) expects one backward pass through DDP per step, but here there "
-            "is none; remove it."
-        )
+        rule = "DDPStrategy(static_graph=True) expects one backward pass through DDP per step, but here there is none"
+        raise InvalidValue(rule, owner, cure="remove it")
     for name in ("ddp_comm_hook", "model_averaging_period"):
         if getattr(strategy, f"_{name}", None) is not None:
-            raise ValueError(
-                f"{owner}: DDPStrategy({name}=...) has no effect on gradients that are summed once per step, outside "
-                "of DDP; remove it."
-            )
+            rule = f"DDPStrategy({name}=...) has no effect on gradients that are summed once per step, outside of DDP"
+            raise InvalidValue(rule, owner, cure="remove it")
     if isinstance(strategy, (SingleDeviceXLAStrategy, XLAStrategy)):
-        raise ValueError(
-            f"{owner}: {type(strategy).__name__} trains on a TPU, which has not been tested with this library; use a "
-            "GPU or the CPU."
-        )
+        rule = f"{type(strategy).__name__} trains on a TPU, which has not been tested with this library"
+        raise InvalidValue(rule, owner, cure="use a GPU or the CPU")
     if not keeps_parameters(strategy):
-        raise ValueError(
-            f"{owner}: gradients are summed over full parameters, which {type(strategy).__name__} does not keep; "
-            "use Trainer(strategy='auto') or 'ddp', or ModelParallelStrategy for a large network."
-        )
+        rule = f"gradients are summed over full parameters, which {type(strategy).__name__} does not keep"
+        cure = "use Trainer(strategy='auto') or 'ddp', or ModelParallelStrategy for a large network"
+        raise InvalidValue(rule, owner, cure=cure)
 
 
 def _check_model_parallel(owner: str, trainer: Any) -> None:
@@ -551,27 +543,31 @@ def _check_model_parallel(owner: str, trainer: Any) -> None:
         tensor_parallel_size = strategy.num_processes
     if tensor_parallel_size != 1 or strategy._save_distributed_checkpoint:
         processes = strategy.num_processes * strategy.num_nodes
-        raise ValueError(
-            f"{owner}: all processes must share the data, and a checkpoint must be one file, got "
-            f"ModelParallelStrategy(tensor_parallel_size={strategy._tensor_parallel_size!r}, "
-            f"save_distributed_checkpoint={strategy._save_distributed_checkpoint}); use ModelParallelStrategy("
-            f"data_parallel_size={processes}, tensor_parallel_size=1, save_distributed_checkpoint=False), or "
-            "FSDP2Strategy(sharded_checkpoints=True)."
+        raise InvalidValue(
+            "all processes must share the data, and a checkpoint must be one file",
+            owner,
+            got=f"ModelParallelStrategy(tensor_parallel_size={strategy._tensor_parallel_size!r}, "
+            f"save_distributed_checkpoint={strategy._save_distributed_checkpoint})",
+            cure=f"use ModelParallelStrategy(data_parallel_size={processes}, tensor_parallel_size=1, "
+            "save_distributed_checkpoint=False), or FSDP2Strategy(sharded_checkpoints=True)",
         )
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise ValueError(
-            f"{owner}: ModelParallelStrategy needs a newer torch, in which gradients can be summed instead of averaged "
-            f"(FSDPModule.set_force_sum_reduction_for_comms), got torch {torch.__version__}; update torch, or use DDP."
+        raise InvalidValue(
+            "ModelParallelStrategy needs a newer torch, in which gradients can be summed instead of averaged "
+            "(FSDPModule.set_force_sum_reduction_for_comms)",
+            owner,
+            got=f"torch {torch.__version__}",
+            cure="update torch, or use DDP",
         )
     for callback in trainer.callbacks:
         for kind, reason in WRONG_WHEN_SHARDED.items():
             if isinstance(callback, kind):
-                raise ValueError(
-                    f"{owner}: the callback {type(callback).__name__} of Lightning {reason}; leave it out, or use "
-                    "Trainer(strategy='ddp')."
-                )
+                rule = f"the callback {type(callback).__name__} of Lightning {reason}"
+                raise InvalidValue(rule, owner, cure="leave it out, or use Trainer(strategy='ddp')")
     if trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1:
-        raise ValueError(
-            f"{owner}: in predict the processes may have unequal numbers of batches, but with ModelParallelStrategy "
-            "they embed each batch together; predict with Trainer(strategy='ddp') from a checkpoint."
+        raise InvalidValue(
+            "in predict the processes may have unequal numbers of batches, but with ModelParallelStrategy they "
+            "embed each batch together",
+            owner,
+            cure="predict with Trainer(strategy='ddp') from a checkpoint",
         )
