@@ -193,7 +193,7 @@ class EvaluationSet:
         except TypeError as error:
             if not self.metrics.must_defer_errors:
                 raise
-            self.metrics.defer_error(str(error))
+            self.metrics.defer_error(error)
             return
         embeddings = outputs["embeddings"]
         ids = outputs.get("ids")

@@ -219,7 +219,7 @@ def together(work: Callable[[], Any]) -> list[Any]:
     try:
         value = work()
     except Exception as found:  # of any type, because the other processes wait for this one
-        error = _as_sent(found)
+        error = as_sent(found)
     results = gather_objects((value, error))
     for _, error in results:
         if error is not None:
@@ -227,7 +227,7 @@ def together(work: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in results]
 
 
-def _as_sent(error: Exception) -> Exception:
+def as_sent(error: Exception) -> Exception:
     """The exception, or a RuntimeError with its type and message if pickle fails or changes the message."""
     if world_size() == 1:
         return error

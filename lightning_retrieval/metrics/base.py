@@ -97,7 +97,7 @@ class EmbeddingMetric(Metric):
         if relevance is not None:
             check_instance(owner, "relevance", relevance, Relevance)
         self.relevance = relevance
-        self._error: str | None = None
+        self._error: Exception | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
         self._cached_values: dict[str, Tensor] | None = None  # result of the last `compute`, until the next `update`
         for name in _STATES:  # `ids`, `instances` and `cameras` stay empty unless they are given
@@ -135,7 +135,7 @@ class EmbeddingMetric(Metric):
         except (TypeError, ValueError) as error:
             if not self.must_defer_errors:
                 raise
-            self.defer_error(str(error))
+            self.defer_error(error)
 
     def reset(self) -> None:
         """Remove all rows."""
@@ -203,9 +203,9 @@ class EmbeddingMetric(Metric):
             gathered = gather_over_processes(owner, collected, report, shard=shard, embeddings_device=kept_on)
             collected = gathered._replace(relevance=self.relevance)
         elif self._error is not None:
-            raise ValueError(self._error)
+            raise self._error
         if collected is None:
-            raise ValueError(nothing_to_compute(owner))
+            raise nothing_to_compute(owner)
         return collected, shard
 
     def query_gallery(self, images: Images, *, unit: int | None = None) -> QueryGallery:
@@ -224,10 +224,9 @@ class EmbeddingMetric(Metric):
         """Whether other processes would wait in `compute` if this process raised an error now."""
         return self.sync_on_compute and world_size(self.process_group) > 1
 
-    def defer_error(self, message: str) -> None:
-        """Store an error message of this process; `compute` then raises it on all processes."""
-        if self._error is None:
-            self._error = message
+    def defer_error(self, error: Exception) -> None:
+        """Store an error of this process; `compute` then raises it on all processes."""
+        self._error = self._error or error.with_traceback(None)  # whose frames would keep the tensors
 
     def _append(
         self, embeddings: Tensor, labels: Tensor, roles: Tensor | None, optional: dict[str, Tensor | None]
@@ -290,7 +289,7 @@ class EmbeddingMetric(Metric):
                 raise InvalidValue(rule, owner, name, got=tuple(values.shape))
         for name, given in optional.items():
             if (given is not None) != bool(getattr(self, name)):
-                raise ValueError(given_only_sometimes(owner, name))
+                raise given_only_sometimes(owner, name)
 
     def _collected(self) -> CollectedRows | None:
         """All rows of this process, None if there are none."""

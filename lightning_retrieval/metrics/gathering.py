@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.checks import first_of
-from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gather_rows
+from lightning_retrieval.distributed import UNSHARDED, Shard, as_sent, exchange_rows, gather_rows
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.ranking.labels import Role, check_nesting
 from lightning_retrieval.ranking.relevance import OtherCamera, Relevance, SameLabel
@@ -297,11 +297,11 @@ class Report(NamedTuple):
     """The report of a process before rows are gathered.
 
     Attributes:
-        error: message of an error of this process, which is then raised on all processes; or None.
+        error: an error of this process, which is then raised on all processes; or None.
         settings: settings of the metric, which must be equal on all processes.
     """
 
-    error: str | None
+    error: Exception | None
     settings: str
 
 
@@ -329,11 +329,14 @@ def gather_over_processes(
         if error is None:
             error = _incomplete_column(rows)
     reports: list[Any] = [None] * shard.count
+    if error is not None:
+        error = as_sent(error)
     dist.all_gather_object(reports, (count, row_format, Report(error, report.settings)), group=shard.group)
     counts, formats, of_processes = zip(*reports)
     for rank, found in enumerate(of_processes):
         if found.error is not None:
-            raise ValueError(f"{found.error.removesuffix('.')}, on rank {rank}.")
+            found.error.add_note(f"This happened on rank {rank}.")
+            raise found.error
     settings = {found.settings for found in of_processes}
     if len(settings) > 1:
         raise InvalidValue("the settings must be the same on all processes", owner, got=sorted(settings))
@@ -383,18 +386,18 @@ def merge_duplicates(collected: CollectedRows) -> Images:
     return _average_instances(rows, instances, of_instance, roles)
 
 
-def given_only_sometimes(owner: str, name: str) -> str:
-    """The error message for an argument that was given in only some updates."""
-    return f"{owner}: `{name}` must be given with every update or with none, got both."
+def given_only_sometimes(owner: str, name: str) -> InvalidValue:
+    """The error for an argument that was given in only some updates."""
+    return InvalidValue("must be given with every update or with none", owner, name, got="both")
 
 
-def nothing_to_compute(owner: str) -> str:
-    """The error message for a metric without rows."""
-    return f"{owner}: there is nothing to compute; call update with at least one row first."
+def nothing_to_compute(owner: str) -> InvalidValue:
+    """The error for a metric without rows."""
+    return InvalidValue("there is nothing to compute", owner, cure="call update with at least one row first")
 
 
-def _incomplete_column(rows: CollectedRows) -> str | None:
-    """An error message if ids, instances or cameras were given for only some rows, else None.
+def _incomplete_column(rows: CollectedRows) -> InvalidValue | None:
+    """An error if ids, instances or cameras were given for only some rows, else None.
 
     `update` raises for such rows, but `forward` of torchmetrics merges rows without a check.
     """
@@ -419,7 +422,7 @@ def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat
     """The format that all processes with rows share; raises if formats differ."""
     found = {row_format for row_format in formats if row_format is not None}
     if not found:
-        raise ValueError(nothing_to_compute(owner))
+        raise nothing_to_compute(owner)
     if len(found) > 1:
         raise InvalidValue("rows must have the same format on all processes", owner, got=sorted(found))
     row_format = found.pop()

@@ -426,8 +426,8 @@ ROLE, BOX = (*PLAIN, "role"), (*PLAIN, "box")
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([("path", "label")], "line 1 of .*images.csv must name the columns .*; image missing in 'path,l"),
-        ([("image", "label", "left", "top")], "; right, bottom missing in"),
+        ([("path", "label")], "line 1 of .*images.csv must name the columns .* got 'path,l.*lacks image"),
+        ([("image", "label", "left", "top")], "which lacks right, bottom"),
         ([("image", "label", "image")], "must name each column once, got image twice"),
         ([PLAIN], "images.csv must have rows, got only the header"),
         ([PLAIN, TRAIN, (), ("c.jpg", "3")], "must have the header's 3 fields, got 2, at line 4 of .*images.csv"),

@@ -61,7 +61,7 @@ def test_without_splits_classes_are_split(tmp_path):
         (
             ROWS,
             ("words", "label", "split", "tags"),
-            "line 1 of .* must name the columns text and label .* text missing",
+            "line 1 of .* must name the columns text and label .* lacks text",
         ),
         ([*ROWS, ("", "lamp", "test", "")], None, "`text` must not be empty in any row, at line 10 of"),
         ([*ROWS, ("x", "", "test", "")], None, "`label` must not be empty in any row, at line 10 of"),

@@ -20,8 +20,8 @@ from lightning_retrieval import datamodules
 from lightning_retrieval.cli.check import DATA_MODULES, data_modules
 from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
 from lightning_retrieval.command_line import command_line_message, printable
-from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.datamodules import RetrievalDataModule
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.commands.options import TRANSFORMS, make_parser

@@ -297,7 +297,7 @@ def messages(this, world):
     for name, metrics in disagreeing.items():
         with pytest.raises(ValueError, match="RetrievalMetrics: ") as error:
             metrics.compute()
-        found[name] = str(error.value)
+        found[name] = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
     metrics = disagreeing["not finite"]
     metrics.reset()
     metrics.update(x[own], labels[own], own)
@@ -314,7 +314,8 @@ def test_processes_that_disagree_raise_the_same_error(run_processes):
         "no ids": "`ids` must be given if there are several processes, got none on 3",
         "two labels": "`ids` must have one label each, got id 4 with two different labels; if two sets, ",
         "two images": "rows with the same id must be the same image, got different embeddings for 1 of 100 ids (4), ",
-        "not finite": "`embeddings` must hold finite numbers only, got NaN or inf in 1 of 34 rows (ids 7), on rank 1.",
+        "not finite": "`embeddings` must hold finite numbers only, got NaN or inf in 1 of 34 rows (ids 7).\n"
+        "This happened on rank 1.",
         "dimension": "rows must have the same format on all processes, got [RowFormat(dim=5, dtype='torch.float32', ",
         "dtype": f"rows must have the same format on all processes, got [{form.format('float32')}, "
         f"{form.format('float64')}]",

@@ -76,7 +76,7 @@ def test_damaged_checkpoints_are_named(name, damaged, intact):
 
 
 def test_index_names_a_damaged_checkpoint(damaged):
-    with pytest.raises(ValueError, match=r"^index_images: `checkpoint` must be .*damaged\.ckpt, .* the checksum"):
+    with pytest.raises(ValueError, match=r"^`checkpoint` must be .*damaged\.ckpt, .* the checksum"):
         load_checkpoint(damaged)
 
 
