@@ -423,7 +423,7 @@ class RetrievalModule(ManualTraining):
             columns = labels
             if self.relevance is not None:
                 columns = self.relevance.columns(labels, batch)
-            sides.append(LocalRows(columns, ids, inputs))
+            sides.append(LocalRows(columns, ids, inputs=inputs))
         owner, hash_of_batch = type(self).__name__, self._equal_batches.add(sides)
         gathered = gather_labels(owner, sides, gather=self.gather is not False, hash_of_batch=hash_of_batch)
         self._equal_batches.compare(owner, gathered)
