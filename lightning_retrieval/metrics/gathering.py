@@ -208,8 +208,8 @@ class Images(Rows):
     embeddings: UnitRows
     relevance: Relevance | None = None
 
-    def select(self, chosen: Shaped[Tensor, " row"] | slice) -> "Images":
-        """The rows that a mask, a tensor of indices or a slice selects."""
+    def select(self, chosen: Shaped[Tensor, " row"]) -> "Images":
+        """The rows that a mask or a tensor of indices selects."""
         return replace(super().select(chosen), embeddings=self.embeddings.select(chosen))
 
     def with_roles(self, roles: Int[Tensor, " row"]) -> "Images":

@@ -140,8 +140,8 @@ class Rows:
         columns = {name: function(column) for name, column in self.columns.items()}
         return replace(self, labels=function(self.labels), ids=ids, columns=columns)
 
-    def select(self, chosen: Shaped[Tensor, " row"] | slice) -> Self:
-        """The rows that a mask, a tensor of indices or a slice selects."""
+    def select(self, chosen: Shaped[Tensor, " row"]) -> Self:
+        """The rows that a mask or a tensor of indices selects."""
         return self.map(lambda column: column[chosen])
 
 

@@ -49,7 +49,7 @@ class _EmbeddedRows(Rows):
     ids: Tensor
     embeddings: Tensor
 
-    def select(self, chosen: Tensor | slice) -> "_EmbeddedRows":
+    def select(self, chosen: Tensor) -> "_EmbeddedRows":
         return replace(super().select(chosen), embeddings=self.embeddings[chosen])
 
     def followed_by(self, other: "_EmbeddedRows") -> "_EmbeddedRows":
@@ -218,8 +218,8 @@ class CrossBatchMemory(nn.Module):
         if state["rows"] is not None:
             embeddings, labels, ids = state["rows"]
             self._check_like_stored(embeddings, labels)
-            stored = _EmbeddedRows(labels=labels, ids=ids, embeddings=embeddings).select(slice(self.size))
-            rows = replace(stored.map(torch.clone), embeddings=stored.embeddings.clone())  # not all rows stay in memory
+            newest = torch.arange(min(len(ids), self.size), device=ids.device)
+            rows = _EmbeddedRows(labels=labels, ids=ids, embeddings=embeddings).select(newest)
         self._rows = rows
         self.steps = state["steps"]
         self._begun = state["started"]
@@ -268,7 +268,7 @@ class CrossBatchMemory(nn.Module):
     def _stored_like(self, batch: _EmbeddedRows) -> _EmbeddedRows:
         """The stored rows, on the device and in the dtypes of a batch."""
         if self._rows is None:
-            return batch.select(slice(0)).detached()
+            return batch.select(batch.ids[:0]).detached()
         return self._rows.like(batch)
 
 
