@@ -167,9 +167,10 @@ class Embedder(PretrainedModule):
             has_maps = len(shape) == 4
         self.feature_dim = feature_dim
         self.channels_last = checked(self, channels_last=channels_last)
-        if self.channels_last is None:
-            self.channels_last = is_known_convolutional(self.backbone_name, self.backbone)
-        if self.channels_last:
+        has_channels_last = channels_last
+        if has_channels_last is None:
+            has_channels_last = is_known_convolutional(self.backbone_name, self.backbone)
+        if has_channels_last:
             self.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.pool: nn.Module = nn.Identity()
         if has_maps:
