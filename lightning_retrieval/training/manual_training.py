@@ -83,7 +83,9 @@ class OptimizedModule(CheckpointedModule):
             scheduler_settings: further entries of Lightning's dict of the scheduler.
             rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
-        optimizer, factors = make_optimizer(self, self.optimizer, **rates)
+        # Lightning does not unscale gradients for a fused optimizer, so that clipping would see scaled ones.
+        has_scaler = self._trainer is not None and getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        optimizer, factors = make_optimizer(self, self.optimizer, may_fuse=not has_scaler, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {

@@ -5,10 +5,12 @@ the first block, and layer i is the i-th block. Modules after the last block bel
 et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 """
 
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,6 +20,10 @@ from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
 
+# Optimizers and types of devices for which torch has an update of all parameters in one loop. A subclass may update its
+# parameters in another way.
+FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+FUSED_DEVICES = ("cpu", "cuda")
 FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
 MOST_NAMES = 5  # number of parameter names that a message lists
 LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
@@ -194,6 +200,7 @@ def make_optimizer(
     layer_decay: float = 1.0,
     query_embedder: nn.Module | None = None,
     query_lr_factor: float = 1.0,
+    may_fuse: bool = True,
 ) -> tuple[Optimizer, list[float]]:
     """Create one optimizer for the trainable parameters of a module, and the factors of its parameter groups.
 
@@ -206,6 +213,7 @@ def make_optimizer(
         query_embedder: a second network of the module, or None. The factors of head and layers apply to its `head` and
             `backbone`, too, if it has them.
         query_lr_factor: learning rate of the second network divided by that of the first.
+        may_fuse: whether an optimizer of which this is not said updates its parameters in one fused loop, if it can.
 
     Returns:
         The optimizer, and by which factor the learning rate of each of its groups was multiplied.
@@ -236,8 +244,33 @@ def make_optimizer(
             f"{type(module).__name__}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with "
             "parameters; name its last layers `head`, or keep the factor 1."
         )
-    optimizer = make([{"params": groups[place]} for place in sorted(groups)])
+    sorted_groups = [{"params": groups[place]} for place in sorted(groups)]
+    if may_fuse and _can_be_fused(make, module):
+        make = functools.partial(make, fused=True)
+    optimizer = make(sorted_groups)
     return optimizer, _multiply_rates(type(module).__name__, optimizer, places)
+
+
+def _can_be_fused(make: Any, module: nn.Module) -> bool:
+    """Whether an optimizer can update the parameters in one fused loop, and the user has not said how to update them.
+
+    Args:
+        make: a class of optimizers, a partial of one, or any function.
+        module: the owner of the parameters.
+    """
+    settings: Mapping[str, Any] = {}
+    if isinstance(make, functools.partial):
+        make, settings = make.func, make.keywords
+    is_open = settings.get("fused") is None and settings.get("foreach") is None and not settings.get("differentiable")
+    if make not in FUSED_OPTIMIZERS or not is_open:
+        return False
+    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    if any(part.sparse for part in embeddings):
+        return False
+    parameters = trainable_parameters(module)
+    devices = {parameter.device for parameter in parameters}
+    are_on_one = len(devices) == 1 and devices.pop().type in FUSED_DEVICES
+    return are_on_one and all(parameter.is_floating_point() for parameter in parameters)
 
 
 def _multiply_rates(owner: str, optimizer: Optimizer, places: dict[nn.Parameter, "_Place"]) -> list[float]:
