@@ -88,8 +88,8 @@ class Embedder(PretrainedModule):
             frozen weights, which are loaded again from `weights`. `merge_lora` merges the adapters into the backbone.
         gradient_checkpointing: whether the blocks of a backbone of timm or Hugging Face are checkpointed, which takes
             less memory, but about a third more time.
-        channels_last: whether the weights of convolutions have the memory format `torch.channels_last`, in which they are
-            faster on CPUs, and on GPUs in half precision. Values differ by rounding errors only, and files do not
+        channels_last: whether the weights of convolutions have the memory format `torch.channels_last`, with which they
+            are faster on CPUs, and on GPUs in half precision. Values differ by rounding errors only, and files do not
             depend on it. If None, convolutional networks have it that are given by name, or that are modules of this
             library, torchvision or timm. Other modules are left as they are.
 
