@@ -5,9 +5,8 @@ the first block, and layer i is the i-th block. Modules after the last block bel
 et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 """
 
-import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -244,26 +243,25 @@ def make_optimizer(
             f"{type(module).__name__}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with "
             "parameters; name its last layers `head`, or keep the factor 1."
         )
-    sorted_groups = [{"params": groups[place]} for place in sorted(groups)]
-    if may_fuse and _can_be_fused(make, module):
-        make = functools.partial(make, fused=True)
-    optimizer = make(sorted_groups)
+    optimizer = make([{"params": groups[place]} for place in sorted(groups)])
+    if may_fuse and _can_be_fused(optimizer, module):
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            settings["fused"] = True
     return optimizer, _multiply_rates(type(module).__name__, optimizer, places)
 
 
-def _can_be_fused(make: Any, module: nn.Module) -> bool:
-    """Whether an optimizer can update the parameters in one fused loop, and the user has not said how to update them.
+def _can_be_fused(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Whether an optimizer can update the parameters in one fused loop, and nobody has said how to update them.
 
     Args:
-        make: a class of optimizers, a partial of one, or any function.
+        optimizer: the optimizer.
         module: the owner of the parameters.
     """
-    settings: Mapping[str, Any] = {}
-    if isinstance(make, functools.partial):
-        make, settings = make.func, make.keywords
-    is_open = settings.get("fused") is None and settings.get("foreach") is None and not settings.get("differentiable")
-    if make not in FUSED_OPTIMIZERS or not is_open:
+    if type(optimizer) not in FUSED_OPTIMIZERS:
         return False
+    for group in optimizer.param_groups:
+        if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
+            return False
     embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
     if any(part.sparse for part in embeddings):
         return False

@@ -498,7 +498,7 @@ OPTIMIZERS = {
     "own setting": (functools.partial(torch.optim.AdamW, fused=False), False),
     "foreach": (functools.partial(torch.optim.AdamW, foreach=True), None),
     "no such setting": (torch.optim.RMSprop, None),
-    "function": (lambda groups: torch.optim.AdamW(groups, lr=0.01), None),
+    "function": (lambda groups: torch.optim.AdamW(groups, lr=0.01), True),
 }
 
 
@@ -516,7 +516,7 @@ def test_parameters_are_updated_in_one_loop_if_nothing_else_is_said(optimizer, f
 
 @pytest.mark.parametrize(("scaler", "fused"), [(None, True), (torch.amp.GradScaler("cpu"), None)])
 def test_scaled_gradients_have_no_fused_update(scaler, fused):
-    """Lightning does not unscale them for it, so that they would be clipped before they are unscaled."""
+    """The loss scaler may leave them scaled until the step, and they are clipped before it."""
     module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=torch.optim.AdamW)
     module._trainer = trainer(plugins=MixedPrecision("16-mixed" if scaler else "bf16-mixed", "cpu", scaler))
     assert module.configure_optimizers().defaults["fused"] is fused
