@@ -17,8 +17,8 @@ test:  ## the tests of the library, on two processes
 test-examples:  ## the tests of examples, configs, notebooks, study, benchmarks and documents, on two processes
 	$(PYTHON) -m pytest -n 2 --dist worksteal tests/examples
 
-test-fast:  ## the core's tests that are neither slow nor start several processes, and the contracts, on two cores
-	$(PYTHON) -m pytest -n 2 -m "not slow and not distributed" tests/lightning_retrieval tests/test_*.py
+test-fast:  ## the tests of the library without the slow ones, on two processes, as README's test command
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-dist:  ## the tests that run in several processes
 	$(PYTHON) -m pytest -m distributed
