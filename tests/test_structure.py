@@ -240,6 +240,7 @@ print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - befor
 """
 
 
+@pytest.mark.slow
 def test_importing_the_core_loads_nothing_heavy():
     """In a new interpreter, where packages are attributes of the root before they are imported."""
     done = subprocess.run([sys.executable, "-c", IMPORT_THE_CORE], capture_output=True, text=True, timeout=120)

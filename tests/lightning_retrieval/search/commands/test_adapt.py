@@ -108,6 +108,7 @@ def test_a_head_is_for_images_prepared_as_those_of_its_embeddings(checkpoint, tm
     assert load_checkpoint("me", tmp_path / "a.ckpt").preparation == preparation
 
 
+@pytest.mark.slow
 def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys):
     images = glyphs[0] / "images"
     paths = paths_of(images)
