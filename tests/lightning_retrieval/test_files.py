@@ -37,7 +37,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, failing, tmp_path
     assert (tmp_path / "a").read_text() == "old"
 
 
-@pytest.mark.parametrize("moment", ["fsync", "rename"])
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_two_writers_of_the_files_of_one_folder(moment, tmp_path, monkeypatch):
     """The slower one fails if the other one has replaced the folder in the meantime, and leaves its files."""
     folder, real = tmp_path / "model", getattr(os, moment)
