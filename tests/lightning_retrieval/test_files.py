@@ -1,7 +1,6 @@
 """One atomic writer, locks of a folder, and files that are on the disk before they are named."""
 
 import errno
-import fcntl
 import os
 
 import faiss
@@ -79,6 +78,8 @@ def test_one_save_at_a_time(tmp_path, monkeypatch):
 
 
 def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
+    import fcntl
+
     def fails(*args):
         raise OSError(38, "Function not implemented")
 

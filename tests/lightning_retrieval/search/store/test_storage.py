@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -40,6 +39,8 @@ def contents(folder):
 
 def save_with_limits(rank, world_size, folder):
     """Save an index while no file may be longer than a limit; the messages."""
+    import resource
+
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     index, messages = built("IVF2,Flat", rows=120), []
