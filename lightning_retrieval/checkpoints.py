@@ -31,6 +31,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import rank, together
 from lightning_retrieval.files import (
+    POSIX,
     Manifest,
     check_regular_file,
     delete,
@@ -550,6 +551,8 @@ def read_rest(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | N
 def load_mapped(file: Path, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
     """The content of a file that `torch.save` wrote, mapped into memory unless it is of before torch 1.6.
 
+    On Windows, it is read into memory: a file that is mapped could not be replaced by the next checkpoint.
+
     Args:
         file: path of the file.
         map_location: as for `torch.load`.
@@ -557,7 +560,7 @@ def load_mapped(file: Path, map_location: Any = "cpu", weights_only: bool | None
     """
     with file.open("rb") as stream:
         is_archive = stream.read(len(ZIP_START)) == ZIP_START
-    return torch.load(file, map_location=map_location, mmap=is_archive, weights_only=weights_only)
+    return torch.load(file, map_location=map_location, mmap=is_archive and POSIX, weights_only=weights_only)
 
 
 def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Tensor], *, alone: bool = False) -> Any:

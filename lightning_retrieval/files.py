@@ -31,6 +31,13 @@ FREE_SPACE = "free space on the disk and save again"
 OTHER_PLACE = "give another path, or change its permissions"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Matches absolute paths of any system, and paths with a part `..`.
+_OUTSIDE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
+# Matches relative paths that are, on Windows, on another drive, or that of a device.
+_DEVICE_OF_WINDOWS = re.compile(
+    r"^[A-Z]:|(^|[/\\])(CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9]) *(\.[^/\\]*)?([/\\]|$)", re.IGNORECASE
+)
+_NOT_IN_NAMES_OF_WINDOWS = re.compile(r'[<>:"|?*]')
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 SECONDS_IN_USE = 5.0  # how long Windows may refuse to change a file, because a virus scanner or a reader has it open
 WORKING_FOLDER, EXCHANGE = -100, 2  # `AT_FDCWD` and `RENAME_EXCHANGE` of Linux
@@ -234,6 +241,20 @@ def check_regular_file(owner: str, path: Path) -> None:
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{owner}: {path} must be a regular file, got a FIFO, a socket or a device; give a file.")
+
+
+def leaves_root(path: str) -> bool:
+    """Whether a path is absolute or contains `..`, so that it may lie outside the folder that it is relative to.
+
+    On Windows, that also holds for a path such as `d:x`, and for names of devices, such as `aux.txt`.
+    """
+    return _OUTSIDE.search(path) is not None or (not POSIX and _DEVICE_OF_WINDOWS.search(path) is not None)
+
+
+def is_allowed(path: Path) -> bool:
+    """Whether a file can have this path: Windows reserves some characters, and names of devices, such as `aux.txt`."""
+    relative = str(path).removeprefix(path.anchor)
+    return POSIX or not (_DEVICE_OF_WINDOWS.search(relative) or _NOT_IN_NAMES_OF_WINDOWS.search(relative))
 
 
 def is_of_others(path: Path, own_format: str) -> bool:
@@ -503,12 +524,12 @@ def _lock_of_windows(owner: str, folder: Path, name: str, *, shared: bool) -> It
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / name, timeout=0, thread_local=False)
-    try:
-        with writing(owner, folder / name):
+    with writing(owner, folder / name):
+        try:
             if not shared:
                 lock.acquire()
-    except Timeout:
-        raise _in_use(owner, folder) from None
+        except Timeout:  # an `OSError`
+            raise _in_use(owner, folder) from None
     try:
         yield lambda: None
     finally:

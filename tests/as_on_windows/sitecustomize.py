@@ -52,10 +52,10 @@ def hide():
         hide_names(module, names)
     real_import = builtins.__import__
 
-    def import_as_on_windows(name, variables=None, *details):
-        if name in MODULES and ((variables or {}).get("__file__") or "").startswith((*LIBRARY, TESTS)):
+    def import_as_on_windows(name, *details, **named_details):
+        if name in MODULES and sys._getframe(1).f_code.co_filename.startswith((*LIBRARY, TESTS)):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real_import(name, variables, *details)
+        return real_import(name, *details, **named_details)
 
     builtins.__import__ = import_as_on_windows
     for method in ("fork", "forkserver"):
@@ -99,26 +99,27 @@ def is_of_library():
     return False
 
 
-def refuse(rule):
-    """Write down which rule is broken, where, and in which test; then raise an error."""
+def refuse(rule, *, does_no_harm=False):
+    """Write down which rule is broken, where, and in which test, unless this does no harm; then raise an error."""
     log = os.environ.get("AS_ON_WINDOWS_LOG")
-    if log:
+    if log and not does_no_harm:
         lines = [f"{os.environ.get('PYTEST_CURRENT_TEST', '')}: {rule}\n", *traceback.format_stack(limit=12), "\n"]
         with open(log, "a") as file:
             file.writelines(lines)
     raise PermissionError(13, f"As on Windows, {rule}")
 
 
-def open_files():
+def used_files():
     """The paths of all files that this process has open or mapped into memory."""
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except OSError:  # that of the list itself
+        except OSError:  # the descriptor of the list itself
             continue
     with open("/proc/self/maps") as file:
-        found.update(line.rstrip("\n").partition("/")[2] and "/" + line.rstrip("\n").partition("/")[2] for line in file)
+        for line in file:
+            found.add("/" + line.rstrip("\n").partition("/")[2])
     return {path for path in found if os.path.isfile(path)}
 
 
@@ -131,11 +132,11 @@ def full_path(path, folder=-1):
     return os.path.join(os.path.realpath(parent), name)
 
 
-def check_free(path):
+def check_free(path, *, may_stay=False):
     """Raise if this process uses a file, or a file in a folder."""
-    used = [file for file in open_files() if file == path or file.startswith(path + os.sep)]
+    used = [file for file in used_files() if file == path or file.startswith(path + os.sep)]
     if used:
-        refuse(f"{path} is renamed, replaced or deleted while {used} is open or mapped into memory")
+        refuse(f"{path} is renamed, replaced or deleted while {used} is open or mapped", does_no_harm=may_stay)
 
 
 def on_rename(source, target, folder=-1, target_folder=-1):
@@ -148,7 +149,9 @@ def on_rename(source, target, folder=-1, target_folder=-1):
 
 
 def on_remove(path, folder=-1):
-    check_free(full_path(path, folder))
+    path = full_path(path, folder)
+    of_index = os.path.basename(os.path.dirname(path)).startswith("files-")
+    check_free(path, may_stay=of_index)  # an old version stays while an index of it is mapped
 
 
 def on_open(path, mode, flags):

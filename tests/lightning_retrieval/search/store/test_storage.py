@@ -113,7 +113,8 @@ def test_a_save_replaces_what_was_there(folder):
     built(rows=60).save(folder)
     assert len(RetrievalIndex.load(folder)) == 60
     names = [re.sub(r"-\w{8}$", "", name) for name in os.listdir(folder)]
-    assert sorted(names) == ["files", "lock", "manifest.json"]
+    old = [] if files_module.POSIX else ["files"]  # on Windows, they stay while they are mapped
+    assert sorted(names) == [*old, "files", "lock", "manifest.json"]
     assert mapped.search(vectors(1), 1)[1].tolist() == [[1000]]  # a process with open files can still read them
 
 
