@@ -170,7 +170,8 @@ def check_name(path, *_):
 
 
 def on_library(name):
-    if name is None:
+    caller = sys._getframe(3).f_code.co_filename  # of `ctypes.CDLL`
+    if name is None and caller.startswith(LIBRARY):
         refuse("the process itself is opened as a library")
 
 

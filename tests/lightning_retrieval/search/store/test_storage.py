@@ -53,6 +53,7 @@ def save_with_limits(rank, world_size, folder):
     return messages
 
 
+@pytest.mark.posix
 def test_a_full_disk_leaves_the_old_index(folder, run_alone):
     before = contents(folder)
     messages = run_alone(save_with_limits, folder)
