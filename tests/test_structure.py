@@ -267,7 +267,7 @@ def changes_of_files(tree):
     for call in [
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]:
-        if call.func.attr in ("rename", "replace") and len(call.args) == 1:
+        if call.func.attr in ("rename", "replace") and len(call.args) == 1 and not call.keywords:
             found.append(call)
     return found
 
