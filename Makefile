@@ -2,7 +2,7 @@
 # They use .venv if there is one. Choose another Python with `make PYTHON=...`.
 export PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format check test test-examples test-fast test-dist test-shapes test-lightning test-lowest docs bench
+.PHONY: format check test test-examples test-fast test-dist test-shapes test-lightning test-windows test-lowest docs bench
 
 format:  ## format the code with ruff
 	$(PYTHON) -m ruff format .
@@ -28,6 +28,9 @@ test-shapes:  ## the core's tests with every shape and type checked at run time
 
 test-lightning:  ## the tests that use Lightning, with the package lightning
 	bash .ci/either_lightning
+
+test-windows:  ## tests in processes that behave as on Windows
+	bash .ci/windows
 
 test-lowest:  ## the main example and the fast tests, with the oldest versions that setup.cfg allows
 	bash .ci/lowest

@@ -7,7 +7,6 @@ to which the alias is then moved in one atomic step. So a reader always finds a 
 of an index are a property of its collection. The kind of index and the search parameters are given as text.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from lightning_retrieval.checks import (
     first_line,
     short_repr,
 )
+from lightning_retrieval.files import is_locked
 from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.store import conditions
@@ -154,7 +154,7 @@ class MilvusConnection:
                 f"{CONNECTING:g} s ({_reason(error)}); nothing was written, so start Milvus there or give another "
                 "address."
             )
-        if _is_locked(self.file):
+        if is_locked(self.file / "LOCK"):
             return (
                 f"`uri` must not be in use, got {self.shown}, which another process has opened; wait until it has "
                 "finished, or let a server share the file: milvus-lite server --data-dir FILE."
@@ -205,18 +205,6 @@ def _release(file: Path) -> None:
         _connections[file] -= 1
         if _connections[file] == 0:
             server_manager_instance.release_server(os.fspath(file))
-
-
-def _is_locked(file: Path) -> bool:
-    """Whether a process holds the lock of Milvus Lite."""
-    try:
-        with (file / "LOCK").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _import_pymilvus(with_lite: bool) -> Any:
