@@ -2,7 +2,7 @@
 # They use .venv if there is one. Choose another Python with `make PYTHON=...`.
 export PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format check test test-examples test-fast test-dist test-shapes test-lightning test-lowest docs bench
+.PHONY: format check test test-examples test-fast test-dist test-shapes test-lightning test-windows test-lowest docs bench
 
 format:  ## format the code with ruff
 	$(PYTHON) -m ruff format .
@@ -17,8 +17,8 @@ test:  ## the tests of the library, on two processes
 test-examples:  ## the tests of examples, configs, notebooks, study, benchmarks and documents, on two processes
 	$(PYTHON) -m pytest -n 2 --dist worksteal tests/examples
 
-test-fast:  ## the core's tests that are neither slow nor start several processes, and the contracts, on two cores
-	$(PYTHON) -m pytest -n 2 -m "not slow and not distributed" tests/lightning_retrieval tests/test_*.py
+test-fast:  ## the tests of the library without the slow ones, on two processes, as README's test command
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-dist:  ## the tests that run in several processes
 	$(PYTHON) -m pytest -m distributed
@@ -28,6 +28,9 @@ test-shapes:  ## the core's tests with every shape and type checked at run time
 
 test-lightning:  ## the tests that use Lightning, with the package lightning
 	bash .ci/either_lightning
+
+test-windows:  ## tests in processes that behave as on Windows
+	bash .ci/windows
 
 test-lowest:  ## the main example and the fast tests, with the oldest versions that setup.cfg allows
 	bash .ci/lowest

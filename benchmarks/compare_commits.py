@@ -13,7 +13,6 @@ A ratio below 1 means that the newer commit is faster.
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tarfile
@@ -55,6 +54,8 @@ def measures_of(results: list[dict[str, Any]]) -> Measures:
 
 def run(folder: Path, benchmark: str, options: list[str]) -> Measures:
     """Run a benchmark of a checked-out commit once."""
+    import resource
+
     file = folder / "results.json"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, str(folder / "benchmarks" / f"{benchmark}.py"), *options, "--json", str(file)]

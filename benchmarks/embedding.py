@@ -12,7 +12,6 @@ building an index of random embeddings adds with the vectors of the index. Takes
 
 import os
 import random
-import resource
 import sys
 import tempfile
 import time
@@ -57,6 +56,8 @@ def write_inputs(folder: Path, images: int) -> None:
 
 def resident() -> int:
     """Memory of this process in bytes."""
+    import resource
+
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

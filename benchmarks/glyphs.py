@@ -10,7 +10,6 @@ seeds. The runs of several configs with the same seed follow each other.
 import argparse
 import csv
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -44,6 +43,8 @@ def main_job(config: Path, seed: int) -> tuple[dict[str, float], dict[str, float
 
 def cpu_seconds_of_children() -> float:
     """CPU time of the processes that this one started and that have ended."""
+    import resource
+
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

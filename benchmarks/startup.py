@@ -9,7 +9,6 @@ minutes on two cores.
 """
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -42,6 +41,8 @@ IMAGES = 10000
 
 def cpu_seconds(command: list[str]) -> float:
     """CPU time of a process that runs the command, in seconds."""
+    import resource
+
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)

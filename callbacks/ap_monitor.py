@@ -86,7 +86,7 @@ def _local_batch(images: Images, batches: Sequence[Int[Tensor, " batch"]], shard
     every = torch.cat(of_process).to(images.ids.device)
     embeddings = images.embeddings.select(every).distribute([len(batch) for batch in of_process])
     local = images.select(of_process[shard.index].to(images.ids.device))
-    return local.at_finest_level()._replace(embeddings=unit_rows([embeddings.to(images.ids.device)]))
+    return replace(local.at_finest_level(), embeddings=unit_rows([embeddings.to(images.ids.device)]))
 
 
 def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " _"]]:

@@ -194,7 +194,7 @@ class _ContinuedFile(ExperimentWriter):
             if replaces or new_columns or not self._file.exists():
                 self._rewrite()
             else:
-                with self._file.open("a", newline="") as file:
+                with self._file.open("a", newline="", encoding="utf-8") as file:
                     csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
         self.metrics = []
 
@@ -236,7 +236,7 @@ def _metrics_of(row: Mapping[str, Any]) -> set[str]:
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The columns and the rows of a file."""
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
         return list(reader.fieldnames or []), rows

@@ -119,10 +119,8 @@ def check_sampler(owner: str, sampler: SamplerName | GlobalBatchSampler) -> Samp
     if isinstance(sampler, GlobalBatchSampler) or is_name:
         return sampler
     names = ", ".join(map(repr, get_args(SamplerName)))
-    message = f"{owner}: `sampler` must be one of {names}, or a GlobalBatchSampler, got {short_repr(sampler)}."
-    if isinstance(sampler, str):
-        raise ValueError(message)
-    raise TypeError(message)
+    kind = InvalidValue if isinstance(sampler, str) else InvalidType
+    raise kind(f"must be one of {names}, or a GlobalBatchSampler", owner, "sampler", got=short_repr(sampler))
 
 
 @runtime_checkable

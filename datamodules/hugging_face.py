@@ -72,9 +72,8 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
 
 
 def _import_datasets() -> Any:
-    with optional_import(
-        f"{OWNER}: the package datasets is missing; install it with pip install 'lightning-retrieval[datasets]'."
-    ):
+    missing = "the package datasets is missing; install it with pip install 'lightning-retrieval[datasets]'."
+    with optional_import(missing, OWNER):
         import datasets  # type: ignore[import-untyped]
     return datasets
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, check_strings
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
-from lightning_retrieval.datamodules.table_file import ListLines, leaves_root
-from lightning_retrieval.files import new_file
+from lightning_retrieval.datamodules.table_file import ListLines
+from lightning_retrieval.files import leaves_root, new_file
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.labels import Role
@@ -31,7 +31,8 @@ ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distr
 DISTRACTOR = -1  # the label of distractors
 CACHE_VERSION = 5  # version of the file format of the cache
 
-_MAY_BE_INVALID = r"^/|[/.]\n?$|\./|//|\\|:"  # matches every path that leaves the root or is not normalized
+# Matches every path that leaves the root or is not normalized.
+_MAY_BE_INVALID = r"^/|[/.]\n?$|\./|//|\\|:|(?i:(^|/)(con|prn|aux|nul|com[0-9]|lpt[0-9]) *([./]|$))"
 _NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # matches a path that has a shorter spelling
 _COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras", "tags")
 _NAMES = {"names": "name_ends", "tag_names": "tag_name_ends"}  # keys of packed strings in `arrays()`

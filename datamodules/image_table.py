@@ -30,10 +30,10 @@ from lightning_retrieval.datamodules.table_file import (
     TAG_SEPARATOR,
     TableColumns,
     find_file,
-    leaves_root,
     normalized_path,
     read_table,
 )
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box; boxes are clipped to the image

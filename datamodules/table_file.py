@@ -23,14 +23,6 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
 
-# Matches absolute paths, and paths with a part `..`.
-_OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
-
-
-def leaves_root(path: str) -> bool:
-    """Whether a path is absolute or contains `..`, so that it may lie outside the data set's root."""
-    return _OUTSIDE_ROOT.search(path) is not None
-
 
 def normalized_path(path: str) -> str:
     """Return a relative path without `./` and `//`; `..` is kept, so that it can be rejected."""

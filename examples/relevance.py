@@ -137,7 +137,7 @@ def make_module(experiment: str, relevance: Relevance | None, steps: int) -> Ret
     """Create the module, whose learning rate falls to 0 over the steps."""
     channels = {"cameras": 1, "tags": 3}[experiment]
     return RetrievalModule(
-        Embedder(GlyphNet(WIDTH, channels), DIM).to(memory_format=torch.channels_last),  # faster
+        Embedder(GlyphNet(WIDTH, channels), DIM),
         LogRankLoss(),
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),

@@ -198,7 +198,7 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
             start = "auto"
         memory = CrossBatchMemory(setting.memory, start, mode=setting.memory_mode)
     return RetrievalModule(
-        make_embedder(setting).to(memory_format=torch.channels_last),  # faster
+        make_embedder(setting),
         loss_of_steps(setting, steps),
         chunk_size=setting.chunk_size,
         optimizer=partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay),

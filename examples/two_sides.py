@@ -274,12 +274,12 @@ def make_module(run: Run) -> RetrievalModule:
     """Create the module of a run, whose learning rate falls to 0 over the steps."""
     task = TASKS[run.task]
     channels = 1 if task.sides == "fonts" else 3
-    embedder = Embedder(GlyphNet(WIDTH, channels), DIM).to(memory_format=torch.channels_last)  # faster
+    embedder = Embedder(GlyphNet(WIDTH, channels), DIM)
     sides = TwoSides(directions="both")
     if task.two_networks:
         query_embedder: nn.Module = TextEmbedder("ngram_net", DIM, backbone_args={"buckets": BUCKETS})
         if task.sides == "fonts":
-            query_embedder = Embedder(GlyphNet(WIDTH, channels), DIM).to(memory_format=torch.channels_last)
+            query_embedder = Embedder(GlyphNet(WIDTH, channels), DIM)
         sides = TwoNetworks(query_embedder, directions="both")
     create, _ = LOSSES[run.loss]
     return RetrievalModule(

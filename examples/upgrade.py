@@ -44,7 +44,7 @@ EXPECTED_WARNINGS = ("PKSampler: skipped ", "PairSampler: skipped ")
 
 def make_embedder(width: int) -> nn.Module:
     """Create a network."""
-    return Embedder(GlyphNet(width), DIM).to(memory_format=torch.channels_last)  # faster
+    return Embedder(GlyphNet(width), DIM)
 
 
 def make_trainer(steps: int, **settings: Any) -> pl.Trainer:

@@ -17,7 +17,6 @@ import errno
 import inspect
 import os
 import re
-import shutil
 import sys
 import warnings
 import zipfile
@@ -32,6 +31,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import rank, together
 from lightning_retrieval.files import (
+    POSIX,
     Manifest,
     check_regular_file,
     delete,
@@ -45,6 +45,8 @@ from lightning_retrieval.files import (
     new_file,
     not_written,
     reason,
+    remove,
+    rename,
     temporary_path,
     writing,
 )
@@ -305,21 +307,20 @@ def _save(content: Any, path: Path) -> None:
 def _give_name(new: Path, path: Path) -> None:
     """Replace what is at a path by a complete checkpoint; a file and a sharded checkpoint may replace each other."""
     finish_replacement(path)
-    try:
+    is_folder = path.is_dir() and not path.is_symlink()
+    is_of_one_kind = not os.path.lexists(path) or is_folder == new.is_dir()
+    if is_of_one_kind or (is_folder and not holds_checkpoint(path)):  # in the second case, this raises
         move_file(new, path)
         return
-    except (IsADirectoryError, NotADirectoryError):
-        if path.is_dir() and not holds_checkpoint(path):
-            raise
     if not exchange_names(new, path):
         pending = path.with_name(path.name + PENDING)
         if holds_checkpoint(pending):  # a process was killed before it moved the earlier one away
             _remove_replaced(pending)
         if os.path.lexists(pending):
             raise FileExistsError(errno.EEXIST, f"{pending} is no checkpoint", str(pending))
-        os.replace(new, pending)
-        os.replace(path, new)
-        os.replace(pending, path)
+        rename(new, pending)
+        rename(path, new)
+        rename(pending, path)
     with suppress(OSError):  # as in `move_file`
         flush(path.parent)
     _remove_replaced(new)
@@ -333,7 +334,7 @@ def _remove_replaced(path: Path) -> None:
     remove_sharded_checkpoint(path)
     if path.is_dir():
         others = path.with_name(f"{OTHER_FILES}{os.urandom(8).hex()}")
-        os.replace(path, others)
+        rename(path, others)
         warnings.warn(
             f"checkpoint: a sharded checkpoint that was replaced had other files in its folder; they are in {others}.",
             stacklevel=2,
@@ -348,7 +349,7 @@ def finish_replacement(path: Path) -> None:
     if pending.is_symlink() or not holds_checkpoint(pending):  # the file of a user or of another program
         return
     with suppress(FileNotFoundError):  # another process of the run was faster
-        os.replace(pending, path)
+        rename(pending, path)
         warnings.warn(
             f"checkpoint: {path} was complete but without its name, because a process was killed while it replaced an "
             "earlier checkpoint; it has its name now.",
@@ -387,9 +388,9 @@ def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
         together(lambda: _replace(path, saved, {file: digest for of_rank in digests for file, digest in of_rank}))
     except Exception as error:  # of any type: an object in the checkpoint may fail to be pickled
         if rank() == 0 and not _is_published(path, saved):
-            shutil.rmtree(saved, ignore_errors=True)
+            delete(saved)
             if saved.parent != path:
-                shutil.rmtree(saved.parent, ignore_errors=True)
+                delete(saved.parent)
         if not isinstance(error, (OSError, RuntimeError)):
             raise
         raise not_written(owner, f"the checkpoint {path}", error) from None
@@ -455,12 +456,12 @@ def _remove_saved(folder: Path, but: Path | None = None) -> None:
         if saved == but or saved.is_symlink() or not saved.is_dir() or not SAVED.fullmatch(saved.name):
             continue
         if all(map(PART.fullmatch, os.listdir(saved))):
-            shutil.rmtree(saved, ignore_errors=True)  # what remains does no harm
+            delete(saved)
 
 
 def remove_sharded_checkpoint(path: Path) -> None:
     """Remove what is there of a sharded checkpoint, and its folder unless other files are in it."""
-    (path / MANIFEST.name).unlink(missing_ok=True)
+    remove(path / MANIFEST.name)
     _remove_saved(path)
     with suppress(OSError):
         path.rmdir()
@@ -546,6 +547,8 @@ def read_rest(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | N
 def load_mapped(file: Path, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
     """The content of a file that `torch.save` wrote, mapped into memory unless it is of before torch 1.6.
 
+    On Windows, it is read into memory: a file that is mapped could not be replaced by the next checkpoint.
+
     Args:
         file: path of the file.
         map_location: as for `torch.load`.
@@ -553,7 +556,7 @@ def load_mapped(file: Path, map_location: Any = "cpu", weights_only: bool | None
     """
     with file.open("rb") as stream:
         is_archive = stream.read(len(ZIP_START)) == ZIP_START
-    return torch.load(file, map_location=map_location, mmap=is_archive, weights_only=weights_only)
+    return torch.load(file, map_location=map_location, mmap=is_archive and POSIX, weights_only=weights_only)
 
 
 def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Tensor], *, alone: bool = False) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_retrieval.files import is_allowed
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 # With settings outside this range, a formula overflows or underflows in float32, so that a loss becomes NaN.
@@ -218,6 +219,14 @@ def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
     if not text or "\0" in text:
         raise InvalidValue("must be the path of a file or a folder", owner, name, got=repr(text))
     _check_lengths(owner, name, os.fsdecode(text))
+    if not is_allowed(Path(os.fsdecode(text))):
+        raise InvalidValue(
+            'must be without the characters < > : " | ? * and without names of devices, such as CON, AUX and NUL',
+            owner,
+            name,
+            got=repr(text),
+            cure="Windows has no such files",
+        )
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -2,19 +2,23 @@
 
 All files whose loss would matter are written by `new_file`: such a file always has either its complete old content or
 its complete new content.
+
+Files are renamed, replaced and deleted by `rename`, `remove` and `delete` only. Windows does none of these with a file
+that is open or mapped into memory, so the caller has closed it before.
 """
 
 import ctypes
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -27,8 +31,30 @@ FREE_SPACE = "free space on the disk and save again"
 OTHER_PLACE = "give another path, or change its permissions"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Matches absolute paths of any system, and paths with a part `..`.
+_OUTSIDE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
+# Matches relative paths that are, on Windows, on another drive, or that of a device.
+_DEVICE_OF_WINDOWS = re.compile(
+    r"^[A-Z]:|(^|[/\\])(CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9]) *(\.[^/\\]*)?([/\\]|$)", re.IGNORECASE
+)
+_NOT_IN_NAMES_OF_WINDOWS = re.compile(r'[<>:"|?*]')
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+SECONDS_IN_USE = 5.0  # how long Windows may refuse to change a file, because a virus scanner or a reader has it open
 WORKING_FOLDER, EXCHANGE = -100, 2  # `AT_FDCWD` and `RENAME_EXCHANGE` of Linux
+
+
+def _locks_of_posix() -> Any:
+    """The module `fcntl`; None on Windows."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    return fcntl
+
+
+_fcntl = _locks_of_posix()
+POSIX = _fcntl is not None
+"""Whether files that are open or mapped into memory can be replaced and deleted, and folders can be flushed."""
 
 _locks: set[IO[str]] = set()  # open files whose locks this process holds
 
@@ -49,8 +75,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             yield file
         move_file(temporary, path)
     except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
+        delete(temporary)
         raise
 
 
@@ -62,9 +87,30 @@ def temporary_path(path: Path) -> Path:
 def move_file(source: Path, path: Path) -> None:
     """Flush a new file to the disk, then replace `path` on the same file system by it."""
     flush(source)
-    os.replace(source, path)
+    rename(source, path)
     with suppress(OSError):  # `path` is already replaced, and some file systems cannot flush a folder
         flush(path.parent)
+
+
+def rename(source: Path, path: Path) -> None:
+    """Give a file or a folder the name `path` on the same file system; a file replaces the file of this name."""
+    _change(partial(os.replace, source, path))
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a link, if it exists."""
+    _change(partial(path.unlink, missing_ok=True))
+
+
+def _change(change: Callable[[], object]) -> None:
+    """Rename or delete a file. On Windows, wait for other programs that have it open for a moment."""
+    deadline = time.monotonic() + SECONDS_IN_USE
+    while not POSIX and time.monotonic() < deadline:
+        with suppress(PermissionError):
+            change()
+            return
+        time.sleep(0.05)
+    change()
 
 
 def exchange_names(first: Path, second: Path) -> bool:
@@ -76,10 +122,12 @@ def exchange_names(first: Path, second: Path) -> bool:
     Raises:
         OSError: if the names cannot be changed.
     """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
+    if not POSIX:
         return False
-    if rename(WORKING_FOLDER, os.fsencode(first), WORKING_FOLDER, os.fsencode(second), EXCHANGE) == 0:
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if exchange is None:
+        return False
+    if exchange(WORKING_FOLDER, os.fsencode(first), WORKING_FOLDER, os.fsencode(second), EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
@@ -88,12 +136,12 @@ def exchange_names(first: Path, second: Path) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Delete a file or a folder that has a temporary name. What cannot be deleted does no harm."""
+    """Delete a file or a folder that no other file refers to. What cannot be deleted does no harm."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
     with suppress(OSError):
-        path.unlink()
+        remove(path)
 
 
 @contextmanager
@@ -133,11 +181,11 @@ def _exchange_folders(new: Path, folder: Path, names: Sequence[str]) -> bool:
     beside = temporary_path(folder)
     try:
         shutil.copymode(folder, new)
-        os.rename(new, beside)
+        rename(new, beside)
     except OSError:  # the folder above cannot be written to, or is on another file system
         return False
     if not exchange_names(beside, folder):
-        os.rename(beside, new)
+        rename(beside, new)
         return False
     with suppress(OSError):  # as in `move_file`
         flush(folder.parent)
@@ -149,7 +197,7 @@ def _replace_files(new: Path, folder: Path, names: Sequence[str]) -> None:
     """Delete the files of these names, and give new ones their names in reverse order."""
     written = os.listdir(new)  # raises if another process has replaced `folder`, and `new` with it
     for name in names:
-        (folder / name).unlink(missing_ok=True)
+        remove(folder / name)
     for name in reversed(names):
         if name in written:
             move_file(new / name, folder / name)
@@ -169,7 +217,12 @@ def delete_temporary_files(folder: Path) -> None:
 
 def flush(path: Path) -> None:
     """Wait until the content of a file, or the list of names in a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    flags = os.O_RDWR  # Windows flushes only what is open for writing
+    if path.is_dir():
+        if not POSIX:  # Windows has no such operation for folders
+            return
+        flags = os.O_RDONLY
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -189,6 +242,20 @@ def check_regular_file(owner: str, path: Path) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         rule = f"{path} must be a regular file"
         raise InvalidValue(rule, owner, got="a FIFO, a socket or a device", cure="give a file")
+
+
+def leaves_root(path: str) -> bool:
+    """Whether a path is absolute or contains `..`, so that it may lie outside the folder that it is relative to.
+
+    On Windows, that also holds for a path such as `d:x`, and for names of devices, such as `aux.txt`.
+    """
+    return _OUTSIDE.search(path) is not None or (not POSIX and _DEVICE_OF_WINDOWS.search(path) is not None)
+
+
+def is_allowed(path: Path) -> bool:
+    """Whether a file can have this path: Windows reserves some characters, and names of devices, such as `aux.txt`."""
+    relative = str(path).removeprefix(path.anchor)
+    return POSIX or not (_DEVICE_OF_WINDOWS.search(relative) or _NOT_IN_NAMES_OF_WINDOWS.search(relative))
 
 
 def is_of_others(path: Path, own_format: str) -> bool:
@@ -410,10 +477,11 @@ def _digest_of_values(values: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[IO[str]]:
+def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[Callable[[], None]]:
     """Context that holds the lock of a folder; the operating system releases it if the process ends.
 
     Forked children, such as data-loader workers, do not hold the lock, because they may outlive a killed process.
+    Windows has no shared locks: only the process that took the lock first holds it.
 
     Args:
         owner: prefix of error messages.
@@ -421,19 +489,46 @@ def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = Fa
         name: name of the lock file in the folder.
         shared: whether the lock is shared with other processes that also pass `shared=True`.
 
+    Yields:
+        A function that shares the lock from then on.
+
     Raises:
         ValueError: if another process holds the lock.
         OSError: if the lock file cannot be opened for writing.
     """
+    take = _lock_of_posix if POSIX else _lock_of_windows
+    with take(owner, folder, name, shared=shared) as share:
+        yield share
+
+
+@contextmanager
+def _lock_of_posix(owner: str, folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
     with writing(owner, folder / name):
         opened = (folder / name).open("a+")
     with opened as file:
-        take_lock(owner, folder, file, shared=shared)
+        _take_lock(owner, folder, file, shared=shared)
         _locks.add(file)
         try:
-            yield file
+            yield partial(_take_lock, owner, folder, file, shared=True)
         finally:
             _locks.discard(file)
+
+
+@contextmanager
+def _lock_of_windows(owner: str, folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / name, timeout=0, thread_local=False)
+    with writing(owner, folder / name):
+        try:
+            if not shared:
+                lock.acquire()
+        except Timeout:  # an `OSError`
+            raise _in_use(owner, folder) from None
+    try:
+        yield lambda: None
+    finally:
+        lock.release()
 
 
 def _close_locks() -> None:
@@ -448,18 +543,36 @@ def _close_locks() -> None:
     _locks.clear()
 
 
-os.register_at_fork(after_in_child=_close_locks)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_locks)
 
 
-def take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None:
-    """Lock the open file of `folder_lock`, or convert its lock between shared and exclusive."""
-    kind = fcntl.LOCK_EX
+def _take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None:
+    """Lock an open file, or convert its lock between shared and exclusive."""
+    kind = _fcntl.LOCK_EX
     if shared:
-        kind = fcntl.LOCK_SH
+        kind = _fcntl.LOCK_SH
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        _fcntl.flock(file, kind | _fcntl.LOCK_NB)
     except BlockingIOError:
-        rule = f"{folder} is being written to by another process"
-        raise InvalidValue(rule, owner, cure="wait until it has finished, or give another path") from None
+        raise _in_use(owner, folder) from None
     except OSError:  # a file system without locks
         pass
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process of this machine holds a lock of POSIX on a file."""
+    try:
+        with path.open("rb") as file:
+            _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _in_use(owner: str, folder: Path) -> InvalidValue:
+    """The error for a folder whose lock another process holds."""
+    rule = f"{folder} is being written to by another process"
+    return InvalidValue(rule, owner, cure="wait until it has finished, or give another path")

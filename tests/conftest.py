@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tests.one_lightning  # noqa: F401 - before anything imports Lightning
+from lightning_retrieval.files import POSIX
 from lightning_retrieval.plain_data import named_by_user
 from tests.processes import run_script, start_processes, wait_for
 
@@ -57,6 +58,7 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "distributed: runs in several processes; conftest.py marks the tests that use `run_processes`"
     )
+    config.addinivalue_line("markers", "posix: needs what Windows does not have; skipped there")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
 
 
@@ -64,6 +66,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "run_processes" in item.fixturenames:
             item.add_marker("distributed")
+        if "posix" in item.keywords and not POSIX:
+            item.add_marker(pytest.mark.skip(reason="needs what Windows does not have"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "gpu" in item.keywords and "distributed" in item.keywords and on_pretend_gpu():

@@ -42,7 +42,7 @@ class StartedProcess:
 
     Args:
         job: the function by `file` and `name`, its arguments `args`, and the process group: `rank`, `world_size`, the
-            file `store` by which the processes meet, and `backend`, None for no group.
+            address `store` of the file by which the processes meet, and `backend`, None for no group.
         environment: further environment variables.
     """
 
@@ -158,7 +158,7 @@ def start_processes(function, world_size, *args, folder, backend=None):
             "rank": rank,
             "world_size": world_size,
             "backend": backend,
-            "store": str(folder / "store"),
+            "store": (folder / "store").as_uri(),
         }
         started.append(StartedProcess(job, folder / str(rank), environment))
     return started
@@ -224,7 +224,7 @@ def process_group(backend, store, rank, world_size):
     if backend is None:
         yield
         return
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -236,7 +236,7 @@ def server():
 
     On other systems than Linux libraries do not allow for that, and each process is started anew.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.process_server"])

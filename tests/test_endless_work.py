@@ -7,7 +7,6 @@ import base64
 import contextlib
 import io
 import json
-import resource
 import zipfile
 
 import numpy as np
@@ -39,6 +38,8 @@ SECONDS = 120
 
 
 def limited():
+    import resource
+
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
 
 

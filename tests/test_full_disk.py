@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -27,6 +26,8 @@ SENTENCE = rf"^\w+: (the checkpoint )?/\S+ cannot be written \([\w ]+\); {CURE}$
 
 def limit_files():
     """From now on, no file may be longer than the limit."""
+    import resource
+
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 

@@ -54,6 +54,8 @@ def forms(photos: Path, folder: Path) -> dict[str, str]:
         "memory://": MEMORY,
         "http://": "http://photos.example/private.ckpt",
         "chain": f"simplecache::local://{photos}",
+        "drive": "C:\\Users\\photos\\private.txt",
+        "backslashes": "link\\..\\..\\photos\\private.txt",
     }
 
 
@@ -202,7 +204,7 @@ class Kept(ModelCheckpoint):
             trainer.strategy.remove_checkpoint(path)
 
 
-@pytest.mark.parametrize("form", ["file", "local://", "memory://"])
+@pytest.mark.parametrize("form", ["file", "local://", "memory://", "drive", "backslashes"])
 def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
     folder = tmp_path / "run"
     run(folder, 1, saving=[Kept(folder, "{step}", every_n_train_steps=1, save_last=True)])

@@ -3,7 +3,6 @@
 import functools
 import os
 import random
-import resource
 import signal
 import tempfile
 import time
@@ -74,6 +73,8 @@ class Pace(pl.Callback):
         self.die_writing = die_writing
 
     def on_train_batch_start(self, trainer, *_):
+        import resource
+
         print(f"step {trainer.global_step}", flush=True)
         time.sleep(PAUSE)
         if trainer.global_step == self.die_writing:

@@ -240,6 +240,7 @@ print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - befor
 """
 
 
+@pytest.mark.slow
 def test_importing_the_core_loads_nothing_heavy():
     """In a new interpreter, where packages are attributes of the root before they are imported."""
     done = subprocess.run([sys.executable, "-c", IMPORT_THE_CORE], capture_output=True, text=True, timeout=120)
@@ -257,6 +258,36 @@ def test_image_files_are_opened_in_one_place():
         if "Image.open" in calls or "PIL.Image.open" in calls:
             opened.add(path)
     assert opened == {"lightning_retrieval/preparation/prepare.py"}
+
+
+def changes_of_files(tree):
+    """Uses of what renames, replaces or deletes a file: `Path.replace` takes one argument, and `str.replace` two."""
+    names = {"os.rename", "os.renames", "os.replace", "os.remove", "os.unlink", "shutil.rmtree", "shutil.move"}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    found = [node for node in attributes if node.attr == "unlink" or ast.unparse(node) in names]
+    for call in [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]:
+        if call.func.attr in ("rename", "replace") and len(call.args) == 1 and not call.keywords:
+            found.append(call)
+    return found
+
+
+def test_files_are_renamed_and_deleted_in_one_module():
+    """It waits for programs that have them open, as Windows asks for."""
+    changing = {path for path, tree in syntax_trees(*PACKAGES).items() if changes_of_files(tree)}
+    assert changing == {"lightning_retrieval/files.py"}
+
+
+def test_modules_that_windows_lacks_are_imported_where_they_are_used():
+    """So the commands, the examples, the benchmarks and all other tests of a file run without them."""
+    lacking = {"fcntl", "grp", "pwd", "resource", "termios"}
+    found = []
+    for path, tree in syntax_trees(*PACKAGES, "tests", "benchmarks", "examples").items():
+        for node in tree.body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and lacking.intersection(imported_names(node)):
+                found.append(path)
+    assert not found
 
 
 def test_the_library_moves_no_tensor_to_a_device_of_its_choice():

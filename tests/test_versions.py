@@ -29,8 +29,8 @@ def test_workflow_tests_each_promised_python_on_each_promised_system():
     matrix = jobs()["test"]["strategy"]["matrix"]
     assert matrix["python"] == promised
     assert metadata()["options"]["python_requires"] == f">={promised[0]}"
-    systems = re.findall(r"(Linux|MacOS)$", classifiers, flags=re.MULTILINE)
-    runners = {"Linux": "ubuntu-latest", "MacOS": "macos-latest"}
+    systems = re.findall(r"^Operating System :: .*\b(\w+)$", classifiers, flags=re.MULTILINE)
+    runners = {"Linux": "ubuntu-latest", "MacOS": "macos-latest", "Windows": "windows-latest"}
     assert matrix["system"] == [runners[system] for system in systems]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_retrieval.checks import check_path
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
-from lightning_retrieval.datamodules.table_file import leaves_root
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 OWNER = "CocoDetection"

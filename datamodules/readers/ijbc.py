@@ -11,7 +11,8 @@ from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import ListFile, enclosing_pixels, find_file, leaves_root
+from lightning_retrieval.datamodules.table_file import ListFile, enclosing_pixels, find_file
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")

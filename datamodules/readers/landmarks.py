@@ -13,7 +13,8 @@ from lightning_retrieval.arguments import checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, leaves_root, normalized_path
+from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, normalized_path
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import list_folder
 

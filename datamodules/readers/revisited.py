@@ -25,7 +25,8 @@ from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, Image
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ReadingSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
-from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths, leaves_root
+from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import RevisitedMetrics
 from lightning_retrieval.preparation.prepare import open_image

@@ -128,7 +128,7 @@ class DetectionMetric(Metric):
             found = rows[is_detection[rows] == 1]
             for other in objects_of_copies[1:]:
                 if not (torch.equal(boxes[objects], boxes[other]) and torch.equal(label[objects], label[other])):
-                    raise ValueError(_message_of_shared_id(type(self).__name__, image_id, len(objects), len(other)))
+                    raise _shared_id(type(self).__name__, image_id, len(objects), len(other))
             detections.append({"boxes": boxes[found, :4], "scores": boxes[found, 4], "labels": label[found]})
             targets.append({"boxes": boxes[objects, :4], "labels": label[objects], "ignored": ignored[objects]})
         return detections, targets
@@ -208,12 +208,11 @@ def _image_id(owner: str, value: Any) -> int:
     return image_id
 
 
-def _message_of_shared_id(owner: str, image_id: int, objects: int, others: int) -> str:
-    return (
-        f"{owner}: `targets` with the same `image_id` must be the same image, got other objects for a second image "
-        f"with the id {image_id} ({objects} and {others} objects); if two data sets both count from 0, add the length "
-        "of the first to the ids of the second."
-    )
+def _shared_id(owner: str, image_id: int, objects: int, others: int) -> InvalidValue:
+    rule = "with the same `image_id` must be the same image"
+    got = f"other objects for a second image with the id {image_id} ({objects} and {others} objects)"
+    cure = "if two data sets both count from 0, add the length of the first to the ids of the second"
+    return InvalidValue(rule, owner, "targets", got=got, cure=cure)
 
 
 def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
@@ -259,9 +258,8 @@ class COCOMetrics(DetectionMetric):
 
     def __init__(self, classes: int, **kwargs: Any) -> None:
         super().__init__(classes, **kwargs)
-        with optional_import(
-            'COCOMetrics: COCO\'s rules need faster-coco-eval: pip install "lightning-retrieval[detection]".'
-        ):
+        missing = 'COCO\'s rules need faster-coco-eval: pip install "lightning-retrieval[detection]".'
+        with optional_import(missing, "COCOMetrics"):
             import faster_coco_eval  # noqa: F401
 
     def compute(self) -> dict[str, Tensor]:

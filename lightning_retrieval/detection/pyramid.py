@@ -151,9 +151,8 @@ def make_body(name: str, pretrained: bool) -> Any:
         ModuleNotFoundError: if timm is not installed.
         ValueError: if timm does not have this backbone, or the backbone does not have these maps.
     """
-    with optional_import(
-        'PyramidFasterRCNN: timm must be installed for `backbone_name`: pip install "lightning-retrieval[timm]".'
-    ):
+    missing = 'timm must be installed for `backbone_name`: pip install "lightning-retrieval[timm]".'
+    with optional_import(missing, "PyramidFasterRCNN"):
         import timm
     build = partial(timm.create_model, name, features_only=True, out_indices=LEVELS)
     is_loaded = pretrained and not are_skipped()

@@ -132,7 +132,7 @@ class BatchLoss(nn.Module):
     def __new__(cls, *arguments: Any, **settings: Any) -> Any:
         """Raise a TypeError for `temperature=`, a name of other libraries; the message gives this library's name."""
         if "temperature" in settings:
-            raise TypeError(_temperature_hint(cls))
+            raise _no_temperature(cls)
         return super().__new__(cls)
 
     def __init__(self) -> None:
@@ -207,10 +207,14 @@ class BatchLoss(nn.Module):
         return settings_repr(self)
 
 
-def _temperature_hint(cls: type) -> str:
+def _no_temperature(cls: type) -> InvalidType:
+    """The error for an argument `temperature`, with this library's name of it."""
     settings = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     names = [name for name in settings if name.startswith("tau")]
     if not names:
-        return f"{cls.__name__}: got `temperature`, but this loss has no temperature; remove the argument."
+        return InvalidType(
+            "got `temperature`, but this loss has no temperature", cls.__name__, cure="remove the argument"
+        )
     listed = " or ".join(f"`{name}`" for name in names)
-    return f"{cls.__name__}: got `temperature`, which is called {listed} here, as in the paper; pass {names[0]}=."
+    rule = f"got `temperature`, which is called {listed} here, as in the paper"
+    return InvalidType(rule, cls.__name__, cure=f"pass {names[0]}=")

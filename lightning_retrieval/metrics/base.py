@@ -1,6 +1,7 @@
 """The base class of all metrics of embeddings: it collects the rows of an evaluation set on any number of processes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -201,7 +202,7 @@ class EmbeddingMetric(Metric):
             kept_on = torch.device("cpu") if self.embeddings_on_cpu else self.device
             report = Report(self._error, self._settings())
             gathered = gather_over_processes(owner, collected, report, shard=shard, embeddings_device=kept_on)
-            collected = gathered._replace(relevance=self.relevance)
+            collected = replace(gathered, relevance=self.relevance)
         elif self._error is not None:
             raise self._error
         if collected is None:
@@ -295,14 +296,14 @@ class EmbeddingMetric(Metric):
         """All rows of this process, None if there are none."""
         if len(self.embeddings) == 0:
             return None
+        given = {name: getattr(self, name) for name in ("ids", "roles", "instances", "cameras")}
+        columns = {name: dim_zero_cat(batches) for name, batches in given.items() if batches}
         return CollectedRows(
+            dim_zero_cat(self.labels),
+            columns.pop("ids", None),
+            columns,
             owner=type(self).__name__,
             embeddings=self.embeddings,
-            labels=dim_zero_cat(self.labels),
-            ids=_concatenated(self.ids),
-            roles=dim_zero_cat(self.roles),
-            instances=_concatenated(self.instances),
-            cameras=_concatenated(self.cameras),
             relevance=self.relevance,
         )
 
@@ -317,9 +318,3 @@ def _check_no_cameras(owner: str, relevance: Relevance, cameras: Tensor | None) 
         rule = "must be None with a rule of relevance"
         cure = f"{relevance.name} alone decides which images are in a list, and may read them"
         raise InvalidValue(rule, owner, "cameras", got=f"{tuple(cameras.shape)} of them", cure=cure)
-
-
-def _concatenated(batches: list[Tensor]) -> Tensor | None:
-    if len(batches) == 0:
-        return None
-    return dim_zero_cat(batches)

@@ -193,62 +193,64 @@ def _normalized(block: Float[Tensor, "row dim"]) -> Float[Tensor, "padded dim"]:
     return normalize(pad(block, (0, 0, 0, missing)))
 
 
-class Images(NamedTuple):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Images(Rows):
     """The images of an evaluation set, each once, in the order of their ids.
 
-    If there is a rule of relevance, the labels are the columns that the rule reads.
+    Args:
+        labels: labels of shape (row, level); if there is a rule of relevance, the columns that the rule reads.
+        ids: the id of each image.
+        columns: the `"roles"` of the images, and any `"cameras"`.
+        embeddings: the embeddings.
+        relevance: the rule of relevance, or None.
     """
 
-    embeddings: UnitRows
-    labels: Int[Tensor, "row level"]
     ids: Int[Tensor, " row"]
-    roles: Int[Tensor, " row"]
-    cameras: Int[Tensor, " row"] | None = None
+    embeddings: UnitRows
     relevance: Relevance | None = None
 
     def select(self, chosen: Shaped[Tensor, " row"]) -> "Images":
         """The rows that a mask or a tensor of indices selects."""
-        cameras = self.cameras
-        if cameras is not None:
-            cameras = cameras[chosen]
-        return self._replace(
-            embeddings=self.embeddings.select(chosen),
-            labels=self.labels[chosen],
-            ids=self.ids[chosen],
-            roles=self.roles[chosen],
-            cameras=cameras,
-        )
+        return replace(super().select(chosen), embeddings=self.embeddings.select(chosen))
+
+    def with_roles(self, roles: Int[Tensor, " row"]) -> "Images":
+        """The same images with other roles."""
+        return replace(self, columns={**self.columns, "roles": roles})
 
     @property
     def rule(self) -> Relevance:
         """The rule that says which images are relevant and which are in a list."""
         if self.relevance is not None:
             return self.relevance
-        if self.cameras is None:
-            return SameLabel()
-        return OtherCamera()
+        if "cameras" in self.columns:
+            return OtherCamera()
+        return SameLabel()
 
     @property
     def listed(self) -> Rows:
         """The ids of the images, and what the rule reads of them."""
-        if self.cameras is None:
-            return Rows(self.labels, self.ids)
-        return Rows(torch.cat([self.labels, self.cameras[:, None]], 1), self.ids)
+        if "cameras" in self.columns:
+            return Rows(torch.cat([self.labels, self.columns["cameras"][:, None]], 1), self.ids)
+        return Rows(self.labels, self.ids)
 
     def at_finest_level(self) -> "Images":
         """The rows with only their finest labels; the same rows if there is a rule, which reads all columns."""
         if self.relevance is not None:
             return self
-        return self._replace(labels=self.labels[:, :1])
+        return replace(self, labels=self.labels[:, :1])
 
 
-class CollectedRows(NamedTuple):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CollectedRows(Rows):
     """The rows of all updates in any order. An image may occur several times.
 
-    Attributes:
+    Labels, ids and columns are those of this process before `gather_over_processes`, and those of all processes in rank
+    order afterwards.
+
+    Args:
+        columns: the `"roles"` of the rows, and any `"instances"` and `"cameras"`.
         owner: name of the metric, the prefix of error messages.
-        embeddings: embeddings of this process, in batches. All other fields cover this process before
-            `gather_over_processes`, and all processes in rank order afterwards.
+        embeddings: embeddings of this process, in batches.
         counts: number of rows of each process; None before rows are gathered.
         shard: the shard of this process.
         relevance: the rule of relevance, which reads the labels, or None.
@@ -257,11 +259,6 @@ class CollectedRows(NamedTuple):
 
     owner: str
     embeddings: Sequence[Float[Tensor, "_ dim"]]
-    labels: Int[Tensor, "row ..."]
-    ids: Int[Tensor, " row"] | None
-    roles: Int[Tensor, " row"]
-    instances: Int[Tensor, " row"] | None
-    cameras: Int[Tensor, " row"] | None
     counts: Sequence[int] | None = None
     shard: Shard = UNSHARDED
     relevance: Relevance | None = None
@@ -279,7 +276,7 @@ class CollectedRows(NamedTuple):
 
         Nothing is copied.
         """
-        return self._replace(embeddings=[batch[:, :dim] for batch in self.embeddings], are_compared=True)
+        return replace(self, embeddings=[batch[:, :dim] for batch in self.embeddings], are_compared=True)
 
 
 class RowFormat(NamedTuple):
@@ -289,8 +286,7 @@ class RowFormat(NamedTuple):
     dtype: str
     label_shape: tuple[int, ...]
     has_ids: bool
-    has_instances: bool
-    has_cameras: bool
+    columns: tuple[str, ...]
 
 
 class Report(NamedTuple):
@@ -325,7 +321,7 @@ def gather_over_processes(
     """
     count, row_format, error = 0, None, report.error
     if rows is not None:
-        count, row_format = len(rows.roles), _format_of(rows)
+        count, row_format = len(rows), _format_of(rows)
         if error is None:
             error = _incomplete_column(rows)
     reports: list[Any] = [None] * shard.count
@@ -343,12 +339,8 @@ def gather_over_processes(
     row_format = _common_format(owner, formats)
     if rows is None:
         rows = _no_rows(owner, row_format, shard.device, embeddings_device)
-    columns: dict[str, Any] = {}
-    for name in ("labels", "ids", "roles", "instances", "cameras"):
-        column = getattr(rows, name)
-        if column is not None:
-            columns[name] = gather_rows(column, counts, shard.group)
-    return rows._replace(**columns, counts=counts, shard=shard)
+    gathered = rows.map(lambda column: gather_rows(column, counts, shard.group))
+    return replace(gathered, counts=counts, shard=shard)
 
 
 def merge_duplicates(collected: CollectedRows) -> Images:
@@ -372,18 +364,24 @@ def merge_duplicates(collected: CollectedRows) -> Images:
         ids = torch.arange(len(labels), device=labels.device)
     if collected.relevance is None:
         check_nesting(collected.owner, labels)
-    first, roles = _first_of_each(collected.owner, "id", ids, labels, collected.roles, collected.cameras)
+    rows = Rows(labels, ids, collected.columns)
+    first, roles = _first_of_each(collected.owner, "id", ids, rows)
     if len(first) < len(ids) and not collected.are_compared:
         _check_one_image_per_id(collected, ids, first)
-    embeddings = collected.unit_rows().select(first)
-    rows = Images(embeddings, labels[first], ids[first], roles, relevance=collected.relevance)
-    if collected.cameras is not None:
-        rows = rows._replace(cameras=collected.cameras[first])
-    if collected.instances is None:
-        return rows
-    instances = collected.instances[first]
-    of_instance, roles = _first_of_each(collected.owner, "instance", instances, rows.labels, rows.roles, rows.cameras)
-    return _average_instances(rows, instances, of_instance, roles)
+    once = rows.select(first)
+    columns = {**once.columns, "roles": roles}
+    instances = columns.pop("instances", None)
+    images = Images(
+        labels=once.labels,
+        ids=ids[first],
+        columns=columns,
+        embeddings=collected.unit_rows().select(first),
+        relevance=collected.relevance,
+    )
+    if instances is None:
+        return images
+    of_instance, roles = _first_of_each(collected.owner, "instance", instances, images)
+    return _average_instances(images, instances, of_instance, roles)
 
 
 def given_only_sometimes(owner: str, name: str) -> InvalidValue:
@@ -401,8 +399,8 @@ def _incomplete_column(rows: CollectedRows) -> InvalidValue | None:
 
     `update` raises for such rows, but `forward` of torchmetrics merges rows without a check.
     """
-    for name, column in (("ids", rows.ids), ("instances", rows.instances), ("cameras", rows.cameras)):
-        if column is not None and len(column) != len(rows.labels):
+    for name, column in {"ids": rows.ids, **rows.columns}.items():
+        if column is not None and len(column) != len(rows):
             return given_only_sometimes(rows.owner, name)
     return None
 
@@ -413,8 +411,7 @@ def _format_of(rows: CollectedRows) -> RowFormat:
         dtype=str(rows.embeddings[0].dtype),
         label_shape=tuple(rows.labels.shape[1:]),
         has_ids=rows.ids is not None,
-        has_instances=rows.instances is not None,
-        has_cameras=rows.cameras is not None,
+        columns=tuple(rows.columns),
     )
 
 
@@ -439,34 +436,25 @@ def _no_rows(
     """An empty set of rows of this format, for a process without rows."""
     dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
     integers = torch.empty(0, dtype=torch.int64, device=device)
-    instances = integers if row_format.has_instances else None
-    cameras = integers if row_format.has_cameras else None
     return CollectedRows(
+        integers.new_empty(0, *row_format.label_shape),
+        integers,
+        dict.fromkeys(row_format.columns, integers),
         owner=owner,
         embeddings=[torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device)],
-        labels=integers.new_empty(0, *row_format.label_shape),
-        ids=integers,
-        roles=integers,
-        instances=instances,
-        cameras=cameras,
     )
 
 
 def _first_of_each(
-    owner: str,
-    name: Literal["id", "instance"],
-    values: Int[Tensor, " row"],
-    labels: Int[Tensor, "row level"],
-    roles: Int[Tensor, " row"],
-    cameras: Int[Tensor, " row"] | None,
+    owner: str, name: Literal["id", "instance"], values: Int[Tensor, " row"], rows: Rows
 ) -> tuple[Int[Tensor, " value"], Int[Tensor, " value"]]:
     """The first row with each value, in ascending order of values, and the union of the roles of all rows with it."""
     unique, inverse = torch.unique(values, return_inverse=True)
     positions = torch.arange(len(values), device=values.device)
     first = torch.full_like(unique, len(values)).scatter_reduce(0, inverse, positions, "amin")
-    annotations = {"label": labels}
-    if cameras is not None:
-        annotations["camera"] = cameras[:, None]
+    annotations, roles = {"label": rows.labels}, rows.columns["roles"]
+    if "cameras" in rows.columns:
+        annotations["camera"] = rows.columns["cameras"][:, None]
     if name == "instance":
         annotations["role"] = roles[:, None]
     for annotation, column in annotations.items():
@@ -493,16 +481,16 @@ def _check_one_image_per_id(collected: CollectedRows, ids: Int[Tensor, " row"], 
         ids: the id of each row.
         first: index of the first row of each id, in ascending order of ids.
     """
-    first_of_row = first[torch.searchsorted(ids[first], ids)]
+    roles, first_of_row = collected.columns["roles"], first[torch.searchsorted(ids[first], ids)]
     is_repeated = first_of_row != torch.arange(len(ids), device=ids.device)
-    repeated = (is_repeated & (collected.roles | collected.roles[first_of_row] != Role.JUNK)).nonzero()[:, 0]
+    repeated = (is_repeated & (roles | roles[first_of_row] != Role.JUNK)).nonzero()[:, 0]
     others = first_of_row[repeated]
     squares = _squared_distances(collected, repeated, others)
     wrong = (squares > _LARGEST_ERROR).nonzero()[:, 0]
     if len(wrong) == 0:
         return
     row, other = repeated[wrong[0]], others[wrong[0]]
-    sets = [_SETS[Role(int(collected.roles[index]))] for index in (other, row)]
+    sets = [_SETS[Role(int(roles[index]))] for index in (other, row)]
     different = torch.unique(ids[repeated[wrong]])
     raise InvalidValue(
         "rows with the same id must be the same image",
@@ -563,7 +551,7 @@ def _average_instances(
     by_instance = instances.argsort(stable=True)
     by_id = first.argsort()  # the first row of an instance has its smallest id
     averages = _sums_of_sections(rows.embeddings.select(by_instance), sizes).select(by_id)
-    return rows.select(first[by_id])._replace(embeddings=averages, roles=roles[by_id])
+    return replace(rows.select(first[by_id]).with_roles(roles[by_id]), embeddings=averages)
 
 
 def _sums_of_sections(rows: UnitRows, sizes: Int[Tensor, " section"]) -> UnitRows:

@@ -90,8 +90,9 @@ def query_gallery(images: Images, *, unit: int | None = None) -> QueryGallery:
     label_rule = label_rule_of(rule)
     if label_rule is not None:
         order = _order_by_label(label_rule.labels(rows.labels))
-    query_rows = order[has_role(images.roles[order], Role.QUERY)]
-    gallery_rows = order[has_role(images.roles[order], Role.GALLERY)]
+    roles = images.columns["roles"][order]
+    query_rows = order[has_role(roles, Role.QUERY)]
+    gallery_rows = order[has_role(roles, Role.GALLERY)]
     if torch.equal(query_rows, gallery_rows):
         query_rows = gallery_rows
     column_of_row = torch.full_like(order, -1)

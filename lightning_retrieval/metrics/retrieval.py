@@ -8,6 +8,7 @@ query; nothing else has to change.
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -375,7 +376,8 @@ def _cause_of_no_positive(rows: Images, collected: CollectedRows) -> str:
         rows: the images with the roles in which they were ranked.
         collected: the rows of which the images were merged.
     """
-    is_query, is_gallery = has_role(rows.roles, Role.QUERY), has_role(rows.roles, Role.GALLERY)
+    roles = rows.columns["roles"]
+    is_query, is_gallery = has_role(roles, Role.QUERY), has_role(roles, Role.GALLERY)
     if not bool(is_query.any()):
         return "no image has the role of a query"
     if not bool(is_gallery.any()):
@@ -391,7 +393,7 @@ def _cause_of_no_positive(rows: Images, collected: CollectedRows) -> str:
     others = with_label - is_gallery[is_query][in_gallery].long()
     if int(others.max()) == 0:
         return _cause_of_single_images(collected)
-    if rows.cameras is not None:
+    if "cameras" in rows.columns:
         return (
             "the images with a query's label have its camera and are excluded from its list; give images of a label "
             "from at least two cameras, or no `cameras`"
@@ -405,7 +407,7 @@ def _cause_of_single_images(collected: CollectedRows) -> str:
     _, rows_of_label = finest_labels.unique(return_counts=True)
     if int(rows_of_label.max()) == 1:
         return "give at least two images of a label"
-    if collected.instances is not None:
+    if "instances" in collected.columns:
         return (
             "the images of each label are one instance and are averaged; give at least two instances of a label, or no "
             "`instances`"
@@ -418,10 +420,10 @@ def _cause_of_single_images(collected: CollectedRows) -> str:
 
 def _with_swapped_roles(collected: CollectedRows) -> CollectedRows:
     """The same rows, in which queries are the gallery and the gallery are queries."""
-    roles = collected.roles
+    roles = collected.columns["roles"]
     is_query, is_gallery = has_role(roles, Role.QUERY), has_role(roles, Role.GALLERY)
     swapped = is_query * int(Role.GALLERY) + is_gallery * int(Role.QUERY)
-    return collected._replace(roles=swapped)
+    return replace(collected, columns={**collected.columns, "roles": swapped})
 
 
 def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) -> Bool[Tensor, " row"]:
@@ -489,19 +491,19 @@ class RandomGalleryMetrics(RetrievalMetrics):
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"
 
     def _warn_of_no_positive(self, queries: int, rows: Images, collected: CollectedRows) -> None:
-        of_images = rows.select(has_role(rows.roles, Role.BOTH))
-        both = torch.full_like(of_images.roles, int(Role.BOTH))  # each image is drawn into a gallery, or is a query
-        super()._warn_of_no_positive(queries, of_images._replace(roles=both), collected)
+        of_images = rows.select(has_role(rows.columns["roles"], Role.BOTH))
+        both = torch.full_like(of_images.ids, int(Role.BOTH))  # each image is drawn into a gallery, or is a query
+        super()._warn_of_no_positive(queries, of_images.with_roles(both), collected)
 
     def _query_values(self, rows: Images) -> dict[str, Tensor]:
         """The results of `per_query`, concatenated over the draws."""
-        rows = rows.select(has_role(rows.roles, Role.BOTH))  # images with any role
+        rows = rows.select(has_role(rows.columns["roles"], Role.BOTH))  # images with any role
         generator = torch.Generator().manual_seed(self.seed)
         draws = []
         for _ in range(self.draws):
             in_gallery = draw_one_of_each(rows.labels[:, 0], generator)
             roles = torch.where(in_gallery, int(Role.GALLERY), int(Role.QUERY))
-            draws.append(super()._query_values(rows._replace(roles=roles)))
+            draws.append(super()._query_values(rows.with_roles(roles)))
         values = {}
         for name in draws[0]:
             values[name] = torch.cat([draw[name] for draw in draws])

@@ -219,10 +219,10 @@ def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dic
     """
     if not is_checkpoint(checkpoint):
         raise MissingFile("must be one that training wrote", owner, "checkpoint", got=checkpoint)
-    rule = f"{owner}: `checkpoint` must be one of a RetrievalModule whose `embedder` can be rebuilt, got {checkpoint}"
+    rule = "must be one of a RetrievalModule whose `embedder` can be rebuilt"
     damage = find_damage(checkpoint)
     if damage is not None:
-        raise ValueError(f"{rule}, which is damaged: {damage}.")
+        raise InvalidValue(rule, owner, "checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
     try:
         saved = read_checkpoint(checkpoint)
         settings = saved["hyper_parameters"]
@@ -232,7 +232,7 @@ def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dic
             embedder = rebuild(owner, "embedder", settings["embedder"], nn.Module)
         embedder.load_state_dict({name.removeprefix("embedder."): value for name, value in state.items()})
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
-        raise ValueError(f"{rule} ({first_line(error)}).") from None
+        raise InvalidValue(rule, owner, "checkpoint", got=f"{checkpoint} ({first_line(error)})") from None
     further = _further_parts(settings)
     if further is not None:
         got = f"{checkpoint}, which has {further}"

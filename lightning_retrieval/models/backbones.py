@@ -56,7 +56,7 @@ class GlyphNet(nn.Module):
 
     Relations:
         `Embedder("glyph_net")` uses the network with the default settings, `Embedder(GlyphNet(width=64))` with another
-        width. The network is slightly faster after `.to(memory_format=torch.channels_last)`.
+        width.
     """
 
     def __init__(
@@ -83,7 +83,13 @@ class GlyphNet(nn.Module):
         return features
 
 
-FAMILIES: dict[str, Callable[[BackboneRequest], BuiltBackbone]] = {"timm/": build_timm, "hf/": build_hugging_face}
+# Libraries whose modules compute the same in each memory format.
+KNOWN_LIBRARIES = ("lightning_retrieval", "torchvision", "timm")
+
+FAMILIES: dict[str, Callable[[BackboneRequest], BuiltBackbone]] = {
+    "timm/": build_timm,
+    "hf/": build_hugging_face,
+}
 
 
 def build_backbone(request: BackboneRequest) -> BuiltBackbone:
@@ -133,6 +139,18 @@ def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
     if isinstance(size, int):
         preparation["image_size"] = size
     return BuiltBackbone(module, request.checked_pooling(), preparation, {})
+
+
+def is_known_convolutional(name: str | None, module: nn.Module) -> bool:
+    """Whether a backbone is a convolutional network of this library or of those whose models have names.
+
+    Args:
+        name: the name by which the backbone was built, or None.
+        module: the backbone. A vision transformer has a single convolution, that of its patches.
+    """
+    is_known = name is not None or type(module).__module__.partition(".")[0] in KNOWN_LIBRARIES
+    convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+    return is_known and len(convolutions) > 1
 
 
 def check_no_weights(weights: str | None, backbone: str) -> None:

@@ -9,7 +9,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
@@ -308,8 +309,7 @@ def _check_names_of_shards(request: BackboneRequest) -> None:
         with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
             names = json.loads(index.read_bytes())["weight_map"].values()  # transformers reports other content
         for name in names:
-            path = PurePath(str(name))
-            if path.is_absolute() or ".." in path.parts:
+            if leaves_root(str(name)):
                 rule = "must be a folder whose files of weights are in it"
                 got = f"hf/{request.name}, whose {index.name} names {short_repr(name)}"
                 cure = "copy the file into the folder and correct the name"

@@ -183,22 +183,22 @@ class JSONTokenizer(Tokenizer):
         Raises:
             ValueError: if the value is not the state of a tokenizer.
         """
-        rule = f"{owner}: the state of a tokenizer must be a tensor of bytes that a checkpoint holds"
+        rule = f"the state of a tokenizer must be a tensor of at most {LARGEST_STATE:,} bytes that a checkpoint holds"
         if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-            raise ValueError(f"{rule}, got {short_repr(state)}.")
+            raise InvalidValue(rule, owner, got=short_repr(state))
         if len(state) > LARGEST_STATE:
-            raise ValueError(f"{rule}, at most {LARGEST_STATE:,} bytes, got {len(state):,}.")
+            raise InvalidValue(rule, owner, got=f"{len(state):,}")
         try:
             content = json.loads(state.cpu().numpy().tobytes())
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, Mapping) or not isinstance(content.get("tokenizer"), str):
-            raise ValueError(f"{rule}, got bytes that are not the JSON of one.")
+            raise InvalidValue(rule, owner, got="bytes that are not the JSON of one")
         max_length: Any = content.get("max_length")  # checked below
         try:
             return cls(content["tokenizer"], max_length=max_length)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{rule}, got one that cannot be rebuilt ({first_line(error)}).") from None
+            raise InvalidValue(rule, owner, got=f"one that cannot be rebuilt ({first_line(error)})") from None
 
 
 def check_growth(owner: str, text: str) -> None:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import sys
+from pathlib import PurePath
 from typing import Any
 
 from torch import nn
@@ -188,6 +189,8 @@ def _can_be_rebuilt(argument: Any, described: Any) -> bool:
 def _logged(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, _SCALARS):
         return _scalar(value)
+    if isinstance(value, PurePath):
+        return value.as_posix()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if not isinstance(value, (list, tuple, dict)) or depth == 0:

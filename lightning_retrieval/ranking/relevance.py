@@ -178,18 +178,18 @@ class Relevance(ABC):
 
 def _check_masks(owner: str, masks: Any, shape: tuple[int, int]) -> None:
     """Raise unless these are two masks of bool and of this shape, or one and None."""
-    rule = f"{owner}: `masks` must return two bool tensors of shape {shape}, of which the second may be None, got"
+    rule = f"must return two bool tensors of shape {shape}, of which the second may be None"
     if not isinstance(masks, tuple) or len(masks) != 2:
-        raise TypeError(f"{rule} {short_repr(masks)}.")
+        raise InvalidType(rule, owner, "masks", got=short_repr(masks))
     relevant, candidate = masks
     given = [relevant]
     if candidate is not None:
         given.append(candidate)
     for mask in given:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"{rule} {short_repr(mask)}.")
+            raise InvalidType(rule, owner, "masks", got=short_repr(mask))
         if mask.shape != shape:
-            raise ValueError(f"{rule} the shape {tuple(mask.shape)}.")
+            raise InvalidValue(rule, owner, "masks", got=f"the shape {tuple(mask.shape)}")
 
 
 def shared_levels(

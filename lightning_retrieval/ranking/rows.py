@@ -12,9 +12,9 @@ little time, because there are few ranks compared with scores.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -116,20 +116,33 @@ class Rows:
         labels: label of each image, or its labels of several levels, finest first. With a rule of relevance, the
             columns that the rule reads.
         ids: dataset index of each image, or None.
+        columns: further integers of each image, by name.
+
+    Example:
+        >>> import torch
+        >>> rows = Rows(torch.tensor([5, 5, 7]), columns={"cameras": torch.tensor([1, 2, 1])})
+        >>> rows.select(torch.tensor([2, 0])).labels
+        tensor([7, 5])
     """
 
     labels: Int[Tensor, "row ..."]
     ids: Int[Tensor, " row"] | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def select(self, chosen: Shaped[Tensor, " row"]) -> "Rows":
-        """The rows that a mask or a tensor of indices selects."""
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The rows with a function applied to the labels, to any ids and to each further column."""
         ids = self.ids
         if ids is not None:
-            ids = ids[chosen]
-        return replace(self, labels=self.labels[chosen], ids=ids)
+            ids = function(ids)
+        columns = {name: function(column) for name, column in self.columns.items()}
+        return replace(self, labels=function(self.labels), ids=ids, columns=columns)
+
+    def select(self, chosen: Shaped[Tensor, " row"]) -> Self:
+        """The rows that a mask or a tensor of indices selects."""
+        return self.map(lambda column: column[chosen])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32, Int64
@@ -34,6 +34,7 @@ from lightning_retrieval.files import (
     folder_lock,
     is_system_error,
     is_temporary,
+    remove,
     write_verified,
     writing,
 )
@@ -310,15 +311,18 @@ class EmbeddingFolder:
         return [shard for shard in range(len(self)) if not self._file(shard).is_file()]
 
     @contextmanager
-    def lock(self) -> Iterator[IO[str]]:
+    def lock(self) -> Iterator[Callable[[], None]]:
         """Hold the lock of the folder, so that no other process writes, and remove temporary files of killed runs.
+
+        Yields:
+            A function that shares the lock from then on.
 
         Raises:
             ValueError: if another process is writing.
         """
-        with folder_lock(CALLER, self.path, LOCK) as file:
+        with folder_lock(CALLER, self.path, LOCK) as share:
             delete_temporary_files(self.path)
-            yield file
+            yield share
 
     def write(self, shard: int, rows: ShardRows) -> None:
         """Write a shard. At any time, the shard is either complete or missing.
@@ -336,7 +340,7 @@ class EmbeddingFolder:
         embeddings = np.ascontiguousarray(rows.embeddings, dtype)
         rows = replace(rows, embeddings=embeddings, origin=self._origin(shard))
         if self.manifest.file_format == "npy":
-            self._file(shard).unlink(missing_ok=True)  # an older file, which would not match the new JSON file
+            remove(self._file(shard))  # an older file, which would not match the new JSON file
             write_verified(CALLER, self._file(shard, ".json"), partial(write_json, rows))
             write_verified(CALLER, self._file(shard), partial(np.save, arr=embeddings))
         else:

@@ -151,7 +151,7 @@ def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) ->
     checkpoint = trainer.ckpt_path
     about: dict[str, Any] = {"preparation": _preparation(trainer), "preparation_from": "checkpoint"}
     if checkpoint is not None and is_checkpoint(Path(checkpoint)):
-        about["checkpoint"] = str(Path(checkpoint).absolute())
+        about["checkpoint"] = Path(checkpoint).absolute().as_posix()
         about["checkpoint_sha256"] = checkpoint_digest(Path(checkpoint))
     else:
         about["checkpoint_sha256"] = _digest_of_weights(module)

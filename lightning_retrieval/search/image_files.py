@@ -25,7 +25,7 @@ def name_folder(folder: Path) -> str:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("ab") as stream:
                 stream.write(real + b"\0")
-    return str(folder.absolute())
+    return folder.absolute().as_posix()
 
 
 def is_named(folder: Path) -> bool:

@@ -5,7 +5,6 @@ All processes of a run share the folder's lock until the last process has finish
 Each process collects the embeddings in the order of the images, and writes a shard as soon as it is complete.
 """
 
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from lightning_retrieval.distributed import rank, together, world_size
-from lightning_retrieval.files import flush, folder_lock, take_lock, writing
+from lightning_retrieval.files import delete, folder_lock, temporary_path, writing
 from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.search.embedding_folder import (
     LOCK,
@@ -221,33 +220,30 @@ def _check_agreement(manifests: list[EmbeddingManifest]) -> None:
 def _begin(
     folder: EmbeddingFolder, image_files: Callable[[range], str] | None, stack: ExitStack
 ) -> tuple[list[int], list[int], str]:
-    """On rank 0: lock the folder. Returns the shards to write, the changed shards, and the token in the lock file."""
+    """On rank 0: lock the folder. Returns the shards to write, the changed shards, and the name of a new file."""
     if rank() > 0:
         return [], [], ""
     check_output(folder.path)
     with writing(CALLER, folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
-    file = stack.enter_context(folder.lock())
+    share = stack.enter_context(folder.lock())
     folder.check_begun()
-    token = secrets.token_hex(8)
-    with writing(CALLER, folder.path / LOCK):
-        file.truncate(0)
-        file.write(token)
-        file.flush()
-        flush(folder.path / LOCK)  # other machines read the token
-    take_lock(CALLER, folder.path, file, shared=True)
+    token = temporary_path(folder.path / "token")
+    with writing(CALLER, folder.path):
+        token.touch()
+    stack.callback(delete, token)
+    share()
     changed = []
     if image_files is not None:
         changed = folder.changed(image_files)
-    return sorted([*folder.missing(), *changed]), changed, token
+    return sorted([*folder.missing(), *changed]), changed, token.name
 
 
 def _join(folder: EmbeddingFolder, token: str, stack: ExitStack) -> None:
     """On the other ranks: share the lock of rank 0; raises unless this process sees the same folder."""
     if rank() == 0:
         return
-    lock = folder.path / LOCK
-    if not lock.is_file() or lock.read_text() != token:
+    if not (folder.path / token).is_file():
         rule = "must be on a file system that all processes share"
         got = f"{folder.path}, which rank {rank()} does not see as rank 0 does"
         raise InvalidValue(rule, argument="output", got=got, cure="give a path on a shared one")

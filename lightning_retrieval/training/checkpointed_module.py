@@ -35,6 +35,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.files import remove
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.models.sides import TwoSides
@@ -94,7 +95,7 @@ class VerifiedCheckpoints(CheckpointIO):
             return
         local = local_path(path)
         if local is not None and local.is_symlink():
-            local.unlink()
+            remove(local)
         elif local is not None and local.is_dir():
             remove_sharded_checkpoint(local)
         else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_retrieval.distributed import rank, to_host, world_size
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.training.step import GlobalRows, LocalRows, are_integers
 
 LEAST_ROWS = 4  # number of rows from which batches are not equal by chance
@@ -64,7 +65,7 @@ class EqualBatches:
         has_ids = sides[0].ids is not None
         equal = self._first_equal([hashes >> _BITS for hashes in sides[0].hashes])
         if equal is not None:
-            raise ValueError(_message(owner, *equal, self._rows[equal[1]], has_ids=has_ids))
+            raise _same_batches(owner, *equal, self._rows[equal[1]], has_ids=has_ids)
         self._is_done = min(self._rows) >= LEAST_ROWS
         if not self._is_done or has_ids or self._may_repeat_labels:
             return
@@ -106,13 +107,16 @@ def _warning(owner: str, first: int, second: int, rows: int) -> str:
     )
 
 
-def _message(owner: str, first: int, second: int, rows: int, *, has_ids: bool) -> str:
-    """The error message for two ranks with the same rows."""
+def _same_batches(owner: str, first: int, second: int, rows: int, *, has_ids: bool) -> InvalidValue:
+    """The error for two ranks with the same rows."""
     same, cure = "labels and inputs", ""
     if has_ids:
         same, cure = "labels and ids", "; if their images differ, give the images ids that are unique in all processes"
-    return (
-        f"{owner}: each process must have its own part of a batch, got the same {same} in {rows} rows on the ranks "
-        f"{first} and {second}, so that each image would be a positive of its own copy; use RetrievalDataLoader("
-        f"dataset, PKSampler(...)), or another sampler that gives each process other images{cure}."
+    ranks = f"the ranks {first} and {second}, so that each image would be a positive of its own copy"
+    return InvalidValue(
+        "each process must have its own part of a batch",
+        owner,
+        got=f"the same {same} in {rows} rows on {ranks}",
+        cure="use RetrievalDataLoader(dataset, PKSampler(...)), or another sampler that gives each process other "
+        f"images{cure}",
     )

@@ -10,8 +10,9 @@ batch's queries against the memory, which also holds the batch. In the second lo
 `mode="two_terms"`, `RetrievalModule` does the same as the official code.
 """
 
+from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -42,26 +43,30 @@ from lightning_retrieval.ranking.rows import Rows
 MemoryMode = Literal["one_list", "one_list_detached", "two_terms"]
 
 
-class _Rows(NamedTuple):
-    """Rows of the memory: embeddings in float32 or better, labels and ids in int64."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _EmbeddedRows(Rows):
+    """Rows with their embeddings, in float32 or better."""
 
-    embeddings: Tensor
-    labels: Tensor
     ids: Tensor
+    embeddings: Tensor
 
-    def select(self, rows: Tensor | slice) -> "_Rows":
-        return _Rows(self.embeddings[rows], self.labels[rows], self.ids[rows])
+    def select(self, chosen: Tensor) -> "_EmbeddedRows":
+        return replace(super().select(chosen), embeddings=self.embeddings[chosen])
 
-    def followed_by(self, other: "_Rows") -> "_Rows":
-        return _Rows(
-            torch.cat([self.embeddings, other.embeddings]),
-            torch.cat([self.labels, other.labels]),
-            torch.cat([self.ids, other.ids]),
+    def followed_by(self, other: "_EmbeddedRows") -> "_EmbeddedRows":
+        return _EmbeddedRows(
+            labels=torch.cat([self.labels, other.labels]),
+            ids=torch.cat([self.ids, other.ids]),
+            embeddings=torch.cat([self.embeddings, other.embeddings]),
         )
 
-    def like(self, other: "_Rows") -> "_Rows":
+    def like(self, other: "_EmbeddedRows") -> "_EmbeddedRows":
         """The rows on the device and in the dtypes of `other`."""
-        return _Rows(self.embeddings.to(other.embeddings), self.labels.to(other.labels), self.ids.to(other.ids))
+        of_device = self.map(lambda column: column.to(other.ids))
+        return replace(of_device, embeddings=self.embeddings.to(other.embeddings))
+
+    def detached(self) -> "_EmbeddedRows":
+        return replace(self, embeddings=self.embeddings.detach())
 
 
 class CrossBatchMemory(nn.Module):
@@ -121,13 +126,13 @@ class CrossBatchMemory(nn.Module):
         """Remove all rows and count the steps from 0 again."""
         self.steps = 0
         self._begun = False  # whether `begin` ended the warm-up: early, or with start_step="auto"
-        self._rows: _Rows | None = None
+        self._rows: _EmbeddedRows | None = None
 
     def __len__(self) -> int:
         """Number of stored rows."""
         if self._rows is None:
             return 0
-        return len(self._rows.ids)
+        return len(self._rows)
 
     @property
     def started(self) -> bool:
@@ -166,11 +171,11 @@ class CrossBatchMemory(nn.Module):
             check_instance("CrossBatchMemory", "relevance", relevance, Relevance)
         batch = self._validated(embeddings, labels, ids)
         if detach:
-            batch = batch._replace(embeddings=batch.embeddings.detach())
+            batch = batch.detached()
         stored = self._stored_like(batch)
         others = stored.select(_indices(~_occurs(stored.ids, batch.ids), embeddings))
         references = batch.followed_by(others)
-        lists = Lists(Rows(batch.labels, batch.ids), Rows(references.labels, references.ids), relevance)
+        lists = Lists(batch, references, relevance)
         return RankedBatch(embeddings, lists, references.embeddings)
 
     def update(
@@ -186,8 +191,7 @@ class CrossBatchMemory(nn.Module):
             labels: labels of the batch.
             ids: dataset index of each row; required.
         """
-        batch = self._validated(embeddings, labels, ids)
-        batch = batch._replace(embeddings=batch.embeddings.detach())
+        batch = self._validated(embeddings, labels, ids).detached()
         stored = self._stored_like(batch)
         is_kept = torch.cat([_is_first(batch.ids), ~_occurs(stored.ids, batch.ids)])
         kept = _indices(is_kept, embeddings)
@@ -199,7 +203,7 @@ class CrossBatchMemory(nn.Module):
         """The rows, the number of steps and whether the warm-up is over, for checkpoints."""
         rows = None
         if self._rows is not None:
-            rows = tuple(self._rows)
+            rows = (self._rows.embeddings, self._rows.labels, self._rows.ids)
         return {"rows": rows, "steps": self.steps, "started": self.started}
 
     def set_extra_state(self, state: Any) -> None:
@@ -207,9 +211,10 @@ class CrossBatchMemory(nn.Module):
         _check_state(state)
         rows = None
         if state["rows"] is not None:
-            stored = _Rows(*state["rows"])
-            self._check_like_stored(stored.embeddings, stored.labels)
-            rows = _Rows(*(part[: self.size].clone() for part in stored))
+            embeddings, labels, ids = state["rows"]
+            self._check_like_stored(embeddings, labels)
+            newest = torch.arange(min(len(ids), self.size), device=ids.device)
+            rows = _EmbeddedRows(labels=labels, ids=ids, embeddings=embeddings).select(newest)
         self._rows = rows
         self.steps = state["steps"]
         self._begun = state["started"]
@@ -217,7 +222,7 @@ class CrossBatchMemory(nn.Module):
     def extra_repr(self) -> str:
         return f"size={self.size}, start_step={self.start_step!r}, mode={self.mode!r}, weight={self.weight}"
 
-    def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
+    def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _EmbeddedRows:
         """Validate a batch and convert it to the dtypes of the memory. Whether embeddings are finite is not checked."""
         check_matrix("CrossBatchMemory", "embeddings", embeddings)
         labels, ids = as_int64("CrossBatchMemory", "labels", labels), as_int64("CrossBatchMemory", "ids", ids)
@@ -239,7 +244,7 @@ class CrossBatchMemory(nn.Module):
             raise InvalidValue(rule, "CrossBatchMemory", "size", got=got, cure="enlarge the memory")
         self._check_like_stored(embeddings, labels)
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
-        return _Rows(embeddings.to(dtype), labels.long(), ids.long())
+        return _EmbeddedRows(labels=labels.long(), ids=ids.long(), embeddings=embeddings.to(dtype))
 
     def _check_like_stored(self, embeddings: Tensor, labels: Tensor) -> None:
         if self._rows is None:
@@ -254,10 +259,10 @@ class CrossBatchMemory(nn.Module):
             cure = "call reset() before another data set or another rule of relevance"
             raise InvalidValue(rule, "CrossBatchMemory", "labels", got=tuple(labels.shape), cure=cure)
 
-    def _stored_like(self, batch: _Rows) -> _Rows:
+    def _stored_like(self, batch: _EmbeddedRows) -> _EmbeddedRows:
         """The stored rows, on the device and in the dtypes of a batch."""
         if self._rows is None:
-            return batch.select(slice(0))._replace(embeddings=batch.embeddings[:0].detach())
+            return batch.select(batch.ids[:0]).detached()
         return self._rows.like(batch)
 
 
@@ -271,14 +276,13 @@ def _check_state(state: Any) -> None:
     check_bool("CrossBatchMemory", "state['started']", state["started"])
     if state["rows"] is None:
         return
-    if len(state["rows"]) != len(_Rows._fields):
-        rule = f"must hold {len(_Rows._fields)} tensors as rows"
-        raise InvalidValue(rule, "CrossBatchMemory", "state", got=len(state["rows"]))
-    stored = _Rows(*state["rows"])
-    check_matrix("CrossBatchMemory", "state", stored.embeddings)
-    check_integers("CrossBatchMemory", "state", stored.labels, len(stored.embeddings), "state", levels=True)
-    check_integers("CrossBatchMemory", "state", stored.ids, len(stored.embeddings), "state")
-    check_finite("CrossBatchMemory", "state", stored.embeddings, stored.ids)
+    if len(state["rows"]) != 3:
+        raise InvalidValue("must hold 3 tensors as rows", "CrossBatchMemory", "state", got=len(state["rows"]))
+    embeddings, labels, ids = state["rows"]
+    check_matrix("CrossBatchMemory", "state", embeddings)
+    check_integers("CrossBatchMemory", "state", labels, len(embeddings), "state", levels=True)
+    check_integers("CrossBatchMemory", "state", ids, len(embeddings), "state")
+    check_finite("CrossBatchMemory", "state", embeddings, ids)
 
 
 def _is_first(ids: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_retrieval.backend import Checkpoint, ModelCheckpoint, get_filesystem, migrate_checkpoint, rank_zero_warn
 from lightning_retrieval.checkpoints import holds_checkpoint
 from lightning_retrieval.checks import first_line, first_of, short_repr
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue
 
 LOCAL_PROTOCOLS = ("file://", "local://", "file:", "local:")  # prefixes that fsspec removes from a local path
@@ -471,8 +472,8 @@ def _is_foreign(value: Any, folder: Any, dropped: list[Any]) -> bool:
     """Whether a value is a path outside of a folder; if so, it is added to the dropped paths."""
     if not isinstance(value, str) or value == str(folder):
         return False
-    is_address = "://" in value or "::" in value or value.startswith(("/", "~", *LOCAL_PROTOCOLS))
-    is_path = is_address or ".." in value.split("/")
+    is_address = "://" in value or "::" in value or value.startswith(("~", *LOCAL_PROTOCOLS))
+    is_path = is_address or leaves_root(value)
     if not is_path or (folder is not None and is_within(value, folder)):
         return False
     dropped.append(value)

@@ -39,7 +39,7 @@ GATHER_DTYPES: dict[bool | GatherDtype, torch.dtype | None] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LocalRows(Rows):
     """Labels and ids of this process's rows of a batch, or of one side of it.
 
@@ -52,7 +52,7 @@ class LocalRows(Rows):
     inputs: Any = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class GlobalRows(Rows):
     """Labels and ids of the rows that the loss ranks, which are known before the embeddings.
 
@@ -95,7 +95,7 @@ def gather_batch(
         TypeError: as `gather_labels`.
     """
     # The inputs of the embeddings are unknown, but this call compares the dimension in any case.
-    (rows,) = gather_labels(owner, [LocalRows(labels, ids, embeddings)], gather=gather, may_be_empty=True)
+    (rows,) = gather_labels(owner, [LocalRows(labels, ids, inputs=embeddings)], gather=gather, may_be_empty=True)
     Dimensions().compare(owner, [embeddings], [rows])
     return gather_embeddings(embeddings, rows, gather=gather, local_queries=local_queries), rows
 
@@ -124,7 +124,7 @@ def gather_labels(
                 raise InvalidType("must be a tensor of integers", owner, "labels", got=_form_in_words(rows.labels))
         if not may_be_empty:
             _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
-        return [GlobalRows(rows.labels, rows.ids, [len(rows.labels)]) for rows in sides]
+        return [GlobalRows(rows.labels, rows.ids, counts=[len(rows.labels)]) for rows in sides]
     forms_of_sides = [(*_form_of(rows), hash_of_batch) for rows in sides]
     local_forms = to_device([forms_of_sides], sides[0].inputs.device)
     forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
@@ -223,7 +223,8 @@ def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> Gl
         rule = "with gather=False the loss is the mean of the processes' losses, which needs batches of equal size"
         got = f"{counts} rows in rank order"
         raise InvalidValue(rule, owner, got=got, cure="keep gather=True, or drop the uneven batch")
-    return GlobalRows(labels, ids, counts, tuple(forms.input_shape.tolist()), tuple(forms.hash_of_batch.tolist()))
+    shapes, hashes = tuple(forms.input_shape.tolist()), tuple(forms.hash_of_batch.tolist())
+    return GlobalRows(labels, ids, counts=counts, input_shapes=shapes, hashes=hashes)
 
 
 def _form_in_words(values: Any) -> str:
@@ -550,7 +551,7 @@ class TrainingStep:
             with_memory = memory.references(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
             references = with_memory.lists.references
             if len(self.rows) > 1:
-                references = replace(references, ids=None)
+                references = Rows(references.labels)
             ranked = self._ranked(0, queries, references, with_memory.ref_emb)
             if self._has_second_term:
                 batches.append(ranked)

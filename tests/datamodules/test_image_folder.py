@@ -156,6 +156,7 @@ def test_a_root_that_is_one_folder_too_high_raises(tmp_path):
         ImageFolder(tmp_path / "split").prepare_data()
 
 
+@pytest.mark.posix
 def test_a_class_folder_may_be_a_link_and_special_files_are_ignored_with_a_warning(tmp_path):
     paths = write_folders(tmp_path / "root", ["a", "b"], images=2)
     (tmp_path / "root" / "b").rename(tmp_path / "elsewhere")

@@ -1,7 +1,6 @@
 """ImageSet: its items, its random numbers, and images that cannot be read."""
 
 import dataclasses
-import resource
 import warnings
 
 import pytest
@@ -201,6 +200,8 @@ def test_transparent_pixels_show_the_background_in_training_too(tmp_path):
 
 def read_with_few_open_files(rank, world_size, folder):
     """The errors of reading an image while no further file can be opened, though unreadable images are skipped."""
+    import resource
+
     images = ImageSet(ImageIndex(["a.png"], [0]), folder, TINY, on_error="skip")
     images[0]  # loads what a first image loads
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,6 @@
 """One atomic writer, locks of a folder, and files that are on the disk before they are named."""
 
 import errno
-import fcntl
 import os
 
 import faiss
@@ -37,7 +36,8 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(error, failing, tmp_path
     assert (tmp_path / "a").read_text() == "old"
 
 
-@pytest.mark.parametrize("moment", ["fsync", "rename"])
+@pytest.mark.posix
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_two_writers_of_the_files_of_one_folder(moment, tmp_path, monkeypatch):
     """The slower one fails if the other one has replaced the folder in the meantime, and leaves its files."""
     folder, real = tmp_path / "model", getattr(os, moment)
@@ -78,7 +78,10 @@ def test_one_save_at_a_time(tmp_path, monkeypatch):
     assert len(RetrievalIndex.load(tmp_path)) == 60
 
 
+@pytest.mark.posix
 def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
+    import fcntl
+
     def fails(*args):
         raise OSError(38, "Function not implemented")
 
@@ -87,6 +90,7 @@ def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
     assert len(RetrievalIndex.load(tmp_path)) == 50
 
 
+@pytest.mark.posix
 def test_all_files_are_on_the_disk_before_the_manifest_is_replaced(tmp_path, monkeypatch):
     flushed, at_replace, sync, replace = [], [], os.fsync, os.replace
 

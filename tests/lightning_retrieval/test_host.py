@@ -176,7 +176,7 @@ def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, waits):
     images, labels = batch_of(name, 384)
     net, loss = nn.Linear(DIM, 8), LOSSES[name]()
     mark(images, labels, *net.parameters())
-    step = TrainingStep(RetrievalModule(net, loss), [GlobalRows(labels, None, [384])])
+    step = TrainingStep(RetrievalModule(net, loss), [GlobalRows(labels, counts=[384])])
     with waits:
         part = chunked_backward(net, images, step.loss)
         step.finish(part, GradientSum(net.parameters()))
@@ -270,7 +270,7 @@ def test_a_memory_adds_two_waits_to_a_step(mode, waits):
     mark(images, labels, ids, *net.parameters())
     for number in range(2):
         with waits:
-            rows = GlobalRows(labels, ids + 200 * number, [384])
+            rows = GlobalRows(labels, ids + 200 * number, counts=[384])
             step = TrainingStep(module, [rows])
             part = chunked_backward(net, images, step.loss)
             step.finish(part, GradientSum(net.parameters()))

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.command_line import printable
+from lightning_retrieval.files import remove
 from lightning_retrieval.invalid import Failed, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
@@ -160,7 +161,7 @@ def delete_old_files(folder: Path, before: float) -> None:
             if path.is_dir():
                 path.rmdir()
             else:
-                path.unlink()
+                remove(path)
         except OSError:  # the path is a folder with a new file, or a file that Gradio has moved
             continue
 

@@ -378,7 +378,7 @@ class ImageEmbedder:
             channels = image_channels(of_side.embedder)
         prepare, serialised, source = choose_transform(checkpoint, of_side, transform, recorded, channels)
         about = {
-            "checkpoint": str(checkpoint.absolute()),
+            "checkpoint": checkpoint.absolute().as_posix(),
             "checkpoint_sha256": sha256 or checkpoint_digest(checkpoint),
             "preparation": serialised,
             "preparation_from": source,

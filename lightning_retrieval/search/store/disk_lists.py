@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.distributed import scatter_objects, together, world_size
-from lightning_retrieval.files import DigestStream, write_verified
+from lightning_retrieval.files import DigestStream, remove, write_verified
 from lightning_retrieval.invalid import CALLER, InvalidValue, Unreachable, owned_by
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store.faiss_index import (
@@ -289,7 +289,7 @@ def add_on_disk(
     with _other_processes():
         mine = scatter_objects(assigned.divide(world_size()))
         parts_of_processes = together(partial(mine.add_to, shards))
-    trained.unlink()
+    remove(trained)
     return [list(chain.from_iterable(of_shard)) for of_shard in zip(*parts_of_processes)]
 
 
@@ -364,6 +364,6 @@ def merge_on_disk(shards: Sequence[Any], parts: Sequence[Sequence[Part]], versio
     for number, (shard, of_shard) in enumerate(zip(shards, parts)):
         file = version.write(shard_name(number), partial(merge, shard, of_shard))
         for part in of_shard:
-            part.path.unlink()
+            remove(part.path)
         mapped.append(read_shard(file, mapped=True))
     return mapped

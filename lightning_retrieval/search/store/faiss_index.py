@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import short_repr
-from lightning_retrieval.files import DigestStream
+from lightning_retrieval.files import POSIX, DigestStream
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.progress import Progress
@@ -401,9 +401,10 @@ def read_shard(path: Path, mapped: bool) -> Any:
     flags = 0
     if mapped:
         flags = faiss.IO_FLAG_MMAP_IFC
-    with path.open("rb"):  # raises an error of the system as such, which faiss would report as one of the file
-        pass
     try:
+        with path.open("rb") as file:  # raises an error of the system as such; faiss would report it as one of the file
+            if not POSIX and not os.fspath(path).isascii():  # faiss cannot open other paths on Windows
+                return faiss.read_index(faiss.PyCallbackIOReader(file.read))
         return faiss.read_index(os.fspath(path), flags)
     except RuntimeError as error:
         raise InvalidValue(f"faiss cannot read {path} ({faiss_reason(error)})", cure="build the index again") from None

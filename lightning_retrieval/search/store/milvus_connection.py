@@ -7,7 +7,6 @@ to which the alias is then moved in one atomic step. So a reader always finds a 
 of an index are a property of its collection. The kind of index and the search parameters are given as text.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from lightning_retrieval.checks import (
     first_line,
     short_repr,
 )
+from lightning_retrieval.files import is_locked
 from lightning_retrieval.invalid import CALLER, Failed, InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.store import conditions
@@ -148,7 +148,7 @@ class MilvusConnection:
         if self.file is None:
             rule, why = "must be the address of Milvus", f"did not answer within {CONNECTING:g} s ({_reason(error)})"
             cure = "nothing was written, so start Milvus there or give another address"
-        elif _is_locked(self.file):
+        elif is_locked(self.file / "LOCK"):
             rule, why = "must not be in use", "another process has opened"
             cure = "wait until it has finished, or let a server share the file: milvus-lite server --data-dir FILE"
         return Unreachable(rule, argument="uri", got=f"{self.shown}, which {why}", cure=cure)
@@ -192,18 +192,6 @@ def _release(file: Path) -> None:
         _connections[file] -= 1
         if _connections[file] == 0:
             server_manager_instance.release_server(os.fspath(file))
-
-
-def _is_locked(file: Path) -> bool:
-    """Whether a process holds the lock of Milvus Lite."""
-    try:
-        with (file / "LOCK").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _import_pymilvus(with_lite: bool) -> Any:

@@ -13,7 +13,6 @@ one process at a time can change the folder: the process that holds the lock.
 import json
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from lightning_retrieval.files import (
     LOCK,
     DigestStream,
     Manifest,
+    delete,
     delete_temporary_files,
     file_digest,
     flush,
@@ -143,7 +143,7 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
             yield version
         finally:
             if not version.is_published:
-                shutil.rmtree(version.inner, ignore_errors=True)
+                delete(version.inner)
         _delete_unused(folder)
 
 
@@ -250,8 +250,8 @@ def _delete_unused(folder: Path) -> None:
             return
         used = {name.split("/")[0] for name in files}
     for path in folder.iterdir():
-        if path.name not in used and _is_inner(path):
-            shutil.rmtree(path, ignore_errors=True)
+        if path.name not in used and _is_inner(path) and not path.is_symlink():
+            delete(path)
 
 
 def _fingerprint(path: Path, digest: str) -> dict[str, Any]:

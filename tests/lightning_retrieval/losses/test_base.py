@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import resource
 import sys
 
 import pytest
@@ -252,6 +251,8 @@ def test_a_matrix_is_added_to_its_transpose_tile_by_tile(size, monkeypatch):
 
 def peak_of_a_large_batch(rank, world_size):
     """The bytes by which a step raises the peak of the memory."""
+    import resource
+
     unit = 1024 if sys.platform == "linux" else 1
     x, labels = torch.randn(4096, 512, requires_grad=True), torch.arange(1024).repeat_interleave(4)
     loss = SmoothAPLoss()

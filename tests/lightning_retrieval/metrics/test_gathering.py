@@ -183,6 +183,7 @@ def added_memory(rank, world_size):
     return (status("VmHWM") - before) / (ROWS_IN_MEMORY * DIM * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
 def test_an_evaluation_keeps_two_and_a_half_times_the_rows(run_alone):
     """Once in the batches of `update`, once as they are ranked, and the rest for scores and results."""

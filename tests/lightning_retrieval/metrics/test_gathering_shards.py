@@ -309,7 +309,7 @@ def test_processes_that_disagree_raise_the_same_error(run_processes):
     """And can be used after it."""
     (found, _), *others = results = run_processes(messages, 3)
     assert all(of_other == found for of_other, _ in others)
-    form = "RowFormat(dim=12, dtype='torch.{}', label_shape=(), has_ids=True, has_instances=False, has_cameras=False)"
+    form = "RowFormat(dim=12, dtype='torch.{}', label_shape=(), has_ids=True, columns=('roles',))"
     starts = {
         "no ids": "`ids` must be given if there are several processes, got none on 3",
         "two labels": "`ids` must have one label each, got id 4 with two different labels; if two sets, ",

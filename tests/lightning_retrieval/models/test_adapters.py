@@ -5,7 +5,6 @@ Gradient checkpointing changes the memory, not the gradients.
 
 import copy
 import re
-import resource
 import sys
 
 import pytest
@@ -127,6 +126,8 @@ def test_a_file_may_have_a_simple_pattern_of_layers(pattern):
 
 def errors_of_file(rank, world_size, adapters):
     """The errors of building embedders with the adapters in a file, in at most 16 GB."""
+    import resource
+
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
     errors = []
     for lora in adapters:

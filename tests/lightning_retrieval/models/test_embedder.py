@@ -134,12 +134,47 @@ def test_init_args_describe_the_embedder():
         "backbone_args": {"width": 4},
         "lora": None,
         "gradient_checkpointing": False,
+        "channels_last": False,
     }
     embedder = Embedder(**settings)
     assert embedder.init_args() == settings
     assert Embedder(GlyphNet()).init_args() is None
     assert embedder.preparation == Preparation(**settings["preparation"])
     assert embedder.backbone_name == "glyph_net"
+
+
+def formats_of(embedder):
+    """Whether each weight of a convolution has its channels last; others are in both formats."""
+    weights = [part.weight for part in embedder.backbone.modules() if isinstance(part, torch.nn.Conv2d)]
+    return {weight.is_contiguous(memory_format=torch.channels_last) for weight in weights if min(weight.shape[1:]) > 1}
+
+
+@pytest.mark.parametrize("backbone", ["glyph_net", "resnet18", "timm/resnet10t"])
+def test_convolutions_have_their_channels_last_and_files_do_not_depend_on_it(backbone, tmp_path):
+    images = torch.rand(4, 1 if backbone == "glyph_net" else 3, 32, 32)
+    fast, plain = Embedder(backbone, 8).eval(), Embedder(backbone, 8, channels_last=False).eval()
+    assert formats_of(fast) == {True}
+    assert formats_of(plain) == {False}
+    plain.load_state_dict(fast.state_dict())
+    assert formats_of(plain) == {False}
+    torch.testing.assert_close(plain(images), fast(images))
+    plain.save_pretrained(tmp_path / "plain")
+    fast.save_pretrained(tmp_path / "fast")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "fast")]
+    assert weights[0][-1000:] == weights[1][-1000:]
+    for name, has_channels_last in (("plain", False), ("fast", True)):
+        loaded = Embedder.from_pretrained(tmp_path / name)
+        assert formats_of(loaded) == {has_channels_last}
+        assert loaded(images).equal({"plain": plain, "fast": fast}[name](images))
+    for copied in (copy.deepcopy(fast), fast.double().float()):
+        assert formats_of(copied) == {True}
+
+
+def test_the_memory_format_of_other_networks_is_their_own():
+    backbone = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3))
+    assert formats_of(Embedder(backbone, 4)) == {False}
+    assert formats_of(Embedder(backbone, 4, channels_last=True)) == {True}
+    assert formats_of(Embedder("vit_b_16", 4)) == {False}
 
 
 def test_copies_of_a_user_s_backbone_are_equal():

@@ -69,6 +69,7 @@ def test_an_overlay_of_timms_settings_does_not_replace_the_weights(monkeypatch):
     assert embedder.preparation.mean == (0.1, 0.2, 0.3)
 
 
+@pytest.mark.slow
 @INSTALLED
 def test_neither_the_package_is_imported_nor_the_random_state_used():
     code = f"""

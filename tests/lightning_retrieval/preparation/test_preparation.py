@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import resource
 import time
 
 import numpy as np
@@ -87,6 +86,8 @@ def test_rounding_the_length_of_a_thin_image_changes_pixels_by_one_at_most():
 
 def prepare_thin_images(rank, world_size):
     """The growth of the memory, in MiB, and the time of preparing images that are one pixel wide or high."""
+    import resource
+
     preparations = [Preparation(224), Preparation(224, interpolation="bicubic")]
     about = {"preparation": preparations[0].as_dict(), "input": "uint8"}
     for preparation in preparations:

@@ -269,6 +269,7 @@ def test_a_compiled_detector_writes_the_file_of_a_plain_one(compiled, tmp_path):
     assert type(DetectionModule.load_from_checkpoint(tmp_path / "detector.ckpt").detector) is TinyFasterRCNN
 
 
+@pytest.mark.slow
 def test_commands_take_the_checkpoint_of_a_compiled_network(tmp_path, capsys):
     torch.manual_seed(0)
     module = RetrievalModule(COMPILE(Embedder("glyph_net", 8)), SmoothAPLoss())
@@ -329,6 +330,7 @@ def test_an_embedder_is_one_graph(name, arguments):
         assert (explained.graph_count, explained.graph_break_count) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_has_the_value_of_a_plain_one():
     """Also without a warning, which would be an error here, of a check that cannot be compiled."""
     loss, rows, labels = SmoothAPLoss(tau=0.1), torch.randn(8, 4), torch.arange(8) // 2

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import re
-import resource
 import shutil
 from types import SimpleNamespace
 
@@ -208,6 +207,8 @@ def start_with(network, mesh):
 
 
 def peak_of_process():
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

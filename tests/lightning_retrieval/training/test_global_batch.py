@@ -54,7 +54,7 @@ def message_of(embeddings, labels, ids, gather=True):
 def message_of_no_rows(labels):
     """The error message where a process has no rows before its forward pass."""
     with pytest.raises(ValueError, match="at least one row") as error:
-        gather_labels("Owner", [LocalRows(labels, None, labels)], gather=True)
+        gather_labels("Owner", [LocalRows(labels, inputs=labels)], gather=True)
     return type(error.value), str(error.value)
 
 
@@ -85,7 +85,7 @@ def message_of_a_later_step(this):
 
     def compare(width):
         inputs = torch.ones(2, width)
-        rows = gather_labels("Owner", [LocalRows(torch.zeros(2).long(), None, inputs)], gather=True)
+        rows = gather_labels("Owner", [LocalRows(torch.zeros(2).long(), inputs=inputs)], gather=True)
         dimensions.compare("Owner", [inputs], rows)
 
     for width in (3, 3, 4, 4, 3):

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import resource
 import signal
 
 import numpy as np
@@ -108,6 +107,7 @@ def test_a_head_is_for_images_prepared_as_those_of_its_embeddings(checkpoint, tm
     assert load_checkpoint(tmp_path / "a.ckpt").preparation == preparation
 
 
+@pytest.mark.slow
 def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys):
     images = glyphs[0] / "images"
     paths = paths_of(images)
@@ -285,6 +285,8 @@ def test_a_model_with_whitening_or_scales_cannot_be_adapted(tmp_path):
 
 def adapt_on_full_disk(rank, world_size, embeddings, output):
     """The message of `adapt_head` when no file may be longer than a limit."""
+    import resource
+
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     with pytest.raises(OSError, match=r"^adapt_head: ") as error:

@@ -255,6 +255,7 @@ def test_an_update_embeds_only_the_images_that_are_new(own_copy, capsys, monkeyp
     assert set(made.paths(made.ids)) == {*paths, "new.png"} - {paths[7]}
 
 
+@pytest.mark.posix
 def test_images_in_linked_folders_are_indexed_and_special_files_are_named(own_copy, capsys):
     """An update keeps the rows of a folder that a link replaces, and a FIFO is skipped, with or without a table."""
     args = indexing(own_copy, own_copy / "index", "--update")

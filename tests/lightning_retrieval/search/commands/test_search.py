@@ -146,6 +146,7 @@ def search_to(indexed, capsys):
     return run
 
 
+@pytest.mark.posix
 @pytest.mark.refusal
 def test_page_must_be_a_regular_file(search_to, tmp_path):
     os.mkfifo(tmp_path / "fifo")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import signal
 from pathlib import Path
 
@@ -321,6 +320,8 @@ def test_invalid_input_raises_before_a_file_is_written(tmp_path, monkeypatch):
 
 
 def rows_built_with_few_open_files(rank, world, folder):
+    import resource
+
     set_block(50)
     index = RetrievalIndex(DIM, "IVF4,Flat")  # loads faiss
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

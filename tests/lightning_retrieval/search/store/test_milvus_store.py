@@ -1,6 +1,5 @@
 """An index in Milvus gives the results of exact search, and does not accept what Milvus accepts in silence."""
 
-import fcntl
 import inspect
 import json
 import os
@@ -378,6 +377,8 @@ def test_a_process_that_is_killed_leaves_the_published_index(tmp_path):
 
 
 def test_connections_to_one_file_share_it(tmp_path):
+    import fcntl
+
     uri = str(tmp_path / "photos.db")
     first = MilvusConnection(uri, may_create=True)
     second = MilvusConnection(uri, may_create=False)
@@ -436,6 +437,8 @@ def test_an_index_whose_file_is_being_written_opens_when_it_is_complete(tmp_path
 
 @pytest.mark.refusal
 def test_a_file_that_another_process_has_opened(tmp_path):
+    import fcntl
+
     uri = str(tmp_path / "photos.db")
     MilvusConnection(uri, may_create=True).close()
     with (tmp_path / "photos.db" / "LOCK").open() as lock:
