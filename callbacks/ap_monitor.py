@@ -84,7 +84,7 @@ def _local_batch(images: Images, batches: Sequence[Int[Tensor, " batch"]], shard
     nothing = batches[0][:0]
     of_process = [batch.sort().values for batch in batches] + [nothing] * (shard.count - len(batches))
     every = torch.cat(of_process).to(images.ids.device)
-    embeddings = images.embeddings.select(every).distribute([len(batch) for batch in of_process])
+    embeddings = images.embeddings.select(every).distribute(list(map(len, of_process)))
     local = images.select(of_process[shard.index].to(images.ids.device))
     return replace(local.at_finest_level(), embeddings=unit_rows([embeddings.to(images.ids.device)]))
 

@@ -188,7 +188,7 @@ class _ContinuedFile(ExperimentWriter):
         """Write the rows that were logged since the last call."""
         if not self.metrics:
             return
-        replaces = any(self._replaces(row) for row in self.metrics)
+        replaces = any(map(self._replaces, self.metrics))
         new_columns = self._record_new_keys()
         with writing("ResumableCSVLogger", self._file):
             if replaces or new_columns or not self._file.exists():

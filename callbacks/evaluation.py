@@ -117,7 +117,7 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
             shown only if there are several columns.
     """
     names = list(list(columns.values())[-1])
-    width = max(len(name) for name in names)
+    width = max(map(len, names))
     lines = []
     if len(columns) > 1:
         titles = [f"{title:>{_COLUMN_WIDTH}}" for title in columns]

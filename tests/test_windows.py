@@ -151,7 +151,7 @@ def hold_lock(folder):
 def test_a_lock_without_fcntl_keeps_others_out_and_ends_with_its_process(tmp_path):
     holder = start("hold_lock", tmp_path)
     try:
-        assert holder.stdout.readline().startswith(f"ValueError: second: {tmp_path} is being written to by another")
+        assert holder.stdout.readline().startswith(f"InvalidValue: second: {tmp_path} is being written to by another")
         with pytest.raises(ValueError, match=r"^other: .* is being written to by another process; wait"):
             folder_lock("other", tmp_path).__enter__()
     finally:

@@ -147,7 +147,7 @@ class _Transfers:
 
 def unit_rows(batches: Sequence[Float[Tensor, "_ dim"]]) -> UnitRows:
     """All rows of these batches, for a single process."""
-    rows = sum(len(batch) for batch in batches)
+    rows = sum(map(len, batches))
     return UnitRows(batches, torch.arange(rows, device=batches[0].device), [rows])
 
 

@@ -102,7 +102,9 @@ def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpoint", type=Path, metavar="C", help="checkpoint of the embeddings, if it was moved")
     parser.add_argument(
-        "--loss", default="LogRankLoss", help="loss of this library or of pytorch-metric-learning, default LogRankLoss"
+        "--loss",
+        default="LogRankLoss",
+        help="loss of this library or of pytorch-metric-learning, default LogRankLoss",
     )
     parser.add_argument("--loss_args", default="{}", metavar="JSON", help='arguments of the loss, as {"tau": 0.1}')
     parser.add_argument("--embedding_dim", type=int, metavar="D", help="new dimension, default that of the embeddings")
@@ -196,7 +198,10 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
         "--embeddings", type=Path, metavar="DIR", help="instead of these two: folder that `embed` wrote"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="INDEX", help="new folder for the index, or an index to replace or update"
+        "--output",
+        type=Path,
+        metavar="INDEX",
+        help="new folder for the index, or an index to replace or update",
     )
     _add_replacement(parser.add_mutually_exclusive_group())
     _add_store(parser, "--output")

@@ -231,7 +231,7 @@ def _listed(queries: Sequence[str]) -> ListedImages:
     files = [Path(os.path.abspath(query)) for query in queries]
     root = Path(files[0].anchor)
     paths = [file.relative_to(root).as_posix() for file in files]
-    return ListedImages.of_paths(root, paths, names=[str(file) for file in files])
+    return ListedImages.of_paths(root, paths, names=list(map(str, files)))
 
 
 @owned_by(OWNER)

@@ -97,7 +97,7 @@ class EarlierRows:
         self.difference = _difference(index.about, about)
         """Why none of the rows can be kept in the new index; None if rows can be kept."""
         self._name = name
-        paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
+        paths = itertools.chain.from_iterable(map(index.paths, self.ids.split(BLOCK)))
         self._rows = row_keys(self.ids, paths)
 
     def check_kept(self, rows: NewRows) -> None:

@@ -335,7 +335,7 @@ class RetrievalIndex:
         """
         with owned_by(OWNER), self._lock.reading():
             similarities, ids = self._search(queries, request)
-            return similarities, ids, [self._table.paths_of_found(row) for row in ids.numpy()]
+            return similarities, ids, list(map(self._table.paths_of_found, ids.numpy()))
 
     def _request(self, k: int, where: str | None, group_by: str | None) -> Request:
         k = check_results(k, len(self))

@@ -221,7 +221,7 @@ def _may_be_replaced(folder: Path) -> bool:
         try:
             content = json.loads(manifest.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):  # the file may be the damaged manifest of an index
-            has_inner = any(_is_inner(path) for path in folder.iterdir())
+            has_inner = any(map(_is_inner, folder.iterdir()))
             return has_inner and not _has_other_files(folder)
         return isinstance(content, dict) and content.get("format") == FORMAT.format
     return not _has_other_files(folder)
