@@ -21,7 +21,7 @@ from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_d
 from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.files import check_regular_file, new_file, writing
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned_by
 
 
 def run_folder(trainer: Any) -> Path:
@@ -146,7 +146,8 @@ class _ContinuedFile(ExperimentWriter):
         self._file = Path(self.metrics_file_path)
         self._replaceable: dict[str, list[set[str]]] = {}  # maps a step to metrics of replaceable rows
         self._written_early: dict[str, Any] | None = None  # a written row that Lightning has not logged yet
-        check_regular_file("ResumableCSVLogger", self._file)
+        with owned_by("ResumableCSVLogger"):
+            check_regular_file(self._file)
         if self._file.exists():
             self._read_earlier()
 
@@ -190,7 +191,7 @@ class _ContinuedFile(ExperimentWriter):
             return
         replaces = any(map(self._replaces, self.metrics))
         new_columns = self._record_new_keys()
-        with writing("ResumableCSVLogger", self._file):
+        with owned_by("ResumableCSVLogger"), writing(self._file):
             if replaces or new_columns or not self._file.exists():
                 self._rewrite()
             else:

@@ -23,7 +23,7 @@ from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from lightning_retrieval.files import new_file, writing
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.preparation.prepare import open_image
@@ -52,7 +52,7 @@ def save_and_log(trainer: pl.Trainer, path: Path, key: str, drawing: Drawing) ->
         drawing: an image, or a figure of matplotlib.
     """
     image = _as_image(drawing)
-    with writing("save_and_log", path):
+    with owned_by("save_and_log"), writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as file:
             image.save(file, format="PNG")

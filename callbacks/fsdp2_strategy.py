@@ -6,7 +6,7 @@ from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import ModelParallelStrategy
 from lightning_retrieval.checkpoints import check_can_be_sharded
 from lightning_retrieval.checks import short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -52,7 +52,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.shard_size = checked(self, shard_size=shard_size)
         self.sharded_checkpoints = checked(self, sharded_checkpoints=sharded_checkpoints)
         if sharded_checkpoints:
-            check_can_be_sharded(owner)
+            with owned_by(owner):
+                check_can_be_sharded()
         if not isinstance(timeout, timedelta | None):
             rule = "must be a datetime.timedelta"
             got = f"{short_repr(timeout)} ({type(timeout).__name__})"

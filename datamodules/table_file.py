@@ -19,7 +19,7 @@ from lightning_retrieval.checks import first_of
 from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.files import check_regular_file, is_system_error
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
 
@@ -83,7 +83,8 @@ class ListFile:
         """
         if self.path.is_dir():
             raise self.error(f"{self.path} must be a text file, got a folder")
-        check_regular_file(self.owner, self.path)
+        with owned_by(self.owner):
+            check_regular_file(self.path)
         encoding = "utf-8-sig"
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -608,7 +609,8 @@ def _form(field: str) -> str:
 def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:
     import pyarrow.parquet
 
-    check_regular_file(owner, path)
+    with owned_by(owner):
+        check_regular_file(path)
     table: dict[str, list[str]] = {}
     try:
         metadata = pyarrow.parquet.read_metadata(path)

@@ -50,7 +50,7 @@ from lightning_retrieval.files import (
     temporary_path,
     writing,
 )
-from lightning_retrieval.invalid import InvalidValue, MissingFile, MissingPackage
+from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, MissingPackage
 from lightning_retrieval.optional_packages import optional_import
 
 ZIP_START = b"PK\x03\x04"
@@ -197,7 +197,7 @@ def _digests(folder: Path) -> dict[str, str]:
     Raises:
         ValueError: if the manifest is damaged, or does not name the files of one saved checkpoint.
     """
-    digests = MANIFEST.read("checkpoint", folder).get("files")
+    digests = MANIFEST.read(folder).get("files")
     if not isinstance(digests, dict) or not all(map(FILE.fullmatch, digests)):
         raise ValueError(f"{folder / MANIFEST.name} must have checksums by file names.")
     saved = {name.partition("/")[0] for name in digests}
@@ -233,13 +233,12 @@ def map_tensors(content: Any, change: Callable[[str, Tensor], Tensor], name: str
     return content
 
 
-def check_content(owner: str, content: Any) -> None:
+def check_content(content: Any) -> None:
     """Raise if a checkpoint would take more memory or time than its file has bytes.
 
     A tensor can be a view that repeats a few stored values any number of times, and a list can contain itself.
 
     Args:
-        owner: prefix of error messages.
         content: content of the checkpoint, as read by `torch.load`.
 
     Raises:
@@ -259,10 +258,10 @@ def check_content(owner: str, content: Any) -> None:
             pending += [(value, depth + 1) for value in parts]
         if depth > MOST_DEPTH or shared > MOST_SHARED:  # lists that share lists may expand exponentially
             rule = "the checkpoint has lists or dicts that are nested too deeply"
-            raise InvalidValue(rule, owner, cure="take another one")
+            raise InvalidValue(rule, cure="take another one")
         if repeated > MOST_REPEATED_BYTES:
             rule = f"the checkpoint has a tensor of the shape {tuple(item.shape)}, of which the file stores only a part"
-            raise InvalidValue(rule, owner, cure="take another checkpoint")
+            raise InvalidValue(rule, cure="take another checkpoint")
 
 
 def _repeated_bytes(tensor: Tensor) -> int:
@@ -273,11 +272,10 @@ def _repeated_bytes(tensor: Tensor) -> int:
     return max(0, tensor.numel() * tensor.element_size() - stored)
 
 
-def write_checkpoint(owner: str, path: Path, content: Any) -> None:
+def write_checkpoint(path: Path, content: Any) -> None:
     """Write a checkpoint of one file. An earlier checkpoint, a file or a folder, is replaced when it is complete.
 
     Args:
-        owner: prefix of error messages.
         path: path of the file; its folder is created if it does not exist.
         content: the checkpoint.
 
@@ -285,7 +283,7 @@ def write_checkpoint(owner: str, path: Path, content: Any) -> None:
         OSError: if the file cannot be written; an earlier checkpoint is unchanged.
     """
     new = temporary_path(path)
-    with writing(owner, f"the checkpoint {path}"):
+    with writing(f"the checkpoint {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             _save(content, new)
@@ -357,14 +355,13 @@ def finish_replacement(path: Path) -> None:
         )
 
 
-def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
+def write_sharded_checkpoint(path: Path, content: Any) -> None:
     """Write a checkpoint; each process writes its shards. All processes must call this function.
 
     The path is a folder of a file system that all processes share. An earlier checkpoint is removed only after the new
     one is complete, whether it is a folder or a file.
 
     Args:
-        owner: prefix of error messages.
         path: path of the folder; that of the first process counts.
         content: the checkpoint, with `DTensor`s of several processes, for example.
 
@@ -393,7 +390,7 @@ def write_sharded_checkpoint(owner: str, path: Path, content: Any) -> None:
                 delete(saved.parent)
         if not isinstance(error, (OSError, RuntimeError)):
             raise
-        raise not_written(owner, f"the checkpoint {path}", error) from None
+        raise not_written(f"the checkpoint {path}", error) from None
 
 
 def _places(path: Path) -> tuple[Path, Path]:
@@ -498,20 +495,17 @@ def torch_writes_shards() -> bool:
     return writer is not None and "save_distributed" in inspect.signature(writer).parameters
 
 
-def check_can_be_sharded(owner: str) -> None:
+def check_can_be_sharded() -> None:
     """Raise unless the installed packages can write and read sharded checkpoints.
-
-    Args:
-        owner: prefix of error messages.
 
     Raises:
         ModuleNotFoundError: if safetensors is not installed, or torch is older than 2.9.
     """
-    with optional_import("sharded checkpoints need safetensors: pip install safetensors.", owner):
+    with optional_import("sharded checkpoints need safetensors: pip install safetensors."):
         import safetensors  # noqa: F401
     if not torch_writes_shards():
         cure = "update torch, or read and write checkpoints that are one file"
-        raise MissingPackage("sharded checkpoints need torch >= 2.9", owner, got=torch.__version__, cure=cure)
+        raise MissingPackage("sharded checkpoints need torch >= 2.9", got=torch.__version__, cure=cure)
 
 
 def read_checkpoint(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
@@ -576,7 +570,7 @@ def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Te
         ModuleNotFoundError: as for `check_can_be_sharded`.
         ValueError: if the files lack a tensor or a part of it.
     """
-    check_can_be_sharded("read_checkpoint")
+    check_can_be_sharded()
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -617,14 +611,13 @@ def _as_value_errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> None:
+def check_checkpoint(checkpoint: Any, part: slice = slice(None)) -> None:
     """Raise if a checkpoint is damaged.
 
     This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, and files
     from before torch 1.6, which have no checksums.
 
     Args:
-        owner: prefix of error messages.
         checkpoint: a path, or a stream.
         part: as for `find_damage`.
 
@@ -636,17 +629,16 @@ def check_checkpoint(owner: str, checkpoint: Any, part: slice = slice(None)) -> 
         and counts as damaged.
     """
     if isinstance(checkpoint, (str, Path)):
-        check_regular_file(owner, Path(checkpoint))
+        check_regular_file(Path(checkpoint))
     damage = find_damage(checkpoint, part)
     if damage is not None:
-        raise InvalidValue(f"the checkpoint {checkpoint} is damaged, {damage}", owner, cure="take another checkpoint")
+        raise InvalidValue(f"the checkpoint {checkpoint} is damaged, {damage}", cure="take another checkpoint")
 
 
-def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
+def check_checkpoint_exists(name: str, checkpoint: Any) -> None:
     """Raise unless an argument is a stream, a remote address, or the path of an existing checkpoint.
 
     Args:
-        owner: prefix of error messages.
         name: name of the argument.
         checkpoint: value of the argument.
 
@@ -659,22 +651,20 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
     is_address = isinstance(checkpoint, str) and "://" in checkpoint
     if is_stream or is_address:
         return
-    path = check_path(owner, name, checkpoint)
+    path = check_path(CALLER, name, checkpoint)
     finish_replacement(path)
     if path.is_dir() and not is_sharded_checkpoint(path):
-        raise InvalidValue("must be the path of a checkpoint", owner, name, got=f"the folder {path}")
+        raise InvalidValue("must be the path of a checkpoint", argument=name, got=f"the folder {path}")
     if not path.exists():
-        raise MissingFile("must be the path of a checkpoint", owner, name, got=f"{path}, which does not exist")
+        raise MissingFile("must be the path of a checkpoint", argument=name, got=f"{path}, which does not exist")
 
 
-def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> Path:
+def find_checkpoint(checkpoint: Path) -> Path:
     """The file of a checkpoint. For a folder, this is the best checkpoint of the newest run in it, which is logged.
 
     Args:
-        owner: prefix of error messages.
         checkpoint: a file, the folder of a run, or the folder with the runs `version_0`, `version_1` and so on. The
             newest run is the one with the highest number among those that have a file `checkpoints/best.ckpt`.
-        name: name of the argument that gives the checkpoint, for error messages.
 
     Raises:
         FileNotFoundError: if the path does not exist, or the folder has no such file.
@@ -683,7 +673,7 @@ def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> P
         return checkpoint
     rule = "must be a checkpoint that training wrote, or the folder of its runs"
     if not checkpoint.is_dir():
-        raise MissingFile(rule, owner, name, got=f"{checkpoint}, which does not exist")
+        raise MissingFile(rule, argument="checkpoint", got=f"{checkpoint}, which does not exist")
     runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
     runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
     for run in [checkpoint, *runs]:
@@ -694,4 +684,4 @@ def find_checkpoint(owner: str, checkpoint: Path, name: str = "checkpoint") -> P
             return best
     got = f"{checkpoint}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists"
     cure = "give the path of a file, or train with ModelCheckpoint(filename='best')"
-    raise MissingFile(rule, owner, name, got=got, cure=cure)
+    raise MissingFile(rule, argument="checkpoint", got=got, cure=cure)

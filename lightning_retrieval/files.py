@@ -229,11 +229,10 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_regular_file(owner: str, path: Path) -> None:
+def check_regular_file(path: Path) -> None:
     """Raise if a path is a FIFO, a socket or a device, whose reading need never end.
 
     Args:
-        owner: prefix of error messages.
         path: a file that will be read; whoever reads it reports that it is missing, or a folder.
 
     Raises:
@@ -241,7 +240,7 @@ def check_regular_file(owner: str, path: Path) -> None:
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         rule = f"{path} must be a regular file"
-        raise InvalidValue(rule, owner, got="a FIFO, a socket or a device", cure="give a file")
+        raise InvalidValue(rule, got="a FIFO, a socket or a device", cure="give a file")
 
 
 def leaves_root(path: str) -> bool:
@@ -283,11 +282,10 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def writing(owner: str, what: object) -> Iterator[None]:
+def writing(what: object) -> Iterator[None]:
     """Context in which a failure to write is raised as one sentence with the path, the reason and a cure.
 
     Args:
-        owner: prefix of the message.
         what: path of the file or folder, which the block must leave unchanged if it fails.
 
     Raises:
@@ -298,19 +296,18 @@ def writing(owner: str, what: object) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         if error_of_system(error) is None:
             raise
-        raise not_written(owner, what, error) from None
+        raise not_written(what, error) from None
 
 
-def not_written(owner: str, what: object, error: BaseException) -> NotWritten:
+def not_written(what: object, error: BaseException) -> NotWritten:
     """The error for a file that cannot be written.
 
     Args:
-        owner: prefix of the message.
         what: path of the file, which is unchanged.
         error: the error that has been raised, perhaps because of an error of the operating system.
     """
     cause = error_of_system(error)
-    return NotWritten(f"{what} cannot be written ({reason(cause or error)}); {_unchanged(cause)}.", owner)
+    return NotWritten(f"{what} cannot be written ({reason(cause or error)}); {_unchanged(cause)}.")
 
 
 def _unchanged(error: OSError | None) -> str:
@@ -381,11 +378,10 @@ class DigestStream:
         return self._digest.hexdigest()
 
 
-def write_verified(owner: str, path: Path, write: Callable[[DigestStream], object]) -> str:
+def write_verified(path: Path, write: Callable[[DigestStream], object]) -> str:
     """Write a file with `new_file`, and verify its content on the disk before it gets its name.
 
     Args:
-        owner: prefix of error messages.
         path: path of the file.
         write: function that writes the content to a stream.
 
@@ -409,7 +405,7 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], objec
         cause: BaseException = error
         if digest is not None and digest.error is not None:
             cause = digest.error
-        raise not_written(owner, path, cause) from None
+        raise not_written(path, cause) from None
     return digest.hexdigest()
 
 
@@ -443,7 +439,7 @@ class Manifest:
         header = {"format": self.format, "version": self.version, "sha256": _digest_of_values(values)}
         return (json.dumps({**header, **values}, indent=1) + "\n").encode()
 
-    def read(self, owner: str, folder: Path) -> dict[str, Any]:
+    def read(self, folder: Path) -> dict[str, Any]:
         """The values in the file.
 
         Raises:
@@ -453,22 +449,22 @@ class Manifest:
         path = folder / self.name
         if not path.is_file():
             rule = f"the {self.content} must be a folder with {self.name} in it"
-            raise MissingFile(rule, owner, got=folder, cure=f"`lightning-retrieval {self.command}` writes one")
+            raise MissingFile(rule, got=folder, cure=f"`lightning-retrieval {self.command}` writes one")
         try:
             values = dict(json.loads(path.read_bytes()))
             header = {name: values.pop(name, None) for name in ("format", "version", "sha256")}
             digest = _digest_of_values(values)
         except (TypeError, ValueError, RecursionError):  # RecursionError: thousands of nested lists
-            raise InvalidValue(f"{path} is damaged, it is not valid JSON", owner, cure=self.cure) from None
+            raise InvalidValue(f"{path} is damaged, it is not valid JSON", cure=self.cure) from None
         if header["format"] != self.format:
             rule = f"{path} must be a manifest of the format {self.format!r}, which it is not"
-            raise InvalidValue(rule, owner, cure="give another folder")
+            raise InvalidValue(rule, cure="give another folder")
         if header["version"] != self.version:
             rule = f"{folder} has format version {header['version']!r}, but this release reads version {self.version}"
-            raise InvalidValue(rule, owner, cure="write it again, or use the release that wrote it")
+            raise InvalidValue(rule, cure="write it again, or use the release that wrote it")
         lacks_checksum = header["sha256"] is None and self.may_lack_checksum
         if header["sha256"] != digest and not lacks_checksum:
-            raise InvalidValue(f"{path} is damaged, its checksum is not the one written in it", owner, cure=self.cure)
+            raise InvalidValue(f"{path} is damaged, its checksum is not the one written in it", cure=self.cure)
         return values
 
 
@@ -477,14 +473,13 @@ def _digest_of_values(values: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[Callable[[], None]]:
+def folder_lock(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[Callable[[], None]]:
     """Context that holds the lock of a folder; the operating system releases it if the process ends.
 
     Forked children, such as data-loader workers, do not hold the lock, because they may outlive a killed process.
     Windows has no shared locks: only the process that took the lock first holds it.
 
     Args:
-        owner: prefix of error messages.
         folder: an existing folder.
         name: name of the lock file in the folder.
         shared: whether the lock is shared with other processes that also pass `shared=True`.
@@ -497,34 +492,34 @@ def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = Fa
         OSError: if the lock file cannot be opened for writing.
     """
     take = _lock_of_posix if POSIX else _lock_of_windows
-    with take(owner, folder, name, shared=shared) as share:
+    with take(folder, name, shared=shared) as share:
         yield share
 
 
 @contextmanager
-def _lock_of_posix(owner: str, folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
-    with writing(owner, folder / name):
+def _lock_of_posix(folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
+    with writing(folder / name):
         opened = (folder / name).open("a+")
     with opened as file:
-        _take_lock(owner, folder, file, shared=shared)
+        _take_lock(folder, file, shared=shared)
         _locks.add(file)
         try:
-            yield partial(_take_lock, owner, folder, file, shared=True)
+            yield partial(_take_lock, folder, file, shared=True)
         finally:
             _locks.discard(file)
 
 
 @contextmanager
-def _lock_of_windows(owner: str, folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
+def _lock_of_windows(folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / name, timeout=0, thread_local=False)
-    with writing(owner, folder / name):
+    with writing(folder / name):
         try:
             if not shared:
                 lock.acquire()
         except Timeout:  # an `OSError`
-            raise _in_use(owner, folder) from None
+            raise _in_use(folder) from None
     try:
         yield lambda: None
     finally:
@@ -547,7 +542,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_locks)
 
 
-def _take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None:
+def _take_lock(folder: Path, file: IO[str], *, shared: bool) -> None:
     """Lock an open file, or convert its lock between shared and exclusive."""
     kind = _fcntl.LOCK_EX
     if shared:
@@ -555,7 +550,7 @@ def _take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None
     try:
         _fcntl.flock(file, kind | _fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _in_use(owner, folder) from None
+        raise _in_use(folder) from None
     except OSError:  # a file system without locks
         pass
 
@@ -572,7 +567,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def _in_use(owner: str, folder: Path) -> InvalidValue:
+def _in_use(folder: Path) -> InvalidValue:
     """The error for a folder whose lock another process holds."""
     rule = f"{folder} is being written to by another process"
-    return InvalidValue(rule, owner, cure="wait until it has finished, or give another path")
+    return InvalidValue(rule, cure="wait until it has finished, or give another path")

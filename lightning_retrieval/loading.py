@@ -25,7 +25,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.csv_rows import csv_rows
-from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data.describe import class_path, describe
@@ -105,12 +105,13 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
     """
     owner = cls.__name__
     check_flag(owner, "weights_only", weights_only)
-    check_checkpoint_exists(owner, "checkpoint_path", path)
     check_map_location(owner, map_location)
     replacing = None
-    if hparams_file is not None:
-        replacing = _read_hparams_file(owner, hparams_file)
-    check_checkpoint(owner, path)
+    with owned_by(owner):
+        check_checkpoint_exists("checkpoint_path", path)
+        if hparams_file is not None:
+            replacing = _read_hparams_file(hparams_file)
+        check_checkpoint(path)
     read: Any = _load
     if is_sharded_checkpoint(path):
         read = read_checkpoint
@@ -123,11 +124,10 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
     return checkpoint
 
 
-def _read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
+def _read_hparams_file(hparams_file: Any) -> dict[str, Any]:
     """Read the hyperparameters in a YAML or CSV file as plain data.
 
     Args:
-        owner: prefix of error messages.
         hparams_file: path of a YAML file, or of a CSV file with the columns key and value, as Lightning's loggers
             write.
 
@@ -136,11 +136,11 @@ def _read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
         ValueError: if the suffix is not .csv, .yaml or .yml, or the file does not hold names and plain values.
         TypeError: if `hparams_file` is not a path.
     """
-    path = check_path(owner, "hparams_file", hparams_file)
+    path = check_path(CALLER, "hparams_file", hparams_file)
     if path.suffix.lower() not in HPARAMS_SUFFIXES:
-        raise InvalidValue(f"must end in {', '.join(HPARAMS_SUFFIXES)}", owner, "hparams_file", got=path)
+        raise InvalidValue(f"must end in {', '.join(HPARAMS_SUFFIXES)}", argument="hparams_file", got=path)
     if not path.is_file():
-        raise MissingFile("must be an existing file", owner, "hparams_file", got=path)
+        raise MissingFile("must be an existing file", argument="hparams_file", got=path)
     try:
         if path.suffix.lower() == ".csv":
             with path.open(newline="", encoding="utf-8") as lines:
@@ -150,9 +150,9 @@ def _read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (ValueError, IndexError, MemoryError, RecursionError, yaml.YAMLError) as error:
         rule = "must be a file of plain values"
-        raise InvalidValue(rule, owner, "hparams_file", got=f"{path} ({first_line(error)})") from None
+        raise InvalidValue(rule, argument="hparams_file", got=f"{path} ({first_line(error)})") from None
     if not isinstance(content, dict):
-        raise InvalidValue("must be a file of names and values", owner, "hparams_file", got=path)
+        raise InvalidValue("must be a file of names and values", argument="hparams_file", got=path)
     return content
 
 

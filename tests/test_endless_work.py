@@ -346,7 +346,7 @@ def test_a_table_with_more_rows_than_bytes(tmp_path, run_alone):
 def errors_of_arrays(rank, world_size, folder):
     """The errors of loading an index one of whose arrays claims a size that its file does not have."""
     limited()
-    manifest, errors = FORMAT.read("test", folder), []
+    manifest, errors = FORMAT.read(folder), []
     for name in manifest["files"]:
         file = folder / name
         content = file.read_bytes()

@@ -260,7 +260,7 @@ def test_several_processes_and_sharded_checkpoints(users_folder, tmp_path, run_p
         folders[folder] = folder / "last.ckpt"
         write_states(folders[folder], lambda state: put_everywhere(state, f"local://{users_folder}"))
         if sharded is not None:
-            write_sharded_checkpoint("test", sharded, torch.load(folders[folder], weights_only=True))
+            write_sharded_checkpoint(sharded, torch.load(folders[folder], weights_only=True))
             folders[folder] = sharded
     of_first, of_second = run_processes(runs_of_a_subclass, 2, folders, backend=None)
     assert of_first == of_second
@@ -312,11 +312,11 @@ def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_p
     done = run(tmp_path / "run", 1)
     for other in ((), ("notes.txt",), ("0123456789abcdef/notes.txt",)):
         path = tmp_path / "run" / "sharded.ckpt"
-        write_sharded_checkpoint("test", path, {"epoch": 3})
+        write_sharded_checkpoint(path, {"epoch": 3})
         for name in other:
             (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_text("a note")
-        write_sharded_checkpoint("test", path, {"epoch": 4})
+        write_sharded_checkpoint(path, {"epoch": 4})
         assert read_checkpoint(path) == {"epoch": 4}
         done.strategy.remove_checkpoint(path)
         assert [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()] == list(other)
@@ -336,11 +336,11 @@ def test_other_files_of_a_replaced_folder_stay_visible(tmp_path, monkeypatch, ex
     if not exchanges:
         without_exchange(monkeypatch)
     path = tmp_path / "last.ckpt"
-    write_sharded_checkpoint("test", path, {"epoch": 3})
+    write_sharded_checkpoint(path, {"epoch": 3})
     (path / "notes").mkdir()
     (path / "notes" / "notes.txt").write_text("a note")
     with pytest.warns(UserWarning, match="had other files in its folder; they are in .*other-files-"):
-        write_checkpoint("test", path, {"epoch": 4})
+        write_checkpoint(path, {"epoch": 4})
     assert read_checkpoint(path) == {"epoch": 4}
     (kept,) = [file.relative_to(tmp_path) for file in tmp_path.rglob("*.txt")]
     assert not any(part.startswith(".") or "last" in part for part in kept.parts)
@@ -365,12 +365,12 @@ def test_a_file_of_the_user_beside_a_checkpoint_is_no_new_checkpoint(users_folde
     assert checkpoints.checkpoints_in(tmp_path) == []
     assert sorted(tmp_path.rglob("*")) == before
     without_exchange(monkeypatch)
-    write_sharded_checkpoint("test", path, {"epoch": 3})
+    write_sharded_checkpoint(path, {"epoch": 3})
     if kind == "link":  # to a checkpoint: only the link may go
         assert torch.load(tmp_path / "elsewhere") == {"epoch": 1}
         return
-    with pytest.raises(OSError, match=r"^test: the checkpoint .*last.ckpt cannot be written .*last.ckpt.new"):
-        write_checkpoint("test", path, {"epoch": 4})
+    with pytest.raises(OSError, match=r"^the checkpoint .*last.ckpt cannot be written .*last.ckpt.new"):
+        write_checkpoint(path, {"epoch": 4})
     assert read_checkpoint(path) == {"epoch": 3}
     assert set(before) <= set(tmp_path.rglob("*"))
 

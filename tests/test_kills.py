@@ -93,7 +93,7 @@ def save_shards(path, value):
     content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
     module.on_save_checkpoint(content)
     path.parent.mkdir(exist_ok=True)
-    write_sharded_checkpoint("test", path, {"pytorch-lightning_version": pl.__version__, **content})
+    write_sharded_checkpoint(path, {"pytorch-lightning_version": pl.__version__, **content})
 
 
 def save_in_two_steps(save, *args):

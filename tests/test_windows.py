@@ -140,9 +140,9 @@ def test_nothing_has_a_file_open_when_it_is_replaced_or_deleted(tmp_path):
 
 def hold_lock(folder):
     """Hold the lock of a folder until the process is killed."""
-    with folder_lock("first", folder) as share:
+    with folder_lock(folder) as share:
         share()
-        print(error_of(folder_lock("second", folder).__enter__), flush=True)
+        print(error_of(folder_lock(folder).__enter__), flush=True)
         time.sleep(600)
 
 
@@ -151,13 +151,13 @@ def hold_lock(folder):
 def test_a_lock_without_fcntl_keeps_others_out_and_ends_with_its_process(tmp_path):
     holder = start("hold_lock", tmp_path)
     try:
-        assert holder.stdout.readline().startswith(f"InvalidValue: second: {tmp_path} is being written to by another")
-        with pytest.raises(ValueError, match=r"^other: .* is being written to by another process; wait"):
-            folder_lock("other", tmp_path).__enter__()
+        assert holder.stdout.readline().startswith(f"InvalidValue: {tmp_path} is being written to by another")
+        with pytest.raises(ValueError, match=r"^/.* is being written to by another process; wait"):
+            folder_lock(tmp_path).__enter__()
     finally:
         holder.kill()
         holder.communicate()
-    with folder_lock("other", tmp_path):
+    with folder_lock(tmp_path):
         pass
 
 

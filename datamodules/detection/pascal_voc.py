@@ -10,7 +10,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
 from lightning_retrieval.datamodules.table_file import ListFile, find_file
 from lightning_retrieval.files import check_regular_file
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 
 Year = Literal["VOC2007", "VOC2012"]
 
@@ -111,7 +111,8 @@ def read_annotation(path: Path) -> Objects:
         FileNotFoundError: if the file does not exist.
         ValueError: if the file is not XML (the message has the line), or if an object is invalid.
     """
-    check_regular_file("PascalVOC", path)
+    with owned_by("PascalVOC"):
+        check_regular_file(path)
     try:
         tree = ElementTree.parse(path)
     except FileNotFoundError:

@@ -24,31 +24,30 @@ _numpy_scalar: Any = np.float64(0).__reduce__()[0]  # this is numpy.core.multiar
 _numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # this is numpy.core.numeric._frombuffer
 
 
-def load_plain_pickle(owner: str, path: Path) -> Any:
+def load_plain_pickle(path: Path) -> Any:
     """Load a pickle of lists, tuples, dicts, sets, text, bytes, numbers, bools, None and arrays of these.
 
     Args:
-        owner: prefix of error messages.
         path: the file.
 
     Raises:
         ValueError: if the pickle needs another function or type (the message has the name), cannot be unpickled, or has
             containers nested more than `MOST_LEVELS` deep.
     """
-    check_regular_file(owner, path)
+    check_regular_file(path)
     with path.open("rb") as file:
         try:
             value = _PlainUnpickler(file).load()
         except _ForbiddenError as forbidden:
             rule = f"{path} must contain only plain values and NumPy arrays of numbers and text"
             got = f"{forbidden}, which could run code and is not loaded"
-            raise InvalidValue(rule, owner, got=got, cure="download the file from its official source") from None
+            raise InvalidValue(rule, got=got, cure="download the file from its official source") from None
         except Exception as error:  # pickle does not document which errors it raises
             rule = f"{path} must be a pickle"
-            raise InvalidValue(rule, owner, got=f"a file that cannot be read as one ({error})") from None
+            raise InvalidValue(rule, got=f"a file that cannot be read as one ({error})") from None
     if _is_nested_deeply(value):
         rule = f"{path} is damaged: its lists must be nested in at most {MOST_LEVELS} levels"
-        raise InvalidValue(rule, owner, got="more", cure="download the file from its official source")
+        raise InvalidValue(rule, got="more", cure="download the file from its official source")
     return value
 
 

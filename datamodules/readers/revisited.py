@@ -27,7 +27,7 @@ from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
 from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths
 from lightning_retrieval.files import leaves_root
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RevisitedMetrics
 from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.preparation.training_transforms import PaperName
@@ -71,7 +71,8 @@ def read_ground_truth(owner: str, path: Path) -> GroundTruth:
         ValueError: if the pickle needs anything but plain values and arrays, has the format of the original protocol
             instead of the revisited protocol, or has an invalid value.
     """
-    content = load_plain_pickle(owner, path)
+    with owned_by(owner):
+        content = load_plain_pickle(path)
     if not isinstance(content, dict):
         raise InvalidValue(f"{path} must be a dict with imlist, qimlist and gnd", owner, got=type(content).__name__)
     if not content.keys() >= set(KEYS):

@@ -43,7 +43,7 @@ from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, 
 from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
-from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten
+from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned_by
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
     FORMAT,
@@ -229,10 +229,10 @@ class RetrievalCLI(LightningCLI):
             if path:
                 check_path(self._owner, "--ckpt_path", path)
             if path and Path(path).is_dir() and not is_checkpoint(Path(path)) and self.config.subcommand != "fit":
-                path = options.ckpt_path = str(find_checkpoint(self._owner, Path(path), "--ckpt_path"))
-            check_checkpoint(self._owner, path)
-        except (FileNotFoundError, ValueError) as error:
-            self.parser.error(str(error))
+                path = options.ckpt_path = str(find_checkpoint(Path(path)))
+            check_checkpoint(path)
+        except Invalid as error:
+            self.parser.error(str(error.of(self._owner, checkpoint="--ckpt_path")))
         if path and is_checkpoint(Path(path)):
             self._checkpoint = self._read_checkpoint(path)
 
@@ -375,14 +375,14 @@ class RetrievalCLI(LightningCLI):
                 folder = Path(given).expanduser()
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(folder_lock(self._owner, folder))
+                    stack.enter_context(folder_lock(folder))
                 except OSError as error:
                     self.parser.error(
                         f"{self._owner}: `--run_folder` must be a folder that can be written to, "
                         f"got {folder} ({reason(error)}); give another path."
                     )
-                except ValueError as error:
-                    self.parser.error(str(error))
+                except InvalidValue as error:
+                    self.parser.error(str(error.of(self._owner)))
             yield
 
     def after_fit(self) -> None:
@@ -580,7 +580,7 @@ class _SaveConfig(SaveConfigCallback):
                 content = {**yaml.safe_load(config), "model": self.model}
                 config = f"# {FORMAT_LINE}\n{yaml.safe_dump(content, sort_keys=False)}"
             path = folder / self.config_filename
-            with writing("fit", path):
+            with owned_by("fit"), writing(path):
                 folder.mkdir(parents=True, exist_ok=True)
                 with new_file(path) as file:
                     file.write(config.encode())

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
-from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable
+from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable, owned_by
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
@@ -338,7 +338,7 @@ class PretrainedModule(nn.Module):
             tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors rejects shared storages
         config = {"format": FORMAT, "version": VERSION, "init_args": arguments}
         metadata = {"format": "pt", CONFIG_DIGEST: _digest_of(arguments)}
-        with writing("Embedder", path), new_files(path, (CONFIG, WEIGHTS)) as new:
+        with owned_by("Embedder"), writing(path), new_files(path, (CONFIG, WEIGHTS)) as new:
             # `safetensors.torch.save_file` would create files that other users cannot read.
             (new / WEIGHTS).write_bytes(safetensors.save(tensors, metadata=metadata))
             (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -294,7 +294,7 @@ def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length
 
     try:
         file = Path(str(cached_file(name, TOKENIZER_FILE, **source)))
-        check_regular_file("TextEmbedder", file)
+        check_regular_file(file)
         if file.stat().st_size > LARGEST_STATE:
             raise ValueError(f"it has more than {LARGEST_STATE:,} bytes")
         text = file.read_text(encoding="utf-8")

@@ -38,7 +38,7 @@ from lightning_retrieval.files import (
     write_verified,
     writing,
 )
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 
 FILE_FORMATS = ("parquet", "npy")
@@ -259,10 +259,10 @@ class EmbeddingFolder:
         folder = cls(path, manifest)
         if folder.check_begun():
             return folder
-        with writing(CALLER, path):
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         content = FORMAT.encode(asdict(manifest))
-        write_verified(CALLER, path / MANIFEST, lambda stream: stream.write(content))
+        write_verified(path / MANIFEST, lambda stream: stream.write(content))
         return folder
 
     @classmethod
@@ -320,7 +320,7 @@ class EmbeddingFolder:
         Raises:
             ValueError: if another process is writing.
         """
-        with folder_lock(CALLER, self.path, LOCK) as share:
+        with folder_lock(self.path, LOCK) as share:
             delete_temporary_files(self.path)
             yield share
 
@@ -341,10 +341,10 @@ class EmbeddingFolder:
         rows = replace(rows, embeddings=embeddings, origin=self._origin(shard))
         if self.manifest.file_format == "npy":
             remove(self._file(shard))  # an older file, which would not match the new JSON file
-            write_verified(CALLER, self._file(shard, ".json"), partial(write_json, rows))
-            write_verified(CALLER, self._file(shard), partial(np.save, arr=embeddings))
+            write_verified(self._file(shard, ".json"), partial(write_json, rows))
+            write_verified(self._file(shard), partial(np.save, arr=embeddings))
         else:
-            write_verified(CALLER, self._file(shard), partial(write_parquet, rows))
+            write_verified(self._file(shard), partial(write_parquet, rows))
 
     def read(self, shard: int) -> ShardRows:
         """The rows of a shard.
@@ -397,7 +397,7 @@ class EmbeddingFolder:
         try:
             if file.stat().st_size == 0:
                 raise ValueError("it is empty")
-            check_regular_file(CALLER, file.with_suffix(".json"))
+            check_regular_file(file.with_suffix(".json"))
             yield
         except Exception as error:  # pyarrow and NumPy raise errors of many types for damaged files
             if is_system_error(error):
@@ -531,7 +531,7 @@ def _check_rows(rows: ShardRows) -> None:
 
 
 def _read_manifest(path: Path) -> EmbeddingManifest:
-    values = FORMAT.read(CALLER, path)
+    values = FORMAT.read(path)
     try:
         manifest = EmbeddingManifest(**values)
         _check_kinds(manifest)

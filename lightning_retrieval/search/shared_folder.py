@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from lightning_retrieval.distributed import rank, together, world_size
 from lightning_retrieval.files import delete, folder_lock, temporary_path, writing
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.search.embedding_folder import (
     LOCK,
     EmbeddingFolder,
@@ -224,12 +224,12 @@ def _begin(
     if rank() > 0:
         return [], [], ""
     check_output(folder.path)
-    with writing(CALLER, folder.path):
+    with writing(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
     share = stack.enter_context(folder.lock())
     folder.check_begun()
     token = temporary_path(folder.path / "token")
-    with writing(CALLER, folder.path):
+    with writing(folder.path):
         token.touch()
     stack.callback(delete, token)
     share()
@@ -247,4 +247,4 @@ def _join(folder: EmbeddingFolder, token: str, stack: ExitStack) -> None:
         rule = "must be on a file system that all processes share"
         got = f"{folder.path}, which rank {rank()} does not see as rank 0 does"
         raise InvalidValue(rule, argument="output", got=got, cure="give a path on a shared one")
-    stack.enter_context(folder_lock(CALLER, folder.path, LOCK, shared=True))
+    stack.enter_context(folder_lock(folder.path, LOCK, shared=True))

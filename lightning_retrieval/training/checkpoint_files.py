@@ -38,7 +38,7 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import plain_state
 from lightning_retrieval.distributed import rank, together, world_size
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
@@ -244,7 +244,8 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     settings = _settings_of_module(checkpoint)
     if settings is None:
         return None
-    check_content(MODULE.rpartition(".")[2], checkpoint)
+    with owned_by(MODULE.rpartition(".")[2]):
+        check_content(checkpoint)
     check_weights(MODULE.rpartition(".")[2], checkpoint)
     rename_plainly_in(checkpoint)
     reader = DescriptionReader(MODULE.rpartition(".")[2])
@@ -337,7 +338,8 @@ class ShardedRunCheckpoints:
             storage_options: options of the strategy's `CheckpointIO`, which does not write shards.
         """
         if self.writes_shards:
-            write_sharded_checkpoint(self.owner, Path(filepath), checkpoint)
+            with owned_by(self.owner):
+                write_sharded_checkpoint(Path(filepath), checkpoint)
         elif rank() == 0:
             self.strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -352,18 +354,19 @@ class ShardedRunCheckpoints:
             ValueError: if the checkpoint is damaged, or the path is a folder of another kind.
         """
         path = Path(checkpoint_path)
-        if is_sharded_checkpoint(path):
-            checkpoint: dict[str, Any] = self._read_shards(path, weights_only)
-        else:
-            check_checkpoint_exists(self.owner, "ckpt_path", path)
-            check_checkpoint(self.owner, path)
-            checkpoint = load_mapped(path, weights_only=weights_only)
-        check_content(self.owner, checkpoint)
         module = self.strategy.lightning_module
-        if module._trainer is not None:
-            from lightning_retrieval.training.restored_states import restrict_states  # needs Lightning, unlike `search`
+        with owned_by(self.owner):
+            if is_sharded_checkpoint(path):
+                checkpoint: dict[str, Any] = self._read_shards(path, weights_only)
+            else:
+                check_checkpoint_exists("ckpt_path", path)
+                check_checkpoint(path)
+                checkpoint = load_mapped(path, weights_only=weights_only)
+            check_content(checkpoint)
+            if module._trainer is not None:
+                from lightning_retrieval.training.restored_states import restrict_states  # needs Lightning
 
-            checkpoint = restrict_states(self.owner, module.trainer, checkpoint)
+                checkpoint = restrict_states(module.trainer, checkpoint)
         rename_plainly_in(checkpoint)
         module.unfilled -= checkpoint["state_dict"].keys()
         add_base_weights(self.owner, module, checkpoint)
@@ -376,7 +379,7 @@ class ShardedRunCheckpoints:
 
     def _read_shards(self, path: Path, weights_only: bool | None) -> Any:
         """The content of a sharded checkpoint; each process verifies some of the files, and reads only its shards."""
-        together(lambda: check_checkpoint(self.owner, path, slice(rank(), None, world_size())))
+        together(lambda: check_checkpoint(path, slice(rank(), None, world_size())))
         rest = read_rest(path, weights_only=weights_only)
         alike: dict[str, Any] = {
             f"state_dict/{name}": value for name, value in self.strategy.lightning_module.state_dict().items()

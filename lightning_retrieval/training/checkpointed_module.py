@@ -36,7 +36,7 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.files import remove
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.models.sides import TwoSides
 from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
@@ -76,16 +76,17 @@ class VerifiedCheckpoints(CheckpointIO):
         Raises:
             ValueError: if the file is damaged.
         """
-        check_checkpoint(self.owner, path)
         if weights_only is None:  # for a remote address, Lightning would treat None as False
             weights_only = True
-        if is_sharded_checkpoint(path):
-            content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
-        else:
-            content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
-        check_content(self.owner, content)
-        if self.trainer is not None:
-            content = restrict_states(self.owner, self.trainer, content)
+        with owned_by(self.owner):
+            check_checkpoint(path)
+            if is_sharded_checkpoint(path):
+                content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
+            else:
+                content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
+            check_content(content)
+            if self.trainer is not None:
+                content = restrict_states(self.trainer, content)
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -128,7 +129,8 @@ class _BesideTarget(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         file_system, local = fsspec.core.url_to_fs(str(path))
         if storage_options is None and isinstance(file_system, LocalFileSystem):
-            write_checkpoint(self.owner, Path(local), checkpoint)
+            with owned_by(self.owner):
+                write_checkpoint(Path(local), checkpoint)
         else:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -327,7 +329,8 @@ def restored_module(
     if not isinstance(state, dict):
         rule = "a checkpoint must have the weights of a module, its `state_dict`"
         raise InvalidValue(rule, cls.__name__, got="none")
-    check_content(cls.__name__, checkpoint)
+    with owned_by(cls.__name__):
+        check_content(checkpoint)
     module = module_of_checkpoint(cls, checkpoint, given)
     module.configure_model()
     module.on_load_checkpoint(checkpoint)

@@ -17,7 +17,7 @@ from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, Trai
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
@@ -366,8 +366,9 @@ class ManualTraining(OptimizedModule):
         warn_of_half_parameters(self)
         trainer: Any = self.trainer
         check_draws_images(type(self).__name__, trainer)
-        check_optimizer_states(type(self).__name__, trainer.optimizers)
-        check_links(type(self).__name__, trainer.callbacks)
+        with owned_by(type(self).__name__):
+            check_optimizer_states(trainer.optimizers)
+            check_links(trainer.callbacks)
         for config in trainer.lr_scheduler_configs:
             check_scheduler_length(type(self).__name__, trainer, config)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):

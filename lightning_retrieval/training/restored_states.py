@@ -83,7 +83,7 @@ def is_within(path: Any, folder: Any) -> bool:
     return ".." not in rest.split("/") and "::" not in rest and "://" not in rest
 
 
-def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def restrict_states(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Check the states of loops in a checkpoint, and drop what states of callbacks may not name.
 
     This is a collective call: the first process decides for all, because only it may see the folders.
@@ -101,53 +101,53 @@ def restrict_states(owner: str, trainer: Any, checkpoint: dict[str, Any]) -> dic
         ValueError: if the states are not those of callbacks and loops, a count is not one of a run, or the version is
             no version.
     """
-    _check_readable(owner, checkpoint)
-    checkpoint = _migrated(owner, checkpoint)
+    _check_readable(checkpoint)
+    checkpoint = _migrated(checkpoint)
     if checkpoint.get("loops"):
-        _check_loops(owner, trainer, _states(owner, "loops", checkpoint["loops"]))
+        _check_loops(trainer, _states("loops", checkpoint["loops"]))
     if trainer.state.fn == "fit":
-        _check_can_be_continued(owner, trainer, checkpoint)
-    for state in _list(owner, "optimizer_states", checkpoint.get("optimizer_states") or []):
-        _check_optimizer(owner, state)
-    for state in _list(owner, "lr_schedulers", checkpoint.get("lr_schedulers") or []):
-        _check_scheduler(owner, state)
+        _check_can_be_continued(trainer, checkpoint)
+    for state in _list("optimizer_states", checkpoint.get("optimizer_states") or []):
+        _check_optimizer(state)
+    for state in _list("lr_schedulers", checkpoint.get("lr_schedulers") or []):
+        _check_scheduler(state)
     if checkpoint.get("callbacks") is None:
         return checkpoint
-    states = dict(_states(owner, "callbacks", checkpoint["callbacks"]))
+    states = dict(_states("callbacks", checkpoint["callbacks"]))
     dropped: list[Any] = []
     for callback in trainer.callbacks:
         for key in {callback.state_key, callback._legacy_state_key}:
             if states.get(key):
-                _check_callback(owner, callback, states[key])
-                states[key] = _restricted(callback, _states(owner, "callbacks", states[key]), dropped)
+                _check_callback(callback, states[key])
+                states[key] = _restricted(callback, _states("callbacks", states[key]), dropped)
     checkpoint["callbacks"] = trainer.strategy.broadcast(states)
     if dropped:
         rank_zero_warn(
-            f"{owner}: the states of callbacks in the checkpoint name paths that are no checkpoints of this run, "
+            f"{type(trainer.lightning_module).__name__}: the states of callbacks in the checkpoint name paths that "
+            "are no checkpoints of this run, "
             f"{first_of(list(map(short_repr, dropped)), 3)}; they are ignored, and nothing there is read, "
             "written or deleted."
         )
     return checkpoint
 
 
-def _check_readable(owner: str, checkpoint: Any) -> None:
+def _check_readable(checkpoint: Any) -> None:
     """Raise unless Lightning can read the version and the progress of the loops in a checkpoint.
 
     Args:
-        owner: prefix of error messages.
         checkpoint: content of the checkpoint, with or without them.
 
     Raises:
         ValueError: if the version is no version, or a part of the progress is missing.
     """
     if not isinstance(checkpoint, Mapping):
-        raise InvalidValue("a checkpoint must be a dict, as Lightning writes it", owner, got=short_repr(checkpoint))
+        raise InvalidValue("a checkpoint must be a dict, as Lightning writes it", got=short_repr(checkpoint))
     version = checkpoint.get("pytorch-lightning_version", "0")
     try:
         Version(version)
     except (InvalidVersion, TypeError):
         rule = "a checkpoint must have a version such as '2.6.0' as pytorch-lightning_version"
-        raise InvalidValue(rule, owner, got=short_repr(version), cure="take another checkpoint") from None
+        raise InvalidValue(rule, got=short_repr(version), cure="take another checkpoint") from None
     pending = [("loops", checkpoint.get("loops") or {})]
     while pending:
         name, value = pending.pop()
@@ -155,30 +155,30 @@ def _check_readable(owner: str, checkpoint: Any) -> None:
         if not isinstance(value, Mapping) or (is_progress and not {"total", "current"} <= value.keys()):
             rule = "a checkpoint must have dicts with the progress of its loops"
             got = f"{short_repr(value)} for {name}"
-            raise InvalidValue(rule, owner, got=got, cure="take another checkpoint, or load only the weights")
+            raise InvalidValue(rule, got=got, cure="take another checkpoint, or load only the weights")
         if name == "loops" or name.endswith(("_loop", "progress")):
             pending += [(str(key), part) for key, part in value.items() if str(key).endswith(("_loop", "progress"))]
 
 
-def _migrated(owner: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _migrated(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint in the form of the installed release of Lightning."""
     try:
         migrated: dict[str, Any] = migrate_checkpoint(checkpoint)[0]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         rule = "the checkpoint must have the states that its release of Lightning wrote"
         got = f"others ({type(error).__name__}: {first_line(error)})"
-        raise InvalidValue(rule, owner, got=got, cure="take another checkpoint") from None
+        raise InvalidValue(rule, got=got, cure="take another checkpoint") from None
     return migrated
 
 
-def _states(owner: str, name: str, value: Any) -> dict[Any, Any]:
+def _states(name: str, value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
         rule = f"the checkpoint must have states by name in `{name}`"
-        raise InvalidValue(rule, owner, got=short_repr(value), cure="take another checkpoint")
+        raise InvalidValue(rule, got=short_repr(value), cure="take another checkpoint")
     return value
 
 
-def _check_can_be_continued(owner: str, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+def _check_can_be_continued(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
     """Raise if a checkpoint has only weights, so that no run can continue from it."""
     needed = ["lr_schedulers"]
     if trainer.strategy.lightning_restore_optimizer:
@@ -187,88 +187,87 @@ def _check_can_be_continued(owner: str, trainer: Any, checkpoint: Mapping[str, A
         if name not in checkpoint:
             rule = "a run can only continue from the checkpoint of a run"
             cure = "begin a new run with the module that `load_from_checkpoint` returns"
-            raise InvalidValue(rule, owner, got=f"one without {name}, such as one of the weights only", cure=cure)
+            raise InvalidValue(rule, got=f"one without {name}, such as one of the weights only", cure=cure)
 
 
-def _list(owner: str, name: str, value: Any) -> Sequence[Any]:
+def _list(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         rule = f"the checkpoint must have a list as `{name}`"
-        raise InvalidValue(rule, owner, got=short_repr(value), cure="take another checkpoint")
+        raise InvalidValue(rule, got=short_repr(value), cure="take another checkpoint")
     return value
 
 
-def _check_optimizer(owner: str, state: Any) -> None:
+def _check_optimizer(state: Any) -> None:
     """Raise unless `Optimizer.load_state_dict` can read the state of an optimizer."""
-    parts = _states(owner, "optimizer_states", state)
+    parts = _states("optimizer_states", state)
     if parts and parts.keys().isdisjoint(("state", "param_groups")):
         return  # of an optimizer with a form of its own
-    for group in _list(owner, "optimizer_states.param_groups", parts.get("param_groups")):
-        settings = _states(owner, "optimizer_states.param_groups", group)
-        for number in _list(owner, "optimizer_states.param_groups.params", settings.get("params")):
+    for group in _list("optimizer_states.param_groups", parts.get("param_groups")):
+        settings = _states("optimizer_states.param_groups", group)
+        for number in _list("optimizer_states.param_groups.params", settings.get("params")):
             if not isinstance(number, (int, str)):
-                raise _not_a_number(owner, "optimizer_states.param_groups.params", number)
-    of_parameters = _states(owner, "optimizer_states.state", parts.get("state"))
+                raise _not_a_number("optimizer_states.param_groups.params", number)
+    of_parameters = _states("optimizer_states.state", parts.get("state"))
     for name, one in of_parameters.items():
-        _states(owner, f"optimizer_states.state.{name}", one)
+        _states(f"optimizer_states.state.{name}", one)
     counts_steps = any("step" in one for one in of_parameters.values())
     for one in filter(None, of_parameters.values()):
         step = one.get("step")
         is_count = isinstance(step, (int, float)) or (isinstance(step, Tensor) and _is_score(step))
         if counts_steps and not (is_count and 0 <= step <= MOST_STEPS):
-            raise _not_a_number(owner, "optimizer_states.state.step", step)
+            raise _not_a_number("optimizer_states.state.step", step)
 
 
-def _check_loops(owner: str, trainer: Any, loops: Mapping[Any, Any]) -> None:
+def _check_loops(trainer: Any, loops: Mapping[Any, Any]) -> None:
     """Raise unless the states of the Trainer's loops are those of a run."""
     needed = f"{trainer.state.fn}_loop"  # the only one that Lightning restores; early releases have no others
     for name in LOOPS:
         if name in loops or name == needed:
-            _check_progress(owner, name, loops.get(name), getattr(trainer, name).state_dict())
+            _check_progress(name, loops.get(name), getattr(trainer, name).state_dict())
 
 
-def _check_progress(owner: str, name: str, state: Any, current: Mapping[str, Any]) -> None:
+def _check_progress(name: str, state: Any, current: Mapping[str, Any]) -> None:
     """Raise unless the counts in the state of a loop are numbers that a run can reach.
 
     Args:
-        owner: prefix of error messages.
         name: name of the state.
         state: the state, or a part of it.
         current: the same of this run, whose values are of the right kinds.
     """
-    state = _states(owner, name, state)
+    state = _states(name, state)
     is_progress = "progress" in name  # otherwise an earlier release may have had other parts
     if is_progress and state.keys() != current.keys():
         rule = f"the checkpoint must have {', '.join(current)} in {name}"
-        raise InvalidValue(rule, owner, got=short_repr(list(state)), cure="take another checkpoint")
+        raise InvalidValue(rule, got=short_repr(list(state)), cure="take another checkpoint")
     for key in state.keys() & current.keys():
         value, like = state[key], current[key]
         if isinstance(like, dict):
-            _check_progress(owner, f"{name}.{key}", value, like)
+            _check_progress(f"{name}.{key}", value, like)
         elif not _is_number_like(like, value):
-            raise _not_a_number(owner, f"{name}.{key}", value)
+            raise _not_a_number(f"{name}.{key}", value)
 
 
-def _check_scheduler(owner: str, state: Any) -> None:
+def _check_scheduler(state: Any) -> None:
     """Raise if the state of a scheduler, whose values become attributes, would replace a method or count too far."""
-    state = _states(owner, "lr_schedulers", state)
+    state = _states("lr_schedulers", state)
     for name in state:
         if name == "optimizer" or callable(getattr(LRScheduler, str(name), None)):
             rule = "the checkpoint must have the settings of schedulers in `lr_schedulers`"
             got = f"{name!r}, which is a part of each scheduler"
-            raise InvalidValue(rule, owner, got=got, cure="take another checkpoint")
+            raise InvalidValue(rule, got=got, cure="take another checkpoint")
     if not isinstance(state.get("last_epoch", 0), int):
-        raise _not_a_number(owner, "lr_schedulers.last_epoch", state["last_epoch"])
+        raise _not_a_number("lr_schedulers.last_epoch", state["last_epoch"])
     for name, value in state.items():
         if isinstance(value, int) and abs(value) > MOST_STEPS:
-            raise _not_a_number(owner, f"lr_schedulers.{name}", value)
+            raise _not_a_number(f"lr_schedulers.{name}", value)
 
 
-def _check_callback(owner: str, callback: Any, state: Any) -> None:
+def _check_callback(callback: Any, state: Any) -> None:
     """Raise if numbers in the state of one of Lightning's callbacks are of another kind than in its present state."""
     is_of_lightning = type(callback).__module__.startswith(Checkpoint.__module__.partition(".")[0])
     if not is_of_lightning or isinstance(callback, Checkpoint):
         return
-    pending = [(type(callback).__name__, _states(owner, "callbacks", state), callback.state_dict())]
+    pending = [(type(callback).__name__, _states("callbacks", state), callback.state_dict())]
     while pending:
         name, found, current = pending.pop()
         for key in found.keys() & current.keys():
@@ -276,9 +275,9 @@ def _check_callback(owner: str, callback: Any, state: Any) -> None:
             if type(like) is int:  # such as a time before the start
                 like = float(like)
             if isinstance(like, dict):
-                pending.append((full_name, _states(owner, full_name, value), like))
+                pending.append((full_name, _states(full_name, value), like))
             elif not _is_number_like(like, value):
-                raise _not_a_number(owner, full_name, value)
+                raise _not_a_number(full_name, value)
 
 
 def _is_number_like(like: Any, value: Any) -> bool:
@@ -292,20 +291,18 @@ def _is_number_like(like: Any, value: Any) -> bool:
     return type(like) is type(value) or not isinstance(like, bool)
 
 
-def _not_a_number(owner: str, name: str, value: Any) -> ValueError:
+def _not_a_number(name: str, value: Any) -> ValueError:
     return InvalidValue(
         f"the checkpoint must have a number that a run can reach as {name}",
-        owner,
         got=short_repr(value),
         cure="take another checkpoint",
     )
 
 
-def check_optimizer_states(owner: str, optimizers: Sequence[Optimizer]) -> None:
+def check_optimizer_states(optimizers: Sequence[Optimizer]) -> None:
     """Raise, before training begins, if settings are no numbers or the state of a parameter has another shape.
 
     Args:
-        owner: prefix of error messages.
         optimizers: the optimizers of a run, after its checkpoint, if any, has been loaded.
 
     Raises:
@@ -314,22 +311,22 @@ def check_optimizer_states(owner: str, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         needed = ELEMENTWISE.get(type(optimizer))
         for group in optimizer.param_groups:
-            _check_settings(owner, optimizer, group)
+            _check_settings(optimizer, group)
             if needed is not None:
                 further = [state for setting, state in WITH_SETTING.items() if group.get(setting)]
                 for parameter in group["params"]:
-                    _check_state(owner, parameter, optimizer.state.get(parameter), (*needed, *further))
+                    _check_state(parameter, optimizer.state.get(parameter), (*needed, *further))
         if needed is not None and not all(isinstance(key, Tensor) for key in optimizer.state):
             rule = "the checkpoint must have states of the parameters of the optimizer in `optimizer_states`"
-            raise InvalidValue(rule, owner, got="others too", cure="take another checkpoint")
+            raise InvalidValue(rule, got="others too", cure="take another checkpoint")
 
 
-def _check_settings(owner: str, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+def _check_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     """Raise if a setting of a group of parameters is missing or of another kind than its default value."""
     for name, default in optimizer.defaults.items():
         is_missing = type(optimizer) in ELEMENTWISE and name not in group
         if is_missing or not _is_setting_like(default, group.get(name, default)):
-            raise _not_a_number(owner, f"optimizer_states.param_groups.{name}", group.get(name))
+            raise _not_a_number(f"optimizer_states.param_groups.{name}", group.get(name))
 
 
 def _is_setting_like(default: Any, value: Any) -> bool:
@@ -344,7 +341,7 @@ def _is_setting_like(default: Any, value: Any) -> bool:
     return True
 
 
-def _check_state(owner: str, parameter: Tensor, state: Mapping[str, Any] | None, needed: Sequence[str]) -> None:
+def _check_state(parameter: Tensor, state: Mapping[str, Any] | None, needed: Sequence[str]) -> None:
     """Raise if an optimizer's state of a parameter lacks a tensor, or has one of another shape with many elements."""
     if not state:  # the parameter was not trained yet
         return
@@ -353,13 +350,12 @@ def _check_state(owner: str, parameter: Tensor, state: Mapping[str, Any] | None,
         is_allowed = isinstance(value, Tensor) or (name in COUNTERS and isinstance(value, (int, float)))
         if not is_allowed and (name in needed or value is not None):
             rule = f"the checkpoint must have a tensor for each parameter as the state {name!r} of its optimizer"
-            raise InvalidValue(rule, owner, got=short_repr(value), cure="take another checkpoint")
+            raise InvalidValue(rule, got=short_repr(value), cure="take another checkpoint")
     for name, value in state.items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
             raise InvalidValue(
                 f"the state {name!r} of the optimizer in the checkpoint must have the shape of its parameter, "
                 f"{tuple(parameter.shape)}",
-                owner,
                 got=tuple(value.shape),
                 cure="take another checkpoint",
             )
@@ -513,11 +509,10 @@ def is_file_or_checkpoint(path: Any) -> bool:
     return local.is_symlink() or not local.is_dir() or holds_checkpoint(local)
 
 
-def check_links(owner: str, callbacks: Sequence[Any]) -> None:
+def check_links(callbacks: Sequence[Any]) -> None:
     """Raise if `ModelCheckpoint(save_last="link")` would delete a folder that is no checkpoint, to put a link there.
 
     Args:
-        owner: prefix of error messages.
         callbacks: the callbacks of a run that has begun.
 
     Raises:
@@ -534,6 +529,5 @@ def check_links(owner: str, callbacks: Sequence[Any]) -> None:
         if not is_file_or_checkpoint(path):
             raise InvalidValue(
                 f"ModelCheckpoint(save_last='link') replaces {path} by a link, but that is a folder and no checkpoint",
-                owner,
                 cure="move it, or choose another `dirpath`",
             )

@@ -157,7 +157,7 @@ def recorded_checkpoint(about: Mapping[str, Any], given: Path | None, *, made: s
         if not is_checkpoint(given):
             rule = f"must be given, because the checkpoint that the {made} made with is no longer at {given}"
             raise MissingFile(rule, argument="checkpoint")
-    checkpoint = find_checkpoint(CALLER, given)
+    checkpoint = find_checkpoint(given)
     sha256 = checkpoint_digest(checkpoint)
     if sha256 == about.get("checkpoint_sha256"):
         return checkpoint
@@ -366,7 +366,7 @@ class ImageEmbedder:
         """
         check_integer(CALLER, "batch_size", batch_size, least=1)
         check_integer(CALLER, "num_workers", num_workers, least=0)
-        checkpoint = find_checkpoint(CALLER, checkpoint)
+        checkpoint = find_checkpoint(checkpoint)
         module = load_checkpoint(checkpoint)
         if side_of_module(module, "queries").tokenizer is not None:
             side = "candidates"

@@ -158,7 +158,7 @@ def export_model(
     program = EmbeddingProgram(embedder.module, preparation, input_type).eval()
     about = _about(program, embedder)
     made = ExportedModel(about)
-    with writing(OWNER, output), new_files(output, FILES) as new:
+    with writing(output), new_files(output, FILES) as new:
         exported = export_program(program)
         content = io.BytesIO()  # on a full disk, torch would end the process
         torch.export.save(exported, content, extra_files={METADATA: json.dumps(about)})

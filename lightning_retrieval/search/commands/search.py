@@ -19,7 +19,7 @@ import torch
 
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import new_file, not_written, reason
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
 from lightning_retrieval.search.commands.options import model_settings
@@ -98,7 +98,7 @@ def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about:
         with new_file(_page_target(page)) as file:
             file.write(source.encode())
     except OSError as error:
-        raise not_written(CALLER, f"`html` {page}", error) from None
+        raise not_written(f"`html` {page}", error) from None
     if missing:
         hits = sum(len(result.hits) for result in results)
         print(

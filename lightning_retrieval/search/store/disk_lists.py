@@ -116,7 +116,7 @@ def move_to_disk(index: Any, path: Path) -> Part:
     """
     faiss = load_faiss()
     ivf = faiss.extract_index_ivf(index)
-    write_verified(CALLER, path, partial(_write_lists, ivf))
+    write_verified(path, partial(_write_lists, ivf))
     # New lists: emptied lists would keep their memory, which adds up if each part fills different lists.
     empty = faiss.ArrayInvertedLists(ivf.nlist, ivf.code_size)
     ivf.replace_invlists(empty, True)
@@ -284,7 +284,7 @@ def add_on_disk(
     if launch is None:
         return assigned.add_to(shards)
     trained = assigned.folder / TRAINED
-    write_verified(CALLER, trained, partial(write_shard, shards[0]))
+    write_verified(trained, partial(write_shard, shards[0]))
     launch()
     with _other_processes():
         mine = scatter_objects(assigned.divide(world_size()))

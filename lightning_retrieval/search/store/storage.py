@@ -32,7 +32,7 @@ from lightning_retrieval.files import (
     write_verified,
     writing,
 )
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 MANIFEST = "manifest.json"
 REBUILD = "build the index again"
@@ -83,7 +83,7 @@ class NewVersion:
             OSError: if the file cannot be written completely.
         """
         path = self.inner / name
-        digest = write_verified(CALLER, path, write)
+        digest = write_verified(path, write)
         self._fingerprints[f"{self.inner.name}/{name}"] = _fingerprint(path, digest)
         return path
 
@@ -107,7 +107,7 @@ class NewVersion:
             flush(path)
         self.is_published = True  # set first, so that an interrupt cannot lead to the deletion of files in the manifest
         try:
-            write_verified(CALLER, self._folder / MANIFEST, lambda stream: stream.write(content))
+            write_verified(self._folder / MANIFEST, lambda stream: stream.write(content))
         except OSError:
             self.is_published = False
             raise
@@ -132,12 +132,12 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
         rule = "the index must be written to a folder"
         raise InvalidValue(rule, got=f"{folder}, which is inside a file", cure="give another path") from None
     except OSError as error:
-        raise not_written(CALLER, folder, error) from None
-    with folder_lock(CALLER, folder):
+        raise not_written(folder, error) from None
+    with folder_lock(folder):
         delete_temporary_files(folder)
         _delete_unused(folder)
         version = NewVersion(folder, folder / f"files-{secrets.token_hex(4)}")
-        with writing(CALLER, folder):
+        with writing(folder):
             version.inner.mkdir()
         try:
             yield version
@@ -193,7 +193,7 @@ def _check_files(folder: Path, expected: Mapping[str, Any], verify: bool) -> dic
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of an index; raise if it is damaged or not a manifest."""
-    manifest = FORMAT.read(CALLER, folder)
+    manifest = FORMAT.read(folder)
     is_valid = manifest.keys() == {"files", "settings"} and _lists_files(manifest["files"])
     if not is_valid or not isinstance(manifest["settings"], dict):
         raise InvalidValue(f"{folder / MANIFEST} is damaged, it does not list files and settings", cure=REBUILD)

@@ -25,13 +25,13 @@ def test_names_of_older_and_newer_numpy_are_known(tmp_path, name, value):
     data, changed = re.subn(rb"cnumpy\._?core\.multiarray\n", name, pickle.dumps(value, 2))
     assert changed == 1
     (tmp_path / "value.pkl").write_bytes(data)
-    assert np.array_equal(load_plain_pickle("X", tmp_path / "value.pkl"), value)
+    assert np.array_equal(load_plain_pickle(tmp_path / "value.pkl"), value)
 
 
 def test_numpys_own_dtype_is_not_changed(tmp_path):
     """An array of the other byte order sets the state of its dtype."""
     value = np.arange(3, dtype=">i8")
-    assert np.array_equal(load_plain_pickle("X", write_pickle(tmp_path / "value.pkl", value, 2)), value)
+    assert np.array_equal(load_plain_pickle(write_pickle(tmp_path / "value.pkl", value, 2)), value)
     assert np.dtype("i8").isnative
 
 
@@ -62,7 +62,7 @@ def test_functions_that_may_be_called_cannot_be_changed(tmp_path, function):
     state = pickle.dumps((None, {"__defaults__": None, "__kwdefaults__": None}), 0)[:-1]
     (tmp_path / "x.pkl").write_bytes(f"c{function}\n".encode() + state + b"b.")
     with pytest.raises(ValueError, match=r"x.pkl must contain only plain values .*, got the state of a function"):
-        load_plain_pickle("X", tmp_path / "x.pkl")
+        load_plain_pickle(tmp_path / "x.pkl")
 
 
 class DtypeWithState:
@@ -90,21 +90,21 @@ class DtypeWithState:
 def test_dtypes_that_are_not_plain_raise(tmp_path, state, protocol):
     (tmp_path / "x.pkl").write_bytes(pickle.dumps([DtypeWithState(state)], protocol))
     with pytest.raises(ValueError, match=r"x.pkl must contain only plain values .*, got a dtype with the state \("):
-        load_plain_pickle("X", tmp_path / "x.pkl")
+        load_plain_pickle(tmp_path / "x.pkl")
     assert np.dtype("f8").flags == 0
 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_bytes_and_bytearrays_are_read_in_all_protocols(tmp_path, protocol):
     values = [bytearray(b"a\xff"), bytearray(), b"", b"\xff\x00"]
-    assert load_plain_pickle("X", write_pickle(tmp_path / "x.pkl", values, protocol)) == values
+    assert load_plain_pickle(write_pickle(tmp_path / "x.pkl", values, protocol)) == values
 
 
 @refusal
 @pytest.mark.parametrize("kind", [bytes, bytearray])
 def test_bytes_made_from_a_number_allocate_no_memory(tmp_path, kind):
     with pytest.raises(ValueError, match=r"x.pkl must be a pickle, .* \(memoryview: a bytes-like object is required"):
-        load_plain_pickle("X", write_pickle(tmp_path / "x.pkl", Call(kind, 10**7), 2))
+        load_plain_pickle(write_pickle(tmp_path / "x.pkl", Call(kind, 10**7), 2))
 
 
 ATTACKS = {

@@ -271,7 +271,7 @@ def test_numpy_and_plain_values_are_read(tmp_path, protocol, kind):
     assert truth.boxes == [list(entry["bbx"]) for entry in GND]
     assert truth.lists == {k: [entry[k] for entry in GND] for k in ("easy", "hard", "junk")}
     assert {type(position) for of_query in truth.lists["easy"] for position in of_query} == {int}
-    assert load_plain_pickle("X", path)["extra"] == [{1, 2}, frozenset([b"x"]), None, True, 1.5]
+    assert load_plain_pickle(path)["extra"] == [{1, 2}, frozenset([b"x"]), None, True, 1.5]
 
 
 GONE = object()

@@ -232,7 +232,7 @@ def test_what_a_killed_run_has_left_is_deleted_when_its_folder_is_continued(tmp_
     names = [f".{number * 16}.tmp" for number in "abc"]
     (folder / names[0]).write_bytes((folder / "last.ckpt").read_bytes()[:-99])
     for name in names[1:]:
-        write_sharded_checkpoint("test", folder / name, {"epoch": 3})
+        write_sharded_checkpoint(folder / name, {"epoch": 3})
     for other in (names[2] + "/notes.txt", "notes.tmp", ".notes.tmp"):
         (folder / other).write_text("the user's")
     fit(tmp_path, *once)

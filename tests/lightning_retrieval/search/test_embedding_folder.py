@@ -210,7 +210,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
 def test_a_forged_manifest_is_invalid(tmp_path):
     EmbeddingFolder.create(tmp_path, MANIFEST)
     file = tmp_path / "_manifest.json"
-    values = FORMAT.read("", tmp_path)
+    values = FORMAT.read(tmp_path)
     changes = [{name: 0} for name in ("shard_size", "dtype", "about", "model_sha256")]
     forged = [FORMAT.encode({**values, **change}) for change in (*changes, {"images": "5"})]
     other_version = b'{"format": "lightning-retrieval embeddings", "version": 7}'

@@ -672,7 +672,7 @@ class RunsCode:
 
 def manifest_with(path, **changes):
     """Write changed values into a manifest, with a valid checksum."""
-    values = checkpoints.MANIFEST.read("test", path)
+    values = checkpoints.MANIFEST.read(path)
     (path / "checkpoint.json").write_bytes(checkpoints.MANIFEST.encode({**values, **changes}))
 
 
@@ -721,7 +721,7 @@ def test_damaged_shards_are_refused(ranks, folder, tmp_path, name):
     damage, sentence = DAMAGES[name]
     damage(path, saved)
     with pytest.raises(ValueError, match=f"^test: the checkpoint .*damaged.ckpt is damaged, {sentence}"):
-        check_checkpoint("test", path)
+        check_checkpoint(path)
 
 
 @needs_shards
