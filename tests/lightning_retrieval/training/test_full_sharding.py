@@ -720,7 +720,7 @@ def test_damaged_shards_are_refused(ranks, folder, tmp_path, name):
     (saved,) = (inner for inner in path.iterdir() if inner.is_dir())
     damage, sentence = DAMAGES[name]
     damage(path, saved)
-    with pytest.raises(ValueError, match=f"^test: the checkpoint .*damaged.ckpt is damaged, {sentence}"):
+    with pytest.raises(ValueError, match=f"^the checkpoint .*damaged.ckpt is damaged, {sentence}"):
         check_checkpoint(path)
 
 
