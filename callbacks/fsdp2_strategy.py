@@ -55,9 +55,13 @@ class FSDP2Strategy(ModelParallelStrategy):
             with owned_by(owner):
                 check_can_be_sharded()
         if not isinstance(timeout, timedelta | None):
-            rule = "must be a datetime.timedelta"
-            got = f"{short_repr(timeout)} ({type(timeout).__name__})"
-            raise InvalidType(rule, owner, "timeout", got=got, cure="use timedelta(minutes=30)")
+            raise InvalidType(
+                "must be a datetime.timedelta",
+                owner,
+                "timeout",
+                got=f"{short_repr(timeout)} ({type(timeout).__name__})",
+                cure="use timedelta(minutes=30)",
+            )
 
     def setup_environment(self) -> None:
         """Join the processes of the run; raise before if `shard_size` does not divide their number."""

@@ -280,8 +280,12 @@ class RetrievalDataLoader(DataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         if not isinstance(batch_sampler, GlobalBatchSampler):
-            rule = "must be a GlobalBatchSampler such as PKSampler"
-            raise InvalidType(rule, "RetrievalDataLoader", "batch_sampler", got=type(batch_sampler).__name__)
+            raise InvalidType(
+                "must be a GlobalBatchSampler such as PKSampler",
+                "RetrievalDataLoader",
+                "batch_sampler",
+                got=type(batch_sampler).__name__,
+            )
         _check_size(dataset, batch_sampler)
         self._fixed_start = start is not None
         self._rank_sampler = RankBatchSampler(batch_sampler, epoch=epoch, start=0 if start is None else start)

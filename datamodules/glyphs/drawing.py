@@ -49,8 +49,9 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     if cache_dir is None:
         return _expand_user(_user_cache_folder()) / "lightning-retrieval"
     if not isinstance(cache_dir, str | Path):
-        rule = "must be a string, a path or None"
-        raise InvalidType(rule, "load_glyph_images", "cache_dir", got=type(cache_dir).__name__)
+        raise InvalidType(
+            "must be a string, a path or None", "load_glyph_images", "cache_dir", got=type(cache_dir).__name__
+        )
     if not str(cache_dir):
         raise InvalidValue("must name a folder", "load_glyph_images", "cache_dir", got="''")
     return _expand_user(Path(cache_dir))

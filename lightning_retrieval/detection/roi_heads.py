@@ -44,8 +44,9 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
     def __init__(self, roi_heads: nn.Module, loss: nn.Module) -> None:
         check_roi_heads("RankedRoIHeads", "roi_heads", roi_heads)
         if not isinstance(loss, nn.Module):
-            rule = "must be a module such as DetectionAPLoss"
-            raise InvalidType(rule, "RankedRoIHeads", "loss", got=short_repr(loss))
+            raise InvalidType(
+                "must be a module such as DetectionAPLoss", "RankedRoIHeads", "loss", got=short_repr(loss)
+            )
         nn.Module.__init__(self)
         for name, value in vars(roi_heads).items():
             if isinstance(value, dict):  # layers, parameters, hooks: the original heads must not get the loss

@@ -334,9 +334,13 @@ class WeightedSum(BatchLoss):
         super().__init__()
         owner = type(self).__name__
         if not isinstance(losses, Mapping):
-            rule = "must map a name to (weight, loss)"
-            cure = 'pass {"ap": (1.0, SmoothAPLoss()), ...}'
-            raise InvalidType(rule, owner, "losses", got=type(losses).__name__, cure=cure)
+            raise InvalidType(
+                "must map a name to (weight, loss)",
+                owner,
+                "losses",
+                got=type(losses).__name__,
+                cure='pass {"ap": (1.0, SmoothAPLoss()), ...}',
+            )
         if not losses:
             raise InvalidValue("must hold at least one term", owner, "losses", got=short_repr(losses))
         self.weights: dict[str, float | Schedule] = {}

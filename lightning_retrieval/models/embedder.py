@@ -312,8 +312,12 @@ class Embedder(PretrainedModule):
         """Use a module, or build the backbone with this name; set the attributes that depend on the backbone."""
         check_mapping("Embedder", "backbone_args", backbone_args)
         if not isinstance(backbone, (str, nn.Module)):
-            rule = "must be the name of a model or a torch.nn.Module"
-            raise InvalidType(rule, "Embedder", "backbone", got=f"{short_repr(backbone)} ({type(backbone).__name__})")
+            raise InvalidType(
+                "must be the name of a model or a torch.nn.Module",
+                "Embedder",
+                "backbone",
+                got=f"{short_repr(backbone)} ({type(backbone).__name__})",
+            )
         name = type(backbone).__name__
         if isinstance(backbone, str):
             name = backbone

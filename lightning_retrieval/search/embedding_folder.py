@@ -520,7 +520,7 @@ def check_output(path: Path) -> None:
 
 def _check_rows(rows: ShardRows) -> None:
     """Raise ValueError unless there is an id, a path and a label or None for each row of a matrix of numbers."""
-    counts = set(map(len, (rows.embeddings, rows.ids, rows.paths, rows.labels)))
+    counts = {len(column) for column in (rows.embeddings, rows.ids, rows.paths, rows.labels)}
     shapes = rows.embeddings.ndim, rows.ids.ndim
     texts = [*rows.paths, rows.origin, rows.image_files, *itertools.chain.from_iterable(rows.unreadable)]
     if len(counts) > 1 or shapes != (2, 1) or rows.embeddings.dtype.kind != "f" or rows.ids.dtype.kind != "i":

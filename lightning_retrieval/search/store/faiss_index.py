@@ -20,9 +20,9 @@ from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import short_repr
+from lightning_retrieval.checks import check_string
 from lightning_retrieval.files import POSIX, DigestStream
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store.rows import BLOCK, Rows, normalized_blocks, normalized_sample
@@ -51,9 +51,7 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
         TypeError: if `factory` or `parameters` is not a string.
     """
     faiss = load_faiss()
-    if not isinstance(factory, str):
-        rule = "must be a string, such as 'Flat'"
-        raise InvalidType(rule, argument="factory", got=f"{short_repr(factory)} ({type(factory).__name__})")
+    check_string(CALLER, "factory", factory)
     try:
         if "IDMap" in factory:
             raise RuntimeError("ids are always kept, so omit IDMap")
@@ -124,9 +122,7 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
             not an integer >= 1.
         TypeError: if `parameters` is not a string.
     """
-    if not isinstance(parameters, str):
-        rule = "must be a string, such as 'nprobe=16'"
-        raise InvalidType(rule, argument="parameters", got=f"{short_repr(parameters)} ({type(parameters).__name__})")
+    check_string(CALLER, "parameters", parameters)
     if not parameters:
         return
     _check_counts(parameters)
