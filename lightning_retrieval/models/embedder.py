@@ -88,17 +88,10 @@ class Embedder(PretrainedModule):
             frozen weights, which are loaded again from `weights`. `merge_lora` merges the adapters into the backbone.
         gradient_checkpointing: whether the blocks of a backbone of timm or Hugging Face are checkpointed, which takes
             less memory, but about a third more time.
-<<<<<<< HEAD
         channels_last: whether the weights of convolutions have the memory format `torch.channels_last`, with which they
             are faster on CPUs, and on GPUs in half precision. Values differ by rounding errors only, and files do not
             depend on it. If None, convolutional networks have it that are given by name, or that are modules of this
             library, torchvision or timm. Other modules are left as they are.
-=======
-        channels_last: whether the weights of convolutions are kept in the memory format `torch.channels_last`, in which
-            convolutions are faster on CPUs, and on GPUs in half precision. Values differ by rounding errors only, and
-            files do not depend on it. If None, this is so for convolutional networks that are given by name, or that are
-            modules of this library, torchvision or timm; other modules are left as they are.
->>>>>>> parent of 04140dee (Update parameters in one fused loop where Adam, AdamW or SGD offers it and the user has not chosen)
 
     Raises:
         ValueError: if the backbone, the weights or the pooling is unknown, a dimension is below 1, `weights` are given
