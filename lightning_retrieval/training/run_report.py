@@ -361,7 +361,7 @@ class _FirstStep:
         if memory.start_step == "auto":
             text += ", as soon as MemoryMonitor finds little drift"
         elif memory.start_step:
-            text += f", from step {memory.start_step} on"
+            text += f", from step {memory.start_step + 1} on"  # the batch of step `start_step` is the first one stored
         return text
 
     def _images(self) -> str:
