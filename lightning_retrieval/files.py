@@ -566,7 +566,9 @@ def _take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process of this machine holds a lock of POSIX on a file."""
+    """Whether another process of this machine holds a lock of POSIX on a file; False on Windows."""
+    if not POSIX:
+        return False
     try:
         with path.open("rb") as file:
             _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
