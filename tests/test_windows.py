@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path, PureWindowsPath
 
 import pytest
@@ -79,7 +80,10 @@ def change_files_in_use(folder):
     assert mapped.tolist() == [49, 50, 51, 52]
     del mapped
     remove(folder / "mapped")
-    rename(folder / "free", folder / "open")
+    files.SECONDS_IN_USE = 60
+    reader = (folder / "open").open("rb")
+    threading.Timer(0.2, reader.close).start()
+    rename(folder / "free", folder / "open")  # waits for the reader
     return {"errors": errors, "files": sorted(path.name for path in folder.iterdir())}
 
 
@@ -120,6 +124,8 @@ def save_again(folder):
     index.save(folder / "index")
     mapped = RetrievalIndex.load(folder / "index", mapped=True)
     index.save(folder / "index")
+    index.save(folder / "Bücher")
+    found = RetrievalIndex.load(folder / "Bücher", mapped=True).search(torch.eye(4), 3)[1]
     for content in ("old", "new"):
         with new_files(folder / "files", ["a", "b"]) as new:
             (new / "a").write_text(content)
@@ -128,6 +134,7 @@ def save_again(folder):
         "is_open": loaded is not module and len(mapped) == 100,
         "files": (folder / "files" / "a").read_text(),
         "reads": len(RetrievalIndex.load(folder / "index")),
+        "finds": torch.equal(found, mapped.search(torch.eye(4), 3)[1]),
     }
 
 
@@ -136,7 +143,7 @@ def save_again(folder):
 def test_nothing_has_a_file_open_when_it_is_replaced_or_deleted(tmp_path):
     found, log = result_of("save_again", tmp_path)
     assert log == ""
-    assert found == {"steps": [3, 6], "is_open": True, "files": "new", "reads": 100}
+    assert found == {"steps": [3, 6], "is_open": True, "files": "new", "reads": 100, "finds": True}
 
 
 def take_lock(folder):
