@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_retrieval.backend import CSVLogger, TensorBoardLogger, WandbLogger, pl, rank_zero_warn, sized_len
+from lightning_retrieval.backend import (
+    CSVLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+    sized_len,
+)
 from lightning_retrieval.callbacks.evaluation_sets import (
     EvaluationSet,
     MetricProvider,
@@ -99,6 +107,9 @@ def log_best(trainer: pl.Trainer, best: Mapping[str, float]) -> None:
         elif isinstance(logger, WandbLogger) and trainer.is_global_zero:
             logger.experiment.summary.update(named)
 
+
+DEFAULT_KS = (1, 10, 100)  # of R@k, as far as they are at most the number of ranked images
+_OF_DIMS = re.compile(r"/\d+d$")  # end of the name of a metric of the first dimensions
 
 # The table of metrics that is printed at the end of an evaluation.
 
@@ -198,7 +209,7 @@ class RetrievalEvaluation(pl.Callback):
     it reads as `labels`.
 
     Args:
-        ks: the k of R@k, each >= 1.
+        ks: the k of R@k, each >= 1; if None, those of 1, 10 and 100 that are at most the number of ranked images.
         before_fit: whether to evaluate the test set with the untrained model before training, and log the results as
             `test/...` at step 0. The pooled features of the backbone of an `Embedder` are then evaluated, too, without
             the new head, and logged as `backbone/test/...`; these results show the quality of the pretrained weights
@@ -243,7 +254,7 @@ class RetrievalEvaluation(pl.Callback):
 
     def __init__(
         self,
-        ks: Sequence[int] = (1, 10, 100),
+        ks: Sequence[int] | None = None,
         *,
         before_fit: bool = False,
         map_ks: Sequence[int] = (),
@@ -257,7 +268,7 @@ class RetrievalEvaluation(pl.Callback):
         self.before_fit = check_bool("RetrievalEvaluation", "before_fit", before_fit)
         try:  # so that invalid settings raise before the first epoch
             metrics = RetrievalMetrics(
-                ks,
+                DEFAULT_KS if ks is None else ks,
                 map_ks,
                 map_divisor=map_divisor,
                 extra_metrics=extra_metrics,
@@ -268,7 +279,10 @@ class RetrievalEvaluation(pl.Callback):
             )
         except (TypeError, ValueError) as error:
             raise type(error)(str(error).replace("RetrievalMetrics", "RetrievalEvaluation", 1)) from None
-        self.ks = metrics.ks
+        self.ks: tuple[int, ...] | None = None
+        if ks is not None:
+            self.ks = metrics.ks
+        self._with_smaller_ks: set[str] = set()  # the sets of this run of which it was logged which of DEFAULT_KS fit
         self.map_ks = metrics.map_ks
         self.map_divisor = metrics.map_divisor
         self.extra_metrics = metrics.extra_metrics
@@ -282,6 +296,7 @@ class RetrievalEvaluation(pl.Callback):
         self.best: dict[str, float] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._with_smaller_ks = set()
         if stage == "fit":  # a resumed run loads its best values later
             self.best = {}
 
@@ -316,7 +331,7 @@ class RetrievalEvaluation(pl.Callback):
             evaluation_set = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
             collect_test_set(trainer, pl_module, evaluation_set)
             _warn_if_incomplete("test", loader, math.inf)
-            for name, value in evaluation_set.compute().items():
+            for name, value in self._values_of(evaluation_set).items():
                 results[name] = float(value)
         return results
 
@@ -390,6 +405,7 @@ class RetrievalEvaluation(pl.Callback):
         self, loader: Any, sync_on_compute: bool, dims: Sequence[int], relevance: Relevance | None
     ) -> EmbeddingMetric:
         """Create the metric that the data set provides if it is a `MetricProvider`, else `RetrievalMetrics`."""
+        ks = self.ks or DEFAULT_KS
         settings: dict[str, Any] = {
             "query_expansion": self.query_expansion,
             "database_augmentation": self.database_augmentation,
@@ -400,18 +416,41 @@ class RetrievalEvaluation(pl.Callback):
             settings["relevance"] = relevance
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, MetricProvider):
-            return dataset.metrics(self.ks, **settings)
+            return dataset.metrics(ks, **settings)
         settings["reverse"] = getattr(dataset, "two_sided", False)
         settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics, "dims": dims}
-        return RetrievalMetrics(self.ks, self.map_ks, **settings)
+        return RetrievalMetrics(ks, self.map_ks, **settings)
+
+    def _values_of(self, evaluation_set: EvaluationSet) -> dict[str, Tensor]:
+        """The metrics of a set, without the R@k of a default k that is above the number of ranked images."""
+        values, metrics = evaluation_set.compute(), evaluation_set.metrics
+        if not isinstance(metrics, RetrievalMetrics) or not self._has_default_ks(metrics):
+            return values
+        for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
+            fitting = [f"R@{k}" for k in DEFAULT_KS if k <= max(images, 1)]
+            large = [f"R@{k}" for k in DEFAULT_KS if k > max(images, 1)]
+            left_out = {prefix + name for name in large}
+            values = {name: value for name, value in values.items() if _OF_DIMS.sub("", name) not in left_out}
+            if large and prefix not in self._with_smaller_ks:
+                self._with_smaller_ks.add(prefix)
+                rank_zero_info(
+                    f"RetrievalEvaluation: the longest list of {prefix} has {images} images, so it logs "
+                    f"{' and '.join(fitting)}, but not {' and '.join(large)}; give `ks` for others."
+                )
+        return values
+
+    def _has_default_ks(self, metrics: EmbeddingMetric) -> bool:
+        """Whether neither the user nor the data set has given the k of R@k."""
+        return self.ks is None and getattr(metrics, "ks", None) == DEFAULT_KS
 
     def _log_results(self, stage: str, pl_module: pl.LightningModule, batches: Sequence[float]) -> None:
         for evaluation_set, number in zip(self.sets, batches):
             _warn_if_incomplete(stage, evaluation_set.loader, number)
         results: dict[str, Tensor] = {}
         for evaluation_set in self.sets:
-            results.update(evaluation_set.compute())
-            _warn_of_large_ks(evaluation_set)
+            results.update(self._values_of(evaluation_set))
+            if not self._has_default_ks(evaluation_set.metrics):
+                _warn_of_large_ks(evaluation_set)
             _warn_of_one_label(evaluation_set)
         self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
@@ -465,19 +504,24 @@ def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
         )
 
 
+def _ranked_images(prefix: str, metrics: RetrievalMetrics) -> dict[str, int]:
+    """The number of images in the longest list of each direction, by the prefix of its metrics."""
+    ranked = {prefix: metrics.ranked_images}
+    if metrics.reverse:
+        ranked[f"{prefix}{REVERSE}"] = metrics.ranked_queries
+    return ranked
+
+
 def _warn_of_large_ks(evaluation_set: EvaluationSet) -> None:
     metrics = evaluation_set.metrics
     if not isinstance(metrics, RetrievalMetrics):
         return
-    ranked = {"": metrics.ranked_images}
-    if metrics.reverse:
-        ranked[REVERSE] = metrics.ranked_queries
-    for direction, images in ranked.items():
+    for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
         too_large = [f"R@{k}" for k in metrics.ks if k > images]
         if too_large:
             rank_zero_warn(
-                f"RetrievalEvaluation: {evaluation_set.prefix}{direction}{', '.join(too_large)} have a k above the "
-                f"number of ranked images, {images}, so they are 1; give smaller `ks`."
+                f"RetrievalEvaluation: {prefix}{', '.join(too_large)} have a k above the number of ranked images, "
+                f"{images}, so they are 1; give smaller `ks`."
             )
 
 

@@ -121,6 +121,31 @@ def test_further_metrics_are_logged_by_their_names(settings, names, capsys):
     assert all(f"{name} " in printed for name in names)
 
 
+@pytest.mark.parametrize(("images", "fitting"), [(4, (1,)), (10, (1,)), (11, (1, 10)), (101, (1, 10, 100))])
+def test_without_ks_those_that_fit_are_logged_and_named_once(images, fitting, monkeypatch, caplog, capsys):
+    """The list of a query holds all images but itself. A warning would be an error here."""
+    points = TensorDataset(torch.randn(images, 6), torch.arange(images) // 2)
+    monkeypatch.setattr(PointsModule, "evaluation_loaders", lambda module, stage: DataLoader(points, batch_size=50))
+    evaluation = RetrievalEvaluation(before_fit=True, dims=(2,))
+    run, module, logged_in = make_trainer(evaluation, max_epochs=2), PointsModule(), {}
+    with caplog.at_level("INFO"):
+        run.fit(module)
+        logged_in["val"] = set(run.callback_metrics)
+        (tested,) = run.test(module, verbose=False)
+    logged_in |= {"test": set(tested), "untrained": set(evaluation.results["untrained"])}
+    for stage, names in logged_in.items():
+        prefix = stage.replace("untrained", "test")
+        expected = {f"{prefix}/R@{k}{dims}" for k in fitting for dims in ("", "/2d")}
+        assert {name for name in names if name.startswith(f"{prefix}/R@")} == expected
+    lines = [record.message for record in caplog.records if f" has {images - 1} images, so it logs " in record.message]
+    if fitting == (1, 10, 100):
+        assert lines == []
+    else:  # fit and test are two runs
+        assert [line.split(" list of ")[1].split()[0] for line in lines] == ["test/", "val/", "test/"]
+        assert all(f" {' and '.join(f'R@{k}' for k in fitting)}, but not R@" in line for line in lines)
+    assert ("R@100 " in capsys.readouterr().out) == (100 in fitting)
+
+
 @pytest.mark.refusal
 def test_dims_larger_than_the_embeddings_raise_in_the_sanity_check():
     with pytest.raises(ValueError, match=r"^RetrievalMetrics: `dims` must be at most the dimension of the embeddings"):
