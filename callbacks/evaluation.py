@@ -1,13 +1,11 @@
 """Retrieval metrics of whole evaluation sets, logged under names that checkpoints and early stopping can monitor."""
 
-import itertools
 import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_retrieval.backend import (
@@ -19,12 +17,16 @@ from lightning_retrieval.backend import (
     rank_zero_warn,
     sized_len,
 )
+from lightning_retrieval.callbacks.before_training import (
+    UntrainedNetwork,
+    collect_test_set,
+    has_backbone_to_evaluate,
+)
 from lightning_retrieval.callbacks.evaluation_sets import (
     EvaluationSet,
     MetricProvider,
     find_test_loaders,
     is_sharded,
-    limited_length,
     loader_list,
     set_prefixes,
     what_is_lost,
@@ -33,47 +35,9 @@ from lightning_retrieval.checks import check_bool
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.retrieval import REVERSE
-from lightning_retrieval.models import Embedder
-from lightning_retrieval.models.retrieval_network import evaluation_mode
-from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.ranking.relevance import Relevance, rule_of_evaluation
-
-
-def batches_on_device(trainer: pl.Trainer, loader: Any, description: str, limit: int | None = None) -> Iterator[Any]:
-    """Yield batches in the Trainer's precision and on its device, and show the progress if the Trainer does.
-
-    Args:
-        trainer: the Trainer of the run.
-        loader: a data loader, or another iterable of batches.
-        description: the work that is done with the batches.
-        limit: the number of batches to yield; None means all of them.
-    """
-    hidden = trainer.progress_bar_callback is None or not trainer.is_global_zero
-    total = sized_len(loader)
-    if total is not None and limit is not None:
-        total = min(total, limit)
-    with Progress(description, total=total, units="batches", hidden=hidden) as progress:
-        for batch in itertools.islice(loader, limit):
-            converted = trainer.precision_plugin.convert_input(batch)
-            yield trainer.strategy.batch_to_device(converted)
-            progress.update(1)
-
-
-def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluation_set: EvaluationSet) -> None:
-    """Call `test_step` with each batch of a test set, as the Trainer's test loop does, and collect the outputs.
-
-    Args:
-        trainer: the Trainer whose precision, device and `limit_test_batches` are used.
-        pl_module: the module to evaluate; its state is not changed.
-        evaluation_set: the test set, which collects the outputs.
-    """
-    loader = evaluation_set.loader
-    limit = limited_length(loader, trainer.limit_test_batches)
-    with evaluation_mode(pl_module), torch.no_grad(), trainer.precision_plugin.test_step_context():
-        for batch_idx, batch in enumerate(batches_on_device(trainer, loader, "Untrained test", limit)):
-            outputs = pl_module.test_step(batch, batch_idx)
-            evaluation_set.add(type(pl_module).__name__, outputs)
+from lightning_retrieval.training.full_sharding import has_sharded_parameters
 
 
 def is_count(name: str) -> bool:
@@ -144,6 +108,19 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def summary_of(before: Mapping[str, Mapping[str, float]]) -> str:
+    """The mAP of each network in one line: "1 of 2, the untrained network: test/mAP 0.0919; 2 of 2, ...".
+
+    Args:
+        before: maps `"backbone"` and `"untrained"`, or one of them, to metrics.
+    """
+    parts = []
+    for number, (title, results) in enumerate(before.items(), 1):
+        values = ", ".join(f"{name} {results[name]:.{_DIGITS}f}" for name in _leading_metrics(results))
+        parts.append(f"{number} of {len(before)}, {_BEFORE[title]}: {values}")
+    return "; ".join(parts)
+
+
 def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
     """Return a warning with advice if training has made a network worse; None if it has not.
 
@@ -210,11 +187,13 @@ class RetrievalEvaluation(pl.Callback):
 
     Args:
         ks: the k of R@k, each >= 1; if None, those of 1, 10 and 100 that are at most the number of ranked images.
-        before_fit: whether to evaluate the test set with the untrained model before training, and log the results as
-            `test/...` at step 0. The pooled features of the backbone of an `Embedder` are then evaluated, too, without
-            the new head, and logged as `backbone/test/...`; these results show the quality of the pretrained weights
-            alone. The table of a test after training compares the backbone, the untrained and the trained network, with
-            a warning if training has made the network worse. A resumed run skips the evaluation before training.
+        before_fit: whether to evaluate the test set with the untrained model, too, and log the results as `test/...` at
+            step 0. The pooled features of the backbone of an `Embedder` are evaluated in the same pass, without the new
+            head, and logged as `backbone/test/...`; these results show the quality of the pretrained weights alone.
+            The evaluation follows the first epoch, with a copy of the weights from before it, so that a run begins with
+            training; for a network that is sharded over processes, it comes first. The table of a test after training
+            compares the backbone, the untrained and the trained network, with a warning if training has made the
+            network worse. A resumed run skips this evaluation.
         map_ks: the k of mAP@k, each >= 1; empty for no mAP@k. Data sets with another metric ignore `map_ks`,
             `map_divisor`, `extra_metrics` and `dims`.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
@@ -245,6 +224,7 @@ class RetrievalEvaluation(pl.Callback):
         Each of W processes keeps the embeddings of its images and, while metrics are computed, a copy of 1 / W of all
         embeddings, see `RetrievalMetrics`. `QueryExpansion` and `DatabaseAugmentation` need another such copy, and k
         neighbours of each row. With an expansion or augmentation of your own, each process gathers all embeddings.
+        `before_fit` keeps the trained parameters twice more in main memory, until the first epoch has been evaluated.
 
     Relations:
         `RetrievalGallery` draws the evaluation sets that this callback collects. The highest value of each metric of a
@@ -282,7 +262,7 @@ class RetrievalEvaluation(pl.Callback):
         self.ks: tuple[int, ...] | None = None
         if ks is not None:
             self.ks = metrics.ks
-        self._with_smaller_ks: set[str] = set()  # the sets of this run of which it was logged which of DEFAULT_KS fit
+        self._with_smaller_ks: set[str] = set()  # prefixes for which it was logged which of DEFAULT_KS fit
         self.map_ks = metrics.map_ks
         self.map_divisor = metrics.map_divisor
         self.extra_metrics = metrics.extra_metrics
@@ -294,46 +274,54 @@ class RetrievalEvaluation(pl.Callback):
         # The results of the last evaluation, for "val", "test", "untrained" and "backbone".
         self.results: dict[str, dict[str, float]] = {}
         self.best: dict[str, float] = {}
+        self._untrained: UntrainedNetwork | None = None  # from the start of a run to the end of its first epoch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._with_smaller_ks = set()
-        if stage == "fit":  # a resumed run loads its best values later
-            self.best = {}
+        if stage == "fit":
+            self.best = {}  # a resumed run loads its best values later
+            self._with_smaller_ks = set()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_has_batches("val", trainer.val_dataloaders)
         if not self.before_fit or trainer.global_step > 0:
             return
-        self.results["untrained"] = self._test_untrained(trainer, pl_module, self.dims)
-        logged = dict(self.results["untrained"])
-        embedder = getattr(pl_module, "embedder", None)
-        whitening = getattr(pl_module, "whitening", None)
-        # A learned whitening does not fit the pooled features, which have another dimension or distribution.
-        is_whitened = whitening is not None and whitening.learned is not None
-        has_one_network = getattr(pl_module, "query_embedder", None) is None
-        if isinstance(embedder, Embedder) and has_one_network and not is_whitened:
-            with embedder.without_head():
-                self.results["backbone"] = self._test_untrained(trainer, pl_module, ())
-            logged |= {f"backbone/{name}": value for name, value in self.results["backbone"].items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(logged, step=0)
-
-    def _test_untrained(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, dims: Sequence[int]
-    ) -> dict[str, float]:
-        """The metrics of the test sets before training."""
         loaders = find_test_loaders(trainer, pl_module)
         _check_has_batches("test", loaders)
-        results: dict[str, float] = {}
+        if has_sharded_parameters(pl_module):  # whose weights cannot be replaced for an evaluation
+            self._evaluate_untrained(trainer, pl_module, loaders)
+        else:
+            self._untrained = UntrainedNetwork(pl_module, loaders)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._untrained is None:
+            return
+        with self._untrained.restored():
+            self._evaluate_untrained(trainer, pl_module, self._untrained.loaders)
+        self._untrained = None
+
+    def _evaluate_untrained(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> None:
+        """Evaluate the untrained network and, if it has a new head, its backbone, and log both at step 0."""
+        before: dict[str, dict[str, float]] = {"untrained": {}}
+        if has_backbone_to_evaluate(pl_module):
+            before = {"backbone": {}, **before}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
-            # Without a sharded sampler, each process evaluates the full set.
-            metrics = self._create_metrics(loader, is_sharded(loader), dims, rule_of_module(pl_module))
-            evaluation_set = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
-            collect_test_set(trainer, pl_module, evaluation_set)
+            sets = {}
+            for name in before:
+                dims = self.dims if name == "untrained" else ()
+                # Without a sharded sampler, each process evaluates the full set.
+                metrics = self._create_metrics(loader, is_sharded(loader), dims, rule_of_module(pl_module))
+                sets[name] = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
+            collect_test_set(trainer, pl_module, sets["untrained"], sets.get("backbone"))
             _warn_if_incomplete("test", loader, math.inf)
-            for name, value in self._values_of(evaluation_set).items():
-                results[name] = float(value)
-        return results
+            for name, evaluation_set in sets.items():
+                values = self._values_of(evaluation_set)
+                before[name] |= {of_metric: float(value) for of_metric, value in values.items()}
+        self.results |= before
+        rank_zero_info(f"RetrievalEvaluation: before training, {summary_of(before)}.")
+        logged = dict(before["untrained"])
+        logged |= {f"backbone/{name}": value for name, value in before.get("backbone", {}).items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(logged, step=0)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_best(trainer, self.best)
@@ -347,6 +335,7 @@ class RetrievalEvaluation(pl.Callback):
             _check_has_batches("test", trainer.test_dataloaders)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._untrained = None
         log_best(trainer, self.best)
 
     def state_dict(self) -> dict[str, Any]:

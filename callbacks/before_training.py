@@ -1,0 +1,97 @@
+"""The test set before training: the weights of the untrained network are kept, and evaluated when training has begun.
+
+So that a run begins with training, its first epoch comes before the evaluation of the network that it began with.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_retrieval.backend import pl
+from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet, batches_on_device, limited_length
+from lightning_retrieval.models import Embedder
+from lightning_retrieval.models.retrieval_network import evaluation_mode
+from lightning_retrieval.models.whitening import Whitening
+
+
+class UntrainedNetwork:
+    """What training changes in a module, as it is now, and the test loaders with which it is evaluated later.
+
+    Args:
+        module: the module at the start of a run.
+        loaders: the test loader or loaders.
+
+    Cost:
+        Main memory for the trained parameters and all buffers and, in `restored`, as much again.
+    """
+
+    def __init__(self, module: pl.LightningModule, loaders: Any) -> None:
+        self.loaders = loaders
+        self._module = module
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._tensors: list[Tensor] = [*trained, *module.buffers()]
+        self._values = _copies(self._tensors)
+        self._whitening = _learned_whitening(module)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which the module is the untrained one again."""
+        trained, whitening = _copies(self._tensors), _learned_whitening(self._module)
+        self._set(self._values, self._whitening)
+        try:
+            yield
+        finally:
+            self._set(trained, whitening)
+
+    def _set(self, values: Sequence[Tensor], whitening: Any) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors, values):
+                tensor.copy_(value)
+        if isinstance(getattr(self._module, "whitening", None), Whitening):
+            self._module.whitening.learned = whitening
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def _learned_whitening(module: Any) -> Any:
+    """What the whitening of a module has learned; None if it has learned nothing, or there is none."""
+    return getattr(getattr(module, "whitening", None), "learned", None)
+
+
+def has_backbone_to_evaluate(module: Any) -> bool:
+    """Whether the pooled features of a module's backbone can be evaluated without its new head."""
+    has_one_network = getattr(module, "query_embedder", None) is None
+    # A learned whitening does not fit the pooled features, which have another dimension or distribution.
+    is_embedder = isinstance(getattr(module, "embedder", None), Embedder)
+    return is_embedder and has_one_network and _learned_whitening(module) is None
+
+
+def collect_test_set(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, of_network: EvaluationSet, of_backbone: EvaluationSet | None
+) -> None:
+    """Call `test_step` with each batch of a test set, as the Trainer's test loop does, and collect the outputs.
+
+    Args:
+        trainer: the Trainer whose precision, device and `limit_test_batches` are used.
+        pl_module: the module to evaluate; its state is not changed.
+        of_network: collects the outputs of the network.
+        of_backbone: collects the pooled features of the backbone, which run once for both; None to skip them.
+    """
+    owner, loader = type(pl_module).__name__, of_network.loader
+    limit = limited_length(loader, trainer.limit_test_batches)
+    batches = batches_on_device(trainer, loader, f"{of_network.prefix} before training", limit)
+    with evaluation_mode(pl_module), torch.no_grad(), trainer.precision_plugin.test_step_context():
+        for batch_idx, batch in enumerate(batches):
+            if of_backbone is None:
+                of_network.add(owner, pl_module.test_step(batch, batch_idx))
+                continue
+            embedder: Any = pl_module.embedder
+            with embedder.recorded_features() as features:
+                of_network.add(owner, pl_module.test_step(batch, batch_idx))
+            with embedder.without_head(features):
+                of_backbone.add(owner, pl_module.test_step(batch, batch_idx))
