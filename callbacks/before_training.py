@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet, batches_on_device, limited_length
+from lightning_retrieval.compiled import uncompiled
 from lightning_retrieval.models import Embedder
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.models.whitening import Whitening
@@ -85,7 +86,8 @@ def collect_test_set(
     owner, loader = type(pl_module).__name__, of_network.loader
     limit = limited_length(loader, trainer.limit_test_batches)
     batches = batches_on_device(trainer, loader, f"{of_network.prefix} before training", limit)
-    with evaluation_mode(pl_module), torch.no_grad(), trainer.precision_plugin.test_step_context():
+    step_context = trainer.precision_plugin.test_step_context()
+    with evaluation_mode(pl_module), torch.no_grad(), uncompiled(pl_module), step_context:
         for batch_idx, batch in enumerate(batches):
             if of_backbone is None:
                 of_network.add(owner, pl_module.test_step(batch, batch_idx))
