@@ -3,7 +3,8 @@
 So that a run begins with training, its first epoch comes before the evaluation of the network that it began with.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet, batches_on_device, limited_length
-from lightning_retrieval.compiled import uncompiled
+from lightning_retrieval.compiled import plain_name, uncompiled
 from lightning_retrieval.models import Embedder
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.models.whitening import Whitening
@@ -32,31 +33,36 @@ class UntrainedNetwork:
     def __init__(self, module: pl.LightningModule, loaders: Any) -> None:
         self.loaders = loaders
         self._module = module
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._tensors: list[Tensor] = [*trained, *module.buffers()]
-        self._values = _copies(self._tensors)
+        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._names = set(map(plain_name, [*trained, *dict(module.named_buffers())]))
+        self._values = self._copies()
         self._whitening = _learned_whitening(module)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context in which the module is the untrained one again."""
-        trained, whitening = _copies(self._tensors), _learned_whitening(self._module)
+        trained, whitening = self._copies(), _learned_whitening(self._module)
         self._set(self._values, self._whitening)
         try:
             yield
         finally:
             self._set(trained, whitening)
 
-    def _set(self, values: Sequence[Tensor], whitening: Any) -> None:
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that are kept, by names that do not depend on how the network is compiled."""
+        for name, tensor in itertools.chain(self._module.named_parameters(), self._module.named_buffers()):
+            if plain_name(name) in self._names:
+                yield plain_name(name), tensor
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors()}
+
+    def _set(self, values: Mapping[str, Tensor], whitening: Any) -> None:
         with torch.no_grad():
-            for tensor, value in zip(self._tensors, values):
-                tensor.copy_(value)
+            for name, tensor in self._tensors():
+                tensor.copy_(values[name])
         if isinstance(getattr(self._module, "whitening", None), Whitening):
             self._module.whitening.learned = whitening
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
 def _learned_whitening(module: Any) -> Any:

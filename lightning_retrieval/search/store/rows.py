@@ -129,9 +129,10 @@ class ArrayRows:
 
     def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
         """The rows of a slice, or the rows at these positions."""
+        chosen: Any = positions
         if isinstance(positions, Tensor):
-            positions = positions.numpy()
-        return torch.from_numpy(self._array[positions].astype(self._dtype, order="C"))
+            chosen = positions.numpy()
+        return torch.from_numpy(self._array[chosen].astype(self._dtype, order="C"))
 
 
 def _float_dtype(owner: str, name: str, array: NDArray[Any]) -> np.dtype[Any]:
