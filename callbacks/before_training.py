@@ -32,7 +32,7 @@ class UntrainedNetwork:
 
     def __init__(self, module: pl.LightningModule, loaders: Any) -> None:
         self.loaders = loaders
-        self._module = module
+        self._module: Any = module
         trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names = set(map(plain_name, [*trained, *dict(module.named_buffers())]))
         self._values = self._copies()

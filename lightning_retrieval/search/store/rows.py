@@ -143,9 +143,9 @@ def _float_dtype(owner: str, name: str, array: NDArray[Any]) -> np.dtype[Any]:
     return dtype
 
 
-Embeddings = Float[Tensor, "rows dim"] | Float[np.ndarray, "rows dim"] | FolderRows  # as users give them
 Ids = Int[Tensor, " rows"] | Integer[np.ndarray, " rows"]
 Rows = Float[Tensor, "rows dim"] | ArrayRows | FolderRows
+Embeddings = Rows | Float[np.ndarray, "rows dim"]  # as users give them
 Queries = (
     Float[Tensor, "query dim"] | Float[Tensor, " dim"] | Float[np.ndarray, "query dim"] | Float[np.ndarray, " dim"]
 )
@@ -202,7 +202,7 @@ def checked_rows(owner: str, name: str, embeddings: Any, dim: int) -> Rows:
     """Embeddings as `Rows`; raise unless they are floating-point numbers of shape (rows, dim)."""
     if isinstance(embeddings, np.ndarray):
         embeddings = ArrayRows(owner, name, embeddings)
-    elif not isinstance(embeddings, FolderRows):
+    elif not isinstance(embeddings, ArrayRows | FolderRows):
         check_float(owner, name, embeddings)
     if len(embeddings.shape) != 2 or embeddings.shape[1] != dim:
         raise ValueError(
