@@ -53,6 +53,7 @@ TRAINER = r"(pytorch_lightning|lightning\.pytorch)\."  # regular expression for 
 HIDDEN_WARNINGS = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", TRAINER),
     (r"Checkpoint directory .* exists and is not empty", TRAINER),
+    (r"Using `DistributedSampler` with the dataloaders", TRAINER),  # the metrics count each image once
 )
 # The entries of a batch that a rule of relevance of this library reads, each with the rule.
 RULES = {"cameras": "OtherCamera()", "roles": "GalleryOnly()", "tags": "SharedTags()"}

@@ -37,12 +37,14 @@ from lightning_retrieval.search.store.milvus_connection import (
     MilvusConnection,
 )
 from lightning_retrieval.search.store.rows import (
+    Embeddings,
+    Ids,
     Queries,
     Rows,
     check_finite_rows,
     check_paths,
     check_results,
-    check_rows,
+    checked_rows,
     join_parameters,
     normalized_blocks,
     normalized_rows,
@@ -228,8 +230,8 @@ class MilvusStore:
 
     def add(
         self,
-        embeddings: Rows,
-        ids: Int[Tensor, " rows"] | None = None,
+        embeddings: Embeddings,
+        ids: Ids | None = None,
         paths: Sequence[str] | None = None,
         *,
         columns: Mapping[str, conditions.Values] | None = None,
@@ -239,7 +241,8 @@ class MilvusStore:
         If the index is approximate, the first call measures `recall`, as `RetrievalIndex.add` does.
 
         Args:
-            embeddings: one floating-point row for each embedding, on any device, of any norm > 0.
+            embeddings: one floating-point row for each embedding, of any norm > 0, as a tensor on any device or as a
+                NumPy array.
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, at most 65,535 bytes long, or None.
             columns: metadata as for `RetrievalIndex.add`, in the columns that the index was created with.
@@ -251,8 +254,8 @@ class MilvusStore:
                 or a column has values of other types.
             OSError: if Milvus reports an error; the message says how many rows were added before.
         """
-        check_rows(OWNER, "embeddings", embeddings, self.dim)
-        rows = len(embeddings)
+        given = checked_rows(OWNER, "embeddings", embeddings, self.dim)
+        rows = len(given)
         stored = len(self)
         new_ids = self._new_ids(ids, rows, stored)
         if paths is None:
@@ -264,13 +267,13 @@ class MilvusStore:
         for name, kind in self.column_kinds.items():
             if kind == "text":
                 check_path_bytes(conditions.python_values(new[name].dictionary), "columns")
-        check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
-        check_directions("embeddings", embeddings)
+        check_finite_rows(OWNER, "embeddings", given, new_ids, paths)
+        check_directions("embeddings", given)
 
         added = 0
         try:
             with self._changed_rows(), Progress("Indexing", total=rows, units="rows") as progress:
-                for rows_of_a_request in insertions(embeddings, new_ids, paths, new):
+                for rows_of_a_request in insertions(given, new_ids, paths, new):
                     self._call("insert", data=rows_of_a_request)
                     added += len(rows_of_a_request)
                     progress.update(len(rows_of_a_request))
@@ -278,7 +281,7 @@ class MilvusStore:
             raise OSError(f"{error} {added} of {rows} rows were added before.") from None
         is_exact = milvus.index_kind(self.factory)[0] == milvus.EXACT
         if stored == 0 and rows > 0 and not is_exact:
-            self._measure_recall(embeddings, new_ids)
+            self._measure_recall(given, new_ids)
 
     def search(
         self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
@@ -390,7 +393,7 @@ class MilvusStore:
         self._call("alter_collection_properties", properties=metadata.as_property())
         self._metadata, self.about = metadata, metadata.about
 
-    def remove(self, ids: Int[Tensor, " rows"]) -> None:
+    def remove(self, ids: Ids) -> None:
         """Remove rows, with their ids and paths.
 
         Args:
@@ -407,7 +410,7 @@ class MilvusStore:
             for part in id_batches(removed):
                 self._call("delete", ids=part)
 
-    def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
+    def paths(self, ids: Ids) -> list[str]:
         """The paths of rows; "" for rows without a path.
 
         Args:
@@ -424,7 +427,7 @@ class MilvusStore:
         """The names of the columns, each with `"text"` or `"number"`."""
         return dict(self._metadata.columns)
 
-    def columns(self, ids: Int[Tensor, " rows"]) -> dict[str, list[Any]]:
+    def columns(self, ids: Ids) -> dict[str, list[Any]]:
         """The metadata of rows: for the name of each column, the values of these rows.
 
         Args:
@@ -529,7 +532,7 @@ class MilvusStore:
         check_all_known(OWNER, np.setdiff1d(ids, list(values)))
         return [values[row_id] for row_id in ids.tolist()]
 
-    def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
+    def _new_ids(self, ids: Ids | None, rows: int, stored: int) -> NDArray[np.int64]:
         """The ids of new rows; raises if an id is in use, since Milvus would silently replace the row with this id."""
         if ids is None:
             return ids_after(OWNER, self._largest_id(stored), rows)
