@@ -342,6 +342,13 @@ EXPERIMENTS = {
         "the runs are in float64, so that rounding errors do not grow over the steps. These runs are short: they see "
         "12,800 images (at first 6,400, with which they had hardly learned), so they compare only with each other.",
         {"": {"whole batch": EXACT, "chunks of 48": replace(EXACT, chunk_size=48)}},
-        [Finding("The gradient is the same (FastAP, section 4.1; Revaud et al., section 3.3)", "chunks of 48", "whole batch", "equal")],
+        [
+            Finding(
+                "The gradient is the same (FastAP, section 4.1; Revaud et al., section 3.3)",
+                "chunks of 48",
+                "whole batch",
+                "equal",
+            )
+        ],
     ),
 }

@@ -29,9 +29,7 @@ def test_an_evaluation_ends_with_the_published_and_the_run_s_results(stage, caps
     assert titles == ["published", "run"]
     prefix = {"validate": "val", "test": "test"}[stage]
     nan = float("nan")
-    assert rows == {
-        name: rounded([value, results.get(f"{prefix}/{name}", nan)]) for name, value in PUBLISHED.items()
-    }
+    assert rows == {name: rounded([value, results.get(f"{prefix}/{name}", nan)]) for name, value in PUBLISHED.items()}
 
 
 def test_training_ends_with_the_best_and_the_last_results_also_of_a_resumed_run(capsys, tmp_path):
