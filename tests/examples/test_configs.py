@@ -49,7 +49,6 @@ BATCH = {f"{DATA}.classes_per_batch": 2, f"{DATA}.samples_per_class": 2, f"{DATA
 HALF = {"trainer.precision": "32-true"}  # a CPU has no half precision to mix in
 CHUNK = {"model.init_args.chunk_size": 3}  # of batches of four
 RESNET = {f"{EMBEDDER}.embedding_dim": 8, f"{EMBEDDER}.weights": None}
-SENET = {f"{EMBEDDER}.embedding_dim": 8, f"{EMBEDDER}.backbone.init_args.pretrained": False}
 DEIT = {f"{EMBEDDER}.pretrained": False, "model.init_args.embedder.dict_kwargs.img_size": PIXELS}
 LANDMARKS = {f"{DATA}.classes_per_batch": 3, f"{DATA}.eval_batch_size": 1}  # three landmarks; images of several sizes
 
@@ -81,7 +80,7 @@ CONFIGS = {
     "smooth_ap/online_products.yaml": trained(write_online_products, RESNET, CHUNK),
     "smooth_ap/vehicle_id.yaml": trained(write_vehicle_id, RESNET, CHUNK),
     "smooth_ap/inaturalist.yaml": trained(write_inaturalist, RESNET, CHUNK),
-    "smooth_ap/vgg_face2.yaml": trained(write_vgg_face2, SENET, CHUNK),
+    "smooth_ap/vgg_face2.yaml": trained(write_vgg_face2, RESNET, CHUNK),
     "fast_ap/online_products.yaml": trained(write_online_products, RESNET, CHUNK),
     "fast_ap/in_shop.yaml": trained(write_in_shop, RESNET, CHUNK),
     "fast_ap/vehicle_id.yaml": trained(write_vehicle_id, RESNET, CHUNK),

@@ -39,7 +39,8 @@ OF_EVERY_TRAINING = (
 )
 OF_EVERY_DETECTOR = ("batch", "optimizer", "learning_rate", "weight_decay", "schedule", "epochs", "network", "loss")
 
-pytestmark = pytest.mark.slow
+NO_HALF = "ignore:You passed `Trainer.accelerator='cpu', precision='16-mixed'.` but AMP with fp16:UserWarning"
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_HALF)]
 
 
 # --- lists as published, of hundreds of classes with eight images each
@@ -50,8 +51,10 @@ def products(root):
         lines = ["image_id class_id super_class_id path"]
         for number in range(first, first + 1200):
             category = number % 12 + 1
-            lines += [f"{i} {number} {category} {category}_final/{number}_{i}.JPG" for i in range(8)]
+            lines += [f"{8 * number + i} {number} {category} {category}_final/{number}_{i}.JPG" for i in range(8)]
         write_text(root / f"Ebay_{split}.txt", "\n".join(lines))
+    for category in range(1, 13):
+        (root / f"{category}_final").mkdir()
 
 
 def in_shop(root):
@@ -63,7 +66,7 @@ def in_shop(root):
             rows.append(f"{folder}/{i}.jpg id_{item:08d} {status}")
     header = f"{len(rows)}\nimage_name item_id evaluation_status\n"
     write_text(root / "Eval/list_eval_partition.txt", header + "\n".join(rows))
-    (root / "img").mkdir()
+    (root / "img/WOMEN").mkdir(parents=True)
 
 
 def cub(root):
@@ -163,8 +166,6 @@ def without_weights(settings):
     embedder = settings["model"]["init_args"]["embedder"]
     if embedder["class_path"] == "timm.create_model":
         return [f"--{EMBEDDER}.init_args.pretrained=false"]
-    if isinstance(embedder["init_args"]["backbone"], dict):
-        return [f"--{EMBEDDER}.init_args.backbone.init_args.pretrained=false"]
     return [f"--{EMBEDDER}.init_args.weights=null"]
 
 
@@ -185,9 +186,6 @@ def name_of_network(settings, embedder):
     """The name of the network, and the weights that the config names."""
     if not isinstance(embedder, Embedder):
         return embedder.pretrained_cfg["architecture"], settings["model"]["init_args"]["embedder"]["init_args"]
-    if embedder.backbone_name is None:
-        backbone = settings["model"]["init_args"]["embedder"]["init_args"]["backbone"]
-        return embedder.backbone.pretrained_cfg["architecture"], backbone["init_args"]
     return embedder.backbone_name, settings["model"]["init_args"]["embedder"]["init_args"]
 
 
@@ -225,8 +223,8 @@ def loss_values(loss, name="loss"):
     """The class of a loss and its settings, with those of the parts of a sum."""
     values = {name: type(loss).__name__}
     if isinstance(loss, WeightedSum):
-        for part, weight in loss.weights.items():
-            values |= {f"{name}.{part}.weight": weight, **loss_values(loss.losses[part], f"{name}.{part}")}
+        for part, (weight, inner) in loss.losses.items():
+            values |= {f"{name}.{part}.weight": weight, **loss_values(inner, f"{name}.{part}")}
         return values
     return values | {f"{name}.{key}": value for key, value in vars(loss).items() if not key.startswith("_")}
 
@@ -349,7 +347,11 @@ def values_of_embedding(settings, cli):
         times = trainer.max_steps if trainer.max_steps > 0 else trainer.max_epochs
         values |= {**optimizer_values(cli.model, times), **data_values(data)}
         values["training_images"] = [words(step) for step in data.train_transform.current.transforms]
-        values |= {"epochs": trainer.max_epochs, "steps": trainer.max_steps, "precision": trainer.precision}
+        values |= {
+            "epochs": trainer.max_epochs,
+            "steps": trainer.max_steps,
+            "precision": cli.config.fit.trainer.precision or "32-true",
+        }
         values["clipping"] = cli.model.updates.gradient_clip_val
     learned = callback_of(trainer, LearnWhitening)
     values["whitening_images"] = learned and learned.images
@@ -365,7 +367,7 @@ def values_of_detector(settings, cli):
     return values | {
         "network": name,
         "training_sets": list(cli.datamodule.train_sets),
-        "batch": cli.datamodule.train_dataloader().batch_size,
+        "batch": cli.datamodule.batch_size,
         "epochs": trainer.max_epochs,
         "clipping": trainer.gradient_clip_val,
         "image_sides": [*detector.transform.min_size, detector.transform.max_size],
