@@ -410,7 +410,8 @@ def draw_decomposability() -> Drawn:
         counts[split] = int((both < alone).sum())
     finding = (
         f"Trained in batches of 32, the gap is smaller with the calibration at {counts['train']} of {len(sizes)} "
-        f"sizes on the training images, of which the abstract speaks, and at {counts['test']} on other classes (three seeds)."
+        f"sizes on the training images, of which the abstract speaks, and at {counts['test']} on other classes (three "
+        f"seeds)."
     )
     return Drawn(figure, finding, table)
 

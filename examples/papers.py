@@ -174,6 +174,13 @@ def subcommand(config: str) -> str:
     return "test"
 
 
+def described(paper: Mapping[str, Any]) -> str:
+    """Return the authors and the venue of a paper, or what an experiment without a paper is."""
+    if "about" in paper:
+        return str(paper["about"])
+    return f"{paper['authors']}, {paper['venue']}."
+
+
 def header(table: Table, config: str, text: str, absent: Iterable[str]) -> Iterator[str]:
     """Yield the lines of the first comment of a config.
 
@@ -185,7 +192,7 @@ def header(table: Table, config: str, text: str, absent: Iterable[str]) -> Itera
     """
     entry = table["configs"][config]
     paper = table["papers"][entry["paper"]]
-    about = f"{paper['name']} on {table['data'][dataset(config)]['name']}: {paper['authors']}, {paper['venue']}."
+    about = f"{paper['name']} on {table['data'][dataset(config)]['name']}: {described(paper)}"
     if "table" in entry:
         name, row = entry["table"]
         published = paper["tables"][name]
@@ -334,7 +341,7 @@ def page(table: Table) -> str:
     lines = [PAGE]
     for key, paper in table["papers"].items():
         lines += [f"## {paper['name']}", ""]
-        about = f"{paper['authors']}, {paper['venue']}."
+        about = described(paper)
         if "code" in paper:
             link = f"[{paper['code']}](https://github.com/{paper['code']}/tree/{paper['commit']})"
             about += f" Official code: {link}, commit {paper['commit']}. Hardware: {paper['hardware']}."
@@ -361,7 +368,7 @@ def overview(table: Table) -> str:
             experiment = f"{tables['title']}, {row}"
             published = ", ".join(f"{column} {value}" for column, value in zip(tables["columns"], values))
         link = f"[{paper['name']}, {Path(config).stem}]({config})"
-        lines.append(cells(link, f"{paper['name']}, {paper['venue']}", experiment, published))
+        lines.append(cells(link, f"{paper['name']}, {paper.get('venue', 'ours')}", experiment, published))
     return "\n".join(lines)
 
 
