@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,7 +132,8 @@ def train(
 @torch.no_grad()
 def average_precisions(embeddings: Tensor, labels: Tensor) -> Tensor:
     """Return the exact AP of each query; NaN for a query without a positive."""
-    return 1 - BlackboxAPLoss(margin=0.0, reduction="none")(embeddings, labels)
+    values: Tensor = BlackboxAPLoss(margin=0.0, reduction="none")(embeddings, labels)
+    return 1 - values
 
 
 @torch.no_grad()
@@ -477,8 +478,8 @@ def train_by_ap(iterations: int, batch: int = 1024) -> Effort:
         sampler.set_epoch(effort.updates // len(sampler))
         for rows in list(sampler)[: iterations - effort.updates]:
             optimizer.zero_grad()
-            labels = images.labels[rows]
-            chunked_backward(network, images.pixels[rows], lambda x, y=labels: loss(x, y), chunk_size=64)
+            loss_of_batch = partial(loss, labels=images.labels[rows])
+            chunked_backward(network, images.pixels[rows], loss_of_batch, chunk_size=64)
             optimizer.step()
             effort.updates += 1
             effort.forwards += 2 * batch

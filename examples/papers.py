@@ -225,11 +225,11 @@ def commented(table: Table, config: str, text: str) -> str:
         candidates = LINES.get(name, ())
         if name.startswith("loss."):
             candidates = lines_of_loss(name)
-        line = next((places[path] for path in candidates if path in places), None)
-        if line is None:
-            absent.append(name)
+        found = [places[path] for path in candidates if path in places]
+        if found:
+            notes.setdefault(found[0], []).append(origin(entry))
         else:
-            notes.setdefault(line, []).append(origin(entry))
+            absent.append(name)
     lines = list(header(table, config, text, absent))
     for number, line in enumerate(text.splitlines()):
         for note in notes.get(number, ()):
