@@ -33,6 +33,7 @@ TABLE = yaml.safe_load((EXAMPLES / "papers.yaml").read_text(encoding="utf-8"))
 CONFIGS = TABLE["configs"]
 MARKS = ("paper", "code", "ours")
 EMBEDDER = "model.init_args.embedder"
+POOLINGS = {GeM: "gem", GlobalAvgPool: "avg", GlobalMaxPool: "max"}  # a transformer pools by itself
 OF_EVERY_TRAINING = (
     *("batch", "sampler", "optimizer", "learning_rate", "weight_decay", "schedule", "training_images"),
     *("evaluation_images", "network", "embedding", "pooling", "normalisation", "loss", "memory", "evaluation"),
@@ -206,7 +207,7 @@ def network_values(settings, model):
     pool = type(getattr(embedder, "pool", nn.Identity()))
     values = {
         "network": f"{name}, {weights or 'random weights'}",
-        "pooling": {GeM: "gem", GlobalAvgPool: "avg", GlobalMaxPool: "max"}.get(pool, "none"),
+        "pooling": POOLINGS.get(pool) or getattr(embedder, "pooling", "none"),
         "embedding": embedder.eval()(torch.empty(2, 3, 224, 224, device="meta")).shape[1],
         "normalisation": normalisation,
         "memory": "none" if model.memory is None else model.memory.size,
