@@ -171,7 +171,7 @@ class Embedder(PretrainedModule):
         if has_channels_last is None:
             has_channels_last = is_known_convolutional(self.backbone_name, self.backbone)
         if has_channels_last:
-            self.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.backbone.to(memory_format=torch.channels_last)
         self.pool: nn.Module = nn.Identity()
         if has_maps:
             self.pool = POOLINGS[self.pooling]()
