@@ -125,10 +125,11 @@ def _sent_to_others(out: Tensor, tensor: Tensor, out_rows: list[int], rows: list
     return _size(tensor) * (1 - rows[dist.get_rank()] / sum(rows))
 
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 # Bytes that a process sends in a collective that sends nothing twice, given the arguments of the collective.
 SENT: dict[str, Callable[..., float]] = {
     "all_gather": lambda parts, tensor: _size(tensor) * (dist.get_world_size() - 1),
-    "all_gather_into_tensor": lambda result, tensor: _size(tensor) * (dist.get_world_size() - 1),
+    GATHER: lambda result, tensor: _size(tensor) * (dist.get_world_size() - 1),
     "all_to_all_single": _sent_to_others,
     "all_reduce": lambda tensor: 2 * _size(tensor) * (dist.get_world_size() - 1) / dist.get_world_size(),
 }

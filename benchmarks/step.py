@@ -43,7 +43,8 @@ from lightning_retrieval.training import module as module_of_library
 from lightning_retrieval.training.step import TrainingStep
 
 PARTS = ("reading", "preparing", "embedding", "loss", "communication", "rest")
-COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_to_all_single", "all_reduce")
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+COLLECTIVES = ("all_gather", GATHER, "all_to_all_single", "all_reduce")
 PER_CLASS, WARM_UP = 4, 2
 CASES = {  # batch, steps, width and height of the images
     "glyph_net": (256, 9, (64, 64)),

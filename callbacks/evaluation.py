@@ -1,22 +1,32 @@
 """Retrieval metrics of whole evaluation sets, logged under names that checkpoints and early stopping can monitor."""
 
-import itertools
 import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_retrieval.backend import CSVLogger, TensorBoardLogger, WandbLogger, pl, rank_zero_warn, sized_len
+from lightning_retrieval.backend import (
+    CSVLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+    sized_len,
+)
+from lightning_retrieval.callbacks.before_training import (
+    UntrainedNetwork,
+    collect_test_set,
+    has_backbone_to_evaluate,
+)
 from lightning_retrieval.callbacks.evaluation_sets import (
     EvaluationSet,
     MetricProvider,
     find_test_loaders,
     is_sharded,
-    limited_length,
     loader_list,
     set_prefixes,
     what_is_lost,
@@ -26,47 +36,9 @@ from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.retrieval import REVERSE
-from lightning_retrieval.models import Embedder
-from lightning_retrieval.models.retrieval_network import evaluation_mode
-from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.ranking.relevance import Relevance, rule_of_evaluation
-
-
-def batches_on_device(trainer: pl.Trainer, loader: Any, description: str, limit: int | None = None) -> Iterator[Any]:
-    """Yield batches in the Trainer's precision and on its device, and show the progress if the Trainer does.
-
-    Args:
-        trainer: the Trainer of the run.
-        loader: a data loader, or another iterable of batches.
-        description: the work that is done with the batches.
-        limit: the number of batches to yield; None means all of them.
-    """
-    hidden = trainer.progress_bar_callback is None or not trainer.is_global_zero
-    total = sized_len(loader)
-    if total is not None and limit is not None:
-        total = min(total, limit)
-    with Progress(description, total=total, units="batches", hidden=hidden) as progress:
-        for batch in itertools.islice(loader, limit):
-            converted = trainer.precision_plugin.convert_input(batch)
-            yield trainer.strategy.batch_to_device(converted)
-            progress.update(1)
-
-
-def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluation_set: EvaluationSet) -> None:
-    """Call `test_step` with each batch of a test set, as the Trainer's test loop does, and collect the outputs.
-
-    Args:
-        trainer: the Trainer whose precision, device and `limit_test_batches` are used.
-        pl_module: the module to evaluate; its state is not changed.
-        evaluation_set: the test set, which collects the outputs.
-    """
-    loader = evaluation_set.loader
-    limit = limited_length(loader, trainer.limit_test_batches)
-    with evaluation_mode(pl_module), torch.no_grad(), trainer.precision_plugin.test_step_context():
-        for batch_idx, batch in enumerate(batches_on_device(trainer, loader, "Untrained test", limit)):
-            outputs = pl_module.test_step(batch, batch_idx)
-            evaluation_set.add(type(pl_module).__name__, outputs)
+from lightning_retrieval.training.full_sharding import has_sharded_parameters
 
 
 def is_count(name: str) -> bool:
@@ -101,6 +73,9 @@ def log_best(trainer: pl.Trainer, best: Mapping[str, float]) -> None:
             logger.experiment.summary.update(named)
 
 
+DEFAULT_KS = (1, 10, 100)  # of R@k, as far as they are at most the number of ranked images
+_OF_DIMS = re.compile(r"/\d+d$")  # end of the name of a metric of the first dimensions
+
 # The table of metrics that is printed at the end of an evaluation.
 
 _COLUMN_WIDTH = 12
@@ -132,6 +107,19 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
             line += f"{value:>{_COLUMN_WIDTH}.{digits}f}"
         lines.append(line)
     return "\n".join(lines)
+
+
+def summary_of(before: Mapping[str, Mapping[str, float]]) -> str:
+    """The mAP of each network in one line: "1 of 2, the untrained network: test/mAP 0.0919; 2 of 2, ...".
+
+    Args:
+        before: maps `"backbone"` and `"untrained"`, or one of them, to metrics.
+    """
+    parts = []
+    for number, (title, results) in enumerate(before.items(), 1):
+        values = ", ".join(f"{name} {results[name]:.{_DIGITS}f}" for name in _leading_metrics(results))
+        parts.append(f"{number} of {len(before)}, {_BEFORE[title]}: {values}")
+    return "; ".join(parts)
 
 
 def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
@@ -199,12 +187,14 @@ class RetrievalEvaluation(pl.Callback):
     it reads as `labels`.
 
     Args:
-        ks: the k of R@k, each >= 1.
-        before_fit: whether to evaluate the test set with the untrained model before training, and log the results as
-            `test/...` at step 0. The pooled features of the backbone of an `Embedder` are then evaluated, too, without
-            the new head, and logged as `backbone/test/...`; these results show the quality of the pretrained weights
-            alone. The table of a test after training compares the backbone, the untrained and the trained network, with
-            a warning if training has made the network worse. A resumed run skips the evaluation before training.
+        ks: the k of R@k, each >= 1; if None, those of 1, 10 and 100 that are at most the number of ranked images.
+        before_fit: whether to evaluate the test set with the untrained model, too, and log the results as `test/...` at
+            step 0. The pooled features of the backbone of an `Embedder` are evaluated in the same pass, without the new
+            head, and logged as `backbone/test/...`; these results show the quality of the pretrained weights alone.
+            The evaluation follows the first epoch, with a copy of the weights from before it, so that a run begins with
+            training; for a network that is sharded over processes, it comes first. The table of a test after training
+            compares the backbone, the untrained and the trained network, with a warning if training has made the
+            network worse. A resumed run skips this evaluation.
         map_ks: the k of mAP@k, each >= 1; empty for no mAP@k. Data sets with another metric ignore `map_ks`,
             `map_divisor`, `extra_metrics` and `dims`.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
@@ -235,6 +225,7 @@ class RetrievalEvaluation(pl.Callback):
         Each of W processes keeps the embeddings of its images and, while metrics are computed, a copy of 1 / W of all
         embeddings, see `RetrievalMetrics`. `QueryExpansion` and `DatabaseAugmentation` need another such copy, and k
         neighbours of each row. With an expansion or augmentation of your own, each process gathers all embeddings.
+        `before_fit` keeps the trained parameters twice more in main memory, until the first epoch has been evaluated.
 
     Relations:
         `RetrievalGallery` draws the evaluation sets that this callback collects. The highest value of each metric of a
@@ -244,7 +235,7 @@ class RetrievalEvaluation(pl.Callback):
 
     def __init__(
         self,
-        ks: Sequence[int] = (1, 10, 100),
+        ks: Sequence[int] | None = None,
         *,
         before_fit: bool = False,
         map_ks: Sequence[int] = (),
@@ -258,7 +249,7 @@ class RetrievalEvaluation(pl.Callback):
         self.before_fit = check_bool("RetrievalEvaluation", "before_fit", before_fit)
         try:  # so that invalid settings raise before the first epoch
             metrics = RetrievalMetrics(
-                ks,
+                DEFAULT_KS if ks is None else ks,
                 map_ks,
                 map_divisor=map_divisor,
                 extra_metrics=extra_metrics,
@@ -269,7 +260,10 @@ class RetrievalEvaluation(pl.Callback):
             )
         except (TypeError, ValueError) as error:
             raise type(error)(str(error).replace("RetrievalMetrics", "RetrievalEvaluation", 1)) from None
-        self.ks = metrics.ks
+        self.ks: tuple[int, ...] | None = None
+        if ks is not None:
+            self.ks = metrics.ks
+        self._with_smaller_ks: set[str] = set()  # prefixes for which it was logged which of DEFAULT_KS fit
         self.map_ks = metrics.map_ks
         self.map_divisor = metrics.map_divisor
         self.extra_metrics = metrics.extra_metrics
@@ -281,45 +275,54 @@ class RetrievalEvaluation(pl.Callback):
         # The results of the last evaluation, for "val", "test", "untrained" and "backbone".
         self.results: dict[str, dict[str, float]] = {}
         self.best: dict[str, float] = {}
+        self._untrained: UntrainedNetwork | None = None  # from the start of a run to the end of its first epoch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":  # a resumed run loads its best values later
-            self.best = {}
+        if stage == "fit":
+            self.best = {}  # a resumed run loads its best values later
+            self._with_smaller_ks = set()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_has_batches("val", trainer.val_dataloaders)
         if not self.before_fit or trainer.global_step > 0:
             return
-        self.results["untrained"] = self._test_untrained(trainer, pl_module, self.dims)
-        logged = dict(self.results["untrained"])
-        embedder = getattr(pl_module, "embedder", None)
-        whitening = getattr(pl_module, "whitening", None)
-        # A learned whitening does not fit the pooled features, which have another dimension or distribution.
-        is_whitened = whitening is not None and whitening.learned is not None
-        has_one_network = getattr(pl_module, "query_embedder", None) is None
-        if isinstance(embedder, Embedder) and has_one_network and not is_whitened:
-            with embedder.without_head():
-                self.results["backbone"] = self._test_untrained(trainer, pl_module, ())
-            logged |= {f"backbone/{name}": value for name, value in self.results["backbone"].items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(logged, step=0)
-
-    def _test_untrained(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, dims: Sequence[int]
-    ) -> dict[str, float]:
-        """The metrics of the test sets before training."""
         loaders = find_test_loaders(trainer, pl_module)
         _check_has_batches("test", loaders)
-        results: dict[str, float] = {}
+        if has_sharded_parameters(pl_module):  # whose weights cannot be replaced for an evaluation
+            self._evaluate_untrained(trainer, pl_module, loaders)
+        else:
+            self._untrained = UntrainedNetwork(pl_module, loaders)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._untrained is None:
+            return
+        with self._untrained.restored():
+            self._evaluate_untrained(trainer, pl_module, self._untrained.loaders)
+        self._untrained = None
+
+    def _evaluate_untrained(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> None:
+        """Evaluate the untrained network and, if it has a new head, its backbone, and log both at step 0."""
+        before: dict[str, dict[str, float]] = {"untrained": {}}
+        if has_backbone_to_evaluate(pl_module):
+            before = {"backbone": {}, **before}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
-            # Without a sharded sampler, each process evaluates the full set.
-            metrics = self._create_metrics(loader, is_sharded(loader), dims, rule_of_module(pl_module))
-            evaluation_set = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
-            collect_test_set(trainer, pl_module, evaluation_set)
+            sets = {}
+            for name in before:
+                dims = self.dims if name == "untrained" else ()
+                # Without a sharded sampler, each process evaluates the full set.
+                metrics = self._create_metrics(loader, is_sharded(loader), dims, rule_of_module(pl_module))
+                sets[name] = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
+            collect_test_set(trainer, pl_module, sets["untrained"], sets.get("backbone"))
             _warn_if_incomplete("test", loader, math.inf)
-            for name, value in evaluation_set.compute().items():
-                results[name] = float(value)
-        return results
+            for name, evaluation_set in sets.items():
+                values = self._values_of(evaluation_set)
+                before[name] |= {of_metric: float(value) for of_metric, value in values.items()}
+        self.results |= before
+        rank_zero_info(f"RetrievalEvaluation: before training, {summary_of(before)}.")
+        logged = dict(before["untrained"])
+        logged |= {f"backbone/{name}": value for name, value in before.get("backbone", {}).items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(logged, step=0)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_best(trainer, self.best)
@@ -333,6 +336,7 @@ class RetrievalEvaluation(pl.Callback):
             _check_has_batches("test", trainer.test_dataloaders)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._untrained = None
         log_best(trainer, self.best)
 
     def state_dict(self) -> dict[str, Any]:
@@ -391,6 +395,7 @@ class RetrievalEvaluation(pl.Callback):
         self, loader: Any, sync_on_compute: bool, dims: Sequence[int], relevance: Relevance | None
     ) -> EmbeddingMetric:
         """Create the metric that the data set provides if it is a `MetricProvider`, else `RetrievalMetrics`."""
+        ks = self.ks or DEFAULT_KS
         settings: dict[str, Any] = {
             "query_expansion": self.query_expansion,
             "database_augmentation": self.database_augmentation,
@@ -401,18 +406,41 @@ class RetrievalEvaluation(pl.Callback):
             settings["relevance"] = relevance
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, MetricProvider):
-            return dataset.metrics(self.ks, **settings)
+            return dataset.metrics(ks, **settings)
         settings["reverse"] = getattr(dataset, "two_sided", False)
         settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics, "dims": dims}
-        return RetrievalMetrics(self.ks, self.map_ks, **settings)
+        return RetrievalMetrics(ks, self.map_ks, **settings)
+
+    def _values_of(self, evaluation_set: EvaluationSet) -> dict[str, Tensor]:
+        """The metrics of a set, without the R@k of a default k that is above the number of ranked images."""
+        values, metrics = evaluation_set.compute(), evaluation_set.metrics
+        if not isinstance(metrics, RetrievalMetrics) or not self._has_default_ks(metrics):
+            return values
+        for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
+            fitting = [f"R@{k}" for k in DEFAULT_KS if k <= max(images, 1)]
+            large = [f"R@{k}" for k in DEFAULT_KS if k > max(images, 1)]
+            left_out = {prefix + name for name in large}
+            values = {name: value for name, value in values.items() if _OF_DIMS.sub("", name) not in left_out}
+            if large and prefix not in self._with_smaller_ks:
+                self._with_smaller_ks.add(prefix)
+                rank_zero_info(
+                    f"RetrievalEvaluation: the longest list of {prefix} has {images} images, so it logs "
+                    f"{' and '.join(fitting)}, but not {' and '.join(large)}; give `ks` for others."
+                )
+        return values
+
+    def _has_default_ks(self, metrics: EmbeddingMetric) -> bool:
+        """Whether neither the user nor the data set has given the k of R@k."""
+        return self.ks is None and getattr(metrics, "ks", None) == DEFAULT_KS
 
     def _log_results(self, stage: str, pl_module: pl.LightningModule, batches: Sequence[float]) -> None:
         for evaluation_set, number in zip(self.sets, batches):
             _warn_if_incomplete(stage, evaluation_set.loader, number)
         results: dict[str, Tensor] = {}
         for evaluation_set in self.sets:
-            results.update(evaluation_set.compute())
-            _warn_of_large_ks(evaluation_set)
+            results.update(self._values_of(evaluation_set))
+            if not self._has_default_ks(evaluation_set.metrics):
+                _warn_of_large_ks(evaluation_set)
             _warn_of_one_label(evaluation_set)
         self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
@@ -465,19 +493,24 @@ def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
         )
 
 
+def _ranked_images(prefix: str, metrics: RetrievalMetrics) -> dict[str, int]:
+    """The number of images in the longest list of each direction, by the prefix of its metrics."""
+    ranked = {prefix: metrics.ranked_images}
+    if metrics.reverse:
+        ranked[f"{prefix}{REVERSE}"] = metrics.ranked_queries
+    return ranked
+
+
 def _warn_of_large_ks(evaluation_set: EvaluationSet) -> None:
     metrics = evaluation_set.metrics
     if not isinstance(metrics, RetrievalMetrics):
         return
-    ranked = {"": metrics.ranked_images}
-    if metrics.reverse:
-        ranked[REVERSE] = metrics.ranked_queries
-    for direction, images in ranked.items():
+    for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
         too_large = [f"R@{k}" for k in metrics.ks if k > images]
         if too_large:
             rank_zero_warn(
-                f"RetrievalEvaluation: {evaluation_set.prefix}{direction}{', '.join(too_large)} have a k above the "
-                f"number of ranked images, {images}, so they are 1; give smaller `ks`."
+                f"RetrievalEvaluation: {prefix}{', '.join(too_large)} have a k above the number of ranked images, "
+                f"{images}, so they are 1; give smaller `ks`."
             )
 
 

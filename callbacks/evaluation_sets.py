@@ -1,5 +1,6 @@
 """Evaluation sets: their loaders, the outputs of evaluation steps for them, and their metrics."""
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -12,6 +13,7 @@ from lightning_retrieval.backend import pl, sized_len
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric
+from lightning_retrieval.progress import Progress
 
 
 @runtime_checkable
@@ -113,6 +115,26 @@ def limited_length(loader: Any, limit: float) -> int | None:
     if limit == 1:
         return None
     return int(len(loader) * limit)
+
+
+def batches_on_device(trainer: pl.Trainer, loader: Any, description: str, limit: int | None = None) -> Iterator[Any]:
+    """Yield batches in the Trainer's precision and on its device, and show the progress if the Trainer does.
+
+    Args:
+        trainer: the Trainer of the run.
+        loader: a data loader, or another iterable of batches.
+        description: the work that is done with the batches.
+        limit: the number of batches to yield; None means all of them.
+    """
+    hidden = trainer.progress_bar_callback is None or not trainer.is_global_zero
+    total = sized_len(loader)
+    if total is not None and limit is not None:
+        total = min(total, limit)
+    with Progress(description, total=total, units="batches", hidden=hidden) as progress:
+        for batch in itertools.islice(loader, limit):
+            converted = trainer.precision_plugin.convert_input(batch)
+            yield trainer.strategy.batch_to_device(converted)
+            progress.update(1)
 
 
 def find_test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:

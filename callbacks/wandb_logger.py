@@ -124,6 +124,8 @@ class RetrievalWandbLogger(WandbLogger):
         )
         # Lightning gives `save_dir` to `wandb.init`, but saves checkpoints in the folder below.
         self._wandb_init["dir"] = os.path.join(save_dir, str(self.name), str(self.version))
+        if self._wandb_init.get("anonymous") is None:  # newer versions of wandb warn of the setting, whatever it is
+            self._wandb_init.pop("anonymous", None)
         self.offline = offline
         self.prefix = prefix
         self._checkpoints: dict[int, ModelCheckpoint] = {}

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval.arguments import Several, checked
 from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_warn
-from lightning_retrieval.callbacks.evaluation import batches_on_device
-from lightning_retrieval.callbacks.evaluation_sets import loader_list
+from lightning_retrieval.callbacks.evaluation_sets import batches_on_device, loader_list
 from lightning_retrieval.distributed import kept_integers, rank, unshared, world_size
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.sides import is_two_sided

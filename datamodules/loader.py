@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.backend import pl
-from lightning_retrieval.checks import check_bool, check_instance, check_integer, first_of, short_repr
+from lightning_retrieval.checks import (
+    check_bool,
+    check_byte_order,
+    check_instance,
+    check_integer,
+    first_of,
+    short_repr,
+)
 from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
@@ -204,13 +211,26 @@ def collate_images(items: Any) -> Any:
 
     Raises:
         ValueError: if the images, or the tags of the images, differ in size.
+        TypeError: if an array has another byte order than the machine.
     """
     cure = "let the transform crop or resize them to one size, or give a `collate_fn` that pads them"
     check_image_sizes("RetrievalDataLoader", items, cure)
+    for item in items:
+        for name, value in _entries(item):
+            check_byte_order("RetrievalDataLoader", name, value)
     if items and isinstance(items[0], Mapping):
         for name in items[0]:
             _check_lengths(name, [item.get(name) for item in items])
     return default_collate(items)
+
+
+def _entries(item: Any) -> Iterable[tuple[str, Any]]:
+    """The entries of an item of a dataset with their names."""
+    if isinstance(item, Mapping):
+        return item.items()
+    if isinstance(item, (tuple, list)):
+        return zip(("images", "labels", "ids"), item)
+    return [("images", item)]
 
 
 def _check_lengths(name: str, values: Sequence[Any]) -> None:

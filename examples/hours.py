@@ -35,6 +35,17 @@ def training_images(data: dict[str, Any]) -> int | None:
     return images
 
 
+def images_of_a_batch(data: dict[str, Any]) -> int:
+    """Return the number of images in a batch.
+
+    Args:
+        data: the section of a config.
+    """
+    settings = data["init_args"]
+    images: int = settings["classes_per_batch"] * settings["samples_per_class"]
+    return images
+
+
 def images_of_an_epoch(data: dict[str, Any], images: int) -> int:
     """Return the number of images in the batches of an epoch.
 
@@ -42,8 +53,7 @@ def images_of_an_epoch(data: dict[str, Any], images: int) -> int:
         data: the section of a config.
         images: of the training set.
     """
-    settings = data["init_args"]
-    batch: int = settings["classes_per_batch"] * settings["samples_per_class"]
+    batch = images_of_a_batch(data)
     return math.ceil(images / batch) * batch
 
 
@@ -60,6 +70,9 @@ def rows(folder: Path, images_per_second: float) -> list[tuple[str, int, int, fl
         if epochs < 1 or images is None:
             continue
         total = epochs * images_of_an_epoch(config["data"], images)
+        steps: int = config["trainer"].get("max_steps", -1)
+        if steps > 0:
+            total = min(total, steps * images_of_a_batch(config["data"]))
         hours = total / images_per_second / 3600
         found.append((path.relative_to(folder).as_posix(), epochs, images, total / 1e6, hours))
     return found

@@ -181,10 +181,13 @@ THIRD_PARTY = (
 )  # of pytorch-metric-learning
 LARGER = ((128, 32), (512, 128))
 TABLE_5 = {(256, 64): "Smooth-AP, Table 5", (512, 128): "beyond Smooth-AP's Table 5, which ends at 256"}
-TIE_AWARE = ("simplified", "full")
+TIE_AWARE = {  # form: the source of the claim that it is not better than the plain one
+    "simplified": "Revaud et al., Fig. 8: the plain form is a little better",
+    "full": "Revaud et al. tried the simplified form only",
+}
 
-# Findings with a star are quoted from memory, because the paper was not at hand. The others were looked up: in the
-# papers, in what their authors write about them, or in the tables of later papers.
+# Findings with a star (on the page of the losses) are quoted from memory, because the paper was not at hand. The others
+# were looked up: in the papers, in what their authors write about them, or in the tables of later papers.
 EXPERIMENTS = {
     "batch_size": Experiment(
         "Batch size",
@@ -205,8 +208,8 @@ EXPERIMENTS = {
             *larger_is_better("SmoothAPLoss", TABLE_5),
             *larger_is_better("SmoothAPLoss, scaled rate", TABLE_5),
             *larger_is_better("SmoothAPLoss, same steps", TABLE_5),
-            *larger_is_better("FastAPLoss", dict.fromkeys(LARGER, "FastAP, Fig. 4a*")),
-            *larger_is_better("QuantizedAPLoss", dict.fromkeys(LARGER, "Revaud et al., Fig. 5*")),
+            *larger_is_better("FastAPLoss", dict.fromkeys(LARGER, "FastAP, Fig. 4a")),
+            *larger_is_better("QuantizedAPLoss", dict.fromkeys(LARGER, "Revaud et al., Fig. 5")),
         ],
         axis="images of a batch",
     ),
@@ -219,10 +222,17 @@ EXPERIMENTS = {
             "QuantizedAPLoss": vary(AP_Q, "num_bins", (5, 10, 20, 40), 20),
         },
         [
-            Finding("10 bins are enough (FastAP, Fig. 4b*)", "FastAPLoss, 10", "FastAPLoss, 40", "no worse"),
-            Finding("20 bins are enough (Revaud, Fig. 4*)", "QuantizedAPLoss, 20", "QuantizedAPLoss, 40", "no worse"),
+            Finding("10 bins are enough (FastAP, Fig. 4b)", "FastAPLoss, 10", "FastAPLoss, 40", "no worse"),
             Finding(
-                "Too few bins are too coarse (Revaud et al., Fig. 4*)", "QuantizedAPLoss, 20", "QuantizedAPLoss, 5"
+                "20 bins are enough (Revaud et al., Fig. 4: the number has little impact)",
+                "QuantizedAPLoss, 20",
+                "QuantizedAPLoss, 40",
+                "no worse",
+            ),
+            Finding(
+                "Too few bins are too coarse (FastAP, section 5.3; Revaud et al. find little impact)",
+                "QuantizedAPLoss, 20",
+                "QuantizedAPLoss, 5",
             ),
         ],
         axis="bins",
@@ -232,8 +242,8 @@ EXPERIMENTS = {
         "This is the temperature of the sigmoid that replaces the step function in Smooth-AP.",
         {"SmoothAPLoss": vary(BASE, "tau", (0.001, 0.01, 0.1), 0.01)},
         [
-            Finding("0.01 is better than 0.1 (Smooth-AP, Table 5*)", "SmoothAPLoss, 0.01", "SmoothAPLoss, 0.1"),
-            Finding("0.01 is better than 0.001 (Smooth-AP, Table 5*)", "SmoothAPLoss, 0.01", "SmoothAPLoss, 0.001"),
+            Finding("0.01 is better than 0.1 (Smooth-AP, Table 5)", "SmoothAPLoss, 0.01", "SmoothAPLoss, 0.1"),
+            Finding("0.01 is better than 0.001 (Smooth-AP, Table 5)", "SmoothAPLoss, 0.01", "SmoothAPLoss, 0.001"),
         ],
         axis="tau",
     ),
@@ -242,7 +252,7 @@ EXPERIMENTS = {
         "A batch has 128 images, K of each class, so more images of each class mean fewer classes. Half of the "
         "training classes have 9 images or fewer; a class with fewer than K images contributes some of them twice.",
         {"SmoothAPLoss": {K: replace(BASE, classes=128 // K, per_class=K) for K in (2, 4, 8)}},
-        [Finding("4 images are better than 8 (Smooth-AP, Table 5*)", "SmoothAPLoss, 4", "SmoothAPLoss, 8")],
+        [Finding("4 images are better than 8 (Smooth-AP, Table 5)", "SmoothAPLoss, 4", "SmoothAPLoss, 8")],
         axis="images of each class (K)",
     ),
     "category_sampling": Experiment(
@@ -260,7 +270,7 @@ EXPERIMENTS = {
         },
         [
             Finding(
-                f"Two categories are better on {data} (FastAP, section 4.2*)",
+                f"Two categories are better on {data} (FastAP, section 4.2)",
                 f"{data}, two categories",
                 f"{data}, any classes",
             )
@@ -273,7 +283,7 @@ EXPERIMENTS = {
         "filled with whole classes of 2 to 29 images, so that there is something to balance. The emoji cannot show "
         "this: their classes have three or four images.",
         {"": {"AP-Q": WHOLE_CLASSES, "AP-Q, balanced": replace(WHOLE_CLASSES, loss_args={"class_balanced": True})}},
-        [Finding("Balancing helps (Revaud et al., Fig. 7*)", "AP-Q, balanced", "AP-Q")],
+        [Finding("Balancing helps (Revaud et al., Fig. 7)", "AP-Q, balanced", "AP-Q")],
     ),
     "tie_aware": Experiment(
         "Tie-aware AP",
@@ -281,12 +291,12 @@ EXPERIMENTS = {
         {"": {"AP-Q": AP_Q, **{f"tie-aware, {x}": replace(AP_Q, loss_args={"tie_aware": x}) for x in TIE_AWARE}}},
         [
             Finding(
-                f"Plain AP-Q is sufficient, against the {x} form (Revaud et al., Fig. 8*)",
+                f"Plain AP-Q is sufficient, against the {x} form ({source})",
                 "AP-Q",
                 f"tie-aware, {x}",
                 "no worse",
             )
-            for x in TIE_AWARE
+            for x, source in TIE_AWARE.items()
         ],
     ),
     "score_memory": Experiment(
@@ -332,6 +342,13 @@ EXPERIMENTS = {
         "the runs are in float64, so that rounding errors do not grow over the steps. These runs are short: they see "
         "12,800 images (at first 6,400, with which they had hardly learned), so they compare only with each other.",
         {"": {"whole batch": EXACT, "chunks of 48": replace(EXACT, chunk_size=48)}},
-        [Finding("The gradient is the same (FastAP*, Revaud et al.*)", "chunks of 48", "whole batch", "equal")],
+        [
+            Finding(
+                "The gradient is the same (FastAP, section 4.1; Revaud et al., section 3.3)",
+                "chunks of 48",
+                "whole batch",
+                "equal",
+            )
+        ],
     ),
 }

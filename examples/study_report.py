@@ -46,7 +46,6 @@ does not contain yet; all runs of this page take about an hour on two CPU cores,
   were chosen for a short training time, by trial runs of `{BASE.loss}` only. Nothing was tuned for a finding.
 - **A result** is the median over the seeds 0, 1, 2, with the lowest and the highest value in brackets.
 {VERDICTS}
-- **A star** marks findings that are quoted from memory, without the paper at hand.
 
 {{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} findings {{same}} show the
 same direction and {{not_same}} do not; in {{no_difference}} there is no difference beyond the spread of seeds.

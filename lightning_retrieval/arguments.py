@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_retrieval.checks import (
     LARGEST,
@@ -113,10 +113,16 @@ def rule_of_argument(owner: Any, name: str) -> Rule:
         bases = sorted(owner.__mro__, key=lambda base: not base.__module__.startswith("lightning_retrieval."))
         functions = [base.__init__ for base in bases]  # type: ignore[misc]
     for function in functions:
-        rule = rule_of(getattr(function, "__annotations__", {}).get(name))
+        annotation = getattr(function, "__annotations__", {}).get(name)
+        if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
+            annotation = get_type_hints(function, include_extras=True)[name]
+        rule = rule_of(annotation)
         if rule is not None:
             return rule
-    raise LookupError(f"{owner.__name__}: the annotation of `{name}` declares no rule.")
+    raise LookupError(
+        f"{owner.__name__}: the annotation of `{name}` must declare a rule, such as `{name}: Positive` of "
+        "lightning_retrieval.arguments, got none."
+    )
 
 
 def rule_of(annotation: Any) -> Rule | None:

@@ -251,6 +251,7 @@ def _check_lengths(owner: str, name: str, path: str) -> None:
 
 def check_tensor(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
+    check_byte_order(owner, name, value)
     if isinstance(value, np.ndarray):
         raise InvalidType("must be a tensor", owner, name, got="a NumPy array", cure="torch.from_numpy converts it")
     if not isinstance(value, Tensor):
@@ -261,6 +262,18 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
         )
     if value.device.type == "meta":
         raise InvalidValue("must hold numbers", owner, name, got="a tensor on the device meta, which has none")
+
+
+def check_byte_order(owner: str, name: str, value: Any) -> None:
+    """Raise if an array has another byte order than the machine, such as that of FITS files; torch does not take it."""
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:
+        raise InvalidType(
+            "must have the byte order of this machine",
+            owner,
+            name,
+            got=f"a NumPy array of {value.dtype.str}",
+            cure="array.astype(array.dtype.newbyteorder('=')) converts it",
+        )
 
 
 def check_no_transform(owner: str, **values: Any) -> None:

@@ -5,7 +5,8 @@
 way, so that classes, files and messages do not depend on how a network was compiled.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -51,6 +52,29 @@ def compile_calls(network: nn.Module, compiler: Callable[[Any], Any]) -> None:
         compiler: what `torch.compile` has stored as `dynamo_ctx`: it compiles a function.
     """
     network._compiled_call_impl = compiler(network._call_impl)
+
+
+def is_compiled(embed: Any) -> bool:
+    """Whether `torch.compile` has compiled a module, the module of a method, or a part of it; False for a function."""
+    network = getattr(embed, "__self__", embed)
+    if not isinstance(network, nn.Module):
+        return False
+    return any(part._compiled_call_impl is not None or _is_wrapper(part) for part in network.modules())
+
+
+@contextmanager
+def uncompiled(network: nn.Module) -> Iterator[None]:
+    """Context in which a network and its parts run without being compiled, for what runs only once."""
+    compiled = {}
+    for part in network.modules():
+        if part._compiled_call_impl is not None:
+            compiled[part] = part._compiled_call_impl
+            part._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for part, call in compiled.items():
+            part._compiled_call_impl = call
 
 
 def plain_name(name: str) -> str:

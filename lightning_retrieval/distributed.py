@@ -95,8 +95,28 @@ def gather_rows(
         return torch.cat(gather_parts(rows, counts, group))
     local = rows.detach().contiguous()
     gathered = local.new_empty(sum(counts), *local.shape[1:])
-    dist.all_gather_into_tensor(gathered, local, group=group)
+    gather_into(gathered, local, group=group)
     return gathered
+
+
+def gather_into(
+    gathered: Shaped[Tensor, "batch ..."],
+    rows: Shaped[Tensor, "shard ..."],
+    *,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather equally many rows of all processes into one tensor, by the name that this version of PyTorch has for it.
+
+    Args:
+        gathered: a contiguous tensor for the rows of all processes.
+        rows: contiguous rows of this process.
+        group: process group; None for all processes.
+        async_op: whether to return at once, with an object to wait for.
+    """
+    if hasattr(dist, "all_gather_single"):
+        return dist.all_gather_single(gathered, rows, group=group, async_op=async_op)
+    return dist.all_gather_into_tensor(gathered, rows, group=group, async_op=async_op)
 
 
 def gather_parts(

@@ -25,6 +25,7 @@ from typing import IO, Any, BinaryIO
 from lightning_retrieval.invalid import InvalidValue, MissingFile, NotWritten
 
 LOCK = "lock"
+HELD = ".held"  # suffix of the file that is there while a lock is held on Windows
 TEMPORARY = ".tmp"  # suffix of a file that is being written
 READ_BYTES = 1 << 20  # bytes read at a time
 FREE_SPACE = "free space on the disk and save again"
@@ -513,8 +514,9 @@ def _lock_of_posix(folder: Path, name: str, *, shared: bool) -> Iterator[Callabl
 def _lock_of_windows(folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / name, timeout=0, thread_local=False)
+    lock = FileLock(folder / f"{name}{HELD}", timeout=0, thread_local=False)
     with writing(folder / name):
+        (folder / name).touch()  # so that a folder has the same files on every system
         try:
             if not shared:
                 lock.acquire()
@@ -524,6 +526,11 @@ def _lock_of_windows(folder: Path, name: str, *, shared: bool) -> Iterator[Calla
         yield lambda: None
     finally:
         lock.release()
+
+
+def is_lock(path: Path, name: str = LOCK) -> bool:
+    """Whether a path is that of a file of `folder_lock`."""
+    return path.name in (name, f"{name}{HELD}")
 
 
 def _close_locks() -> None:
@@ -556,7 +563,9 @@ def _take_lock(folder: Path, file: IO[str], *, shared: bool) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process of this machine holds a lock of POSIX on a file."""
+    """Whether another process of this machine holds a lock of POSIX on a file; False on Windows."""
+    if not POSIX:
+        return False
     try:
         with path.open("rb") as file:
             _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)

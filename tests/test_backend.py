@@ -41,6 +41,31 @@ if __name__ == "__main__":
     torch.save([module.state_dict(), resumed.state_dict()], "{package}.pt")
     print("other package:", "{other}" in sys.modules)
 """
+# A first project: everything at its default, on two processes, with the tracker of the library.
+PROJECT = """
+import warnings
+import {package} as L
+from torch import nn
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation, RetrievalGallery, RetrievalWandbLogger
+from lightning_retrieval.datamodules import Glyphs
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for of_lightning in ("`isinstance.treespec", "Using `DistributedSampler`", ".* does not have many workers"):
+        warnings.filterwarnings("ignore", of_lightning)
+    warnings.filterwarnings("ignore", "RetrievalEvaluation: (val|test) metrics cover")  # of limit_val_batches
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, limit_train_batches=2, limit_val_batches=1,
+        limit_test_batches=1, log_every_n_steps=1, logger=RetrievalWandbLogger(offline=True, artifact=False),
+        callbacks=[RetrievalEvaluation(before_fit=True), APMonitor(), RetrievalGallery()],
+    )
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(1024, 8))
+    module = RetrievalModule(Embedder(backbone, 8, feature_dim=8, pooling="avg"), SmoothAPLoss())
+    data = Glyphs(classes_per_batch=8, samples_per_class=4, eval_batch_size=40)
+    trainer.fit(module, data)
+    trainer.test(module, data, verbose=False)
+"""
 PACKAGES = {"lightning.pytorch": "pytorch_lightning", "pytorch_lightning": "lightning.pytorch"}
 
 
@@ -58,6 +83,15 @@ def run(folder, code, *arguments, **environment):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_first_project_has_no_warning_that_the_library_causes(package, tmp_path):
+    """Whatever Lightning itself warns of stays visible."""
+    printed = run(tmp_path, PROJECT.format(package=package))
+    assert "over 2 processes; each process sends" in printed
+    assert "so it logs R@1 and R@10, but not R@100" in printed
+    assert "has no effect" not in printed  # what Weights & Biases says of a setting that Lightning gives it
 
 
 def test_both_packages_train_alike_and_read_each_others_checkpoints(tmp_path):

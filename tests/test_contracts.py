@@ -263,6 +263,9 @@ TABLE = {
     "PrecisionRecallCurve": Entry({"every_n_epochs": 2}, without=STATELESS),
     "ScoreHistogram": Entry({"bins": 50, "every_n_epochs": 2}, without=STATELESS),
     "TrainingCurve": Entry({"metric": "val/R@1"}),
+    "PublishedResults": Entry(
+        {"source": "a table", "results": {"R@1": 0.8, "mAP": 0.7}}, not_resumed={"last": "the last evaluation"}
+    ),
     "DetectionPicture": Entry({"images": 3, "detections": 2}, without=STATELESS),
     # lightning_retrieval.datamodules
     "GlobalBatchSampler": Entry(without=NEVER_MADE),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_retrieval.cli.example import EXAMPLES
 from tests.source_tree import PACKAGES, REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -57,8 +58,13 @@ def test_wheel_holds_every_file_of_the_three_packages(wheel):
         folder = name.replace(".", "/")
         files = [path for path in (REPOSITORY / package).rglob("*.*") if "__pycache__" not in path.parts]
         expected.update(f"{folder}/{path.relative_to(REPOSITORY / package).as_posix()}" for path in files)
-    assert {Path(name).suffix for name in expected} == {".py", ".typed", ".csv", ".html", ".css"}
+    assert {Path(name).suffix for name in expected} == {".py", ".typed", ".csv", ".html", ".css", ".yaml"}
     assert {name for name in wheel if ".dist-info/" not in name} == expected
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_wheel_holds_the_configs_of_the_command_example(wheel, name):
+    assert wheel[f"lightning_retrieval/cli/{name}.yaml"] == (REPOSITORY / f"examples/{name}.yaml").read_bytes()
 
 
 def test_wheel_and_sdist_hold_the_licence(built, wheel):

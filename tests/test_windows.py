@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path, PureWindowsPath
 
 import pytest
@@ -35,7 +35,9 @@ def start(name, folder):
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", command]
-    return subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def result_of(name, folder):
@@ -78,7 +80,10 @@ def change_files_in_use(folder):
     assert mapped.tolist() == [49, 50, 51, 52]
     del mapped
     remove(folder / "mapped")
-    rename(folder / "free", folder / "open")
+    files.SECONDS_IN_USE = 60
+    reader = (folder / "open").open("rb")
+    threading.Timer(0.2, reader.close).start()
+    rename(folder / "free", folder / "open")  # waits for the reader
     return {"errors": errors, "files": sorted(path.name for path in folder.iterdir())}
 
 
@@ -119,6 +124,8 @@ def save_again(folder):
     index.save(folder / "index")
     mapped = RetrievalIndex.load(folder / "index", mapped=True)
     index.save(folder / "index")
+    index.save(folder / "Bücher")
+    found = RetrievalIndex.load(folder / "Bücher", mapped=True).search(torch.eye(4), 3)[1]
     for content in ("old", "new"):
         with new_files(folder / "files", ["a", "b"]) as new:
             (new / "a").write_text(content)
@@ -127,6 +134,7 @@ def save_again(folder):
         "is_open": loaded is not module and len(mapped) == 100,
         "files": (folder / "files" / "a").read_text(),
         "reads": len(RetrievalIndex.load(folder / "index")),
+        "finds": torch.equal(found, mapped.search(torch.eye(4), 3)[1]),
     }
 
 
@@ -135,30 +143,34 @@ def save_again(folder):
 def test_nothing_has_a_file_open_when_it_is_replaced_or_deleted(tmp_path):
     found, log = result_of("save_again", tmp_path)
     assert log == ""
-    assert found == {"steps": [3, 6], "is_open": True, "files": "new", "reads": 100}
+    assert found == {"steps": [3, 6], "is_open": True, "files": "new", "reads": 100, "finds": True}
 
 
-def hold_lock(folder):
-    """Hold the lock of a folder until the process is killed."""
+def take_lock(folder):
+    """Hold the lock of a folder until something is written to this process; the error of a second lock."""
     with folder_lock(folder) as share:
+        error = error_of(folder_lock(folder).__enter__)
         share()
-        print(error_of(folder_lock(folder).__enter__), flush=True)
-        time.sleep(600)
+        print("locked", flush=True)
+        sys.stdin.readline()
+    return error
 
 
 @on_linux
 @pytest.mark.refusal
+@pytest.mark.slow
 def test_a_lock_without_fcntl_keeps_others_out_and_ends_with_its_process(tmp_path):
-    holder = start("hold_lock", tmp_path)
+    holder, message = start("take_lock", tmp_path), "InvalidValue: {} is being written to by another process"
     try:
-        assert holder.stdout.readline().startswith(f"InvalidValue: {tmp_path} is being written to by another")
-        with pytest.raises(ValueError, match=r"^/.* is being written to by another process; wait"):
-            folder_lock(tmp_path).__enter__()
+        assert holder.stdout.readline() == "locked\n"
+        other = start("take_lock", tmp_path)
+        assert other.communicate("", timeout=240) == ("", None)
+        assert other.returncode == 1
     finally:
         holder.kill()
         holder.communicate()
-    with folder_lock(tmp_path):
-        pass
+    after, _ = start("take_lock", tmp_path).communicate("", timeout=240)
+    assert message.format(tmp_path) in after
 
 
 def paths_of_devices(folder):

@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,8 +103,6 @@ def fit(args: Any = None) -> None:
     parser_settings: dict[str, Any] = {"prog": "lightning-retrieval"}
     for subcommand, example in EXAMPLES.items():
         parser_settings[subcommand] = {"epilog": MORE_HELP + example}
-    if args is None:
-        args = sys.argv[1:]
     with quiet_trainer():
         RetrievalCLI(
             CheckpointedModule,
@@ -116,17 +114,15 @@ def fit(args: Any = None) -> None:
             trainer_defaults={"enable_model_summary": False},  # the first step is reported instead
             parser_kwargs=parser_settings,
             parser_class=_Parser,
-            args=_of_this_backend(args),
+            args=of_this_backend(args),  # None if they are those of the process, of which Lightning would warn
         )
 
 
-def _of_this_backend(args: Any) -> Any:
+def _of_this_backend(args: Sequence[str]) -> list[str]:
     """The arguments of a command, with Lightning's classes as in the package that this process uses."""
-    if not isinstance(args, list):
-        return of_this_backend(args)
     changed = []
     for argument in args:
-        option, equals, value = str(argument).rpartition("=")
+        option, equals, value = argument.rpartition("=")
         changed.append(option + equals + of_this_backend(value))
     return changed
 
@@ -506,10 +502,10 @@ class _Parser(LightningArgumentParser):
         )
 
     def parse_args(self, args: Any = None, *further: Any, **settings: Any) -> Any:
-        """Parse arguments, in which None and null are the same."""
+        """Parse arguments, in which None and null are the same, and so are Lightning's two packages."""
         if args is None:
             args = sys.argv[1:]
-        return super().parse_args(null_for_none(args), *further, **settings)
+        return super().parse_args(null_for_none(_of_this_backend(args)), *further, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""

@@ -10,6 +10,7 @@
     lightning-retrieval demo --index INDEX
     lightning-retrieval completion SHELL
     lightning-retrieval env
+    lightning-retrieval example NAME
 
 The commands that use a trained model are in `lightning_retrieval.search.commands`, each in the module of its name. The
 module is imported after the options have been parsed, so that help does not wait for torch.
@@ -44,6 +45,7 @@ OTHER_COMMANDS = {
     "demo": "Search an index in the browser: --index INDEX",
     "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
     "env": "Print the versions that a bug report needs",
+    "example": "Write the config of an example: glyphs",
 }
 SEARCH_COMMANDS = "lightning_retrieval.search.commands"  # has a module for each of the other commands
 SHELLS = ("bash", "zsh", "tcsh")
@@ -116,6 +118,10 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.env import env
 
         return env(args)
+    if command == "example":
+        from lightning_retrieval.cli.example import example
+
+        return example(args)
     options = import_module(f"{SEARCH_COMMANDS}.options").parse(command, args)
     work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
 
@@ -159,6 +165,7 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
     from jsonargparse import capture_parser
 
     from lightning_retrieval.cli.check import DATA_MODULES
+    from lightning_retrieval.cli.example import add_options as add_options_of_example
     from lightning_retrieval.cli.fit import fit
 
     options = import_module(f"{SEARCH_COMMANDS}.options")
@@ -178,6 +185,8 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
             command.add_argument("shell", choices=SHELLS)
         elif name == "env":
             continue
+        elif name == "example":
+            add_options_of_example(command)
         else:
             options.COMMANDS[name].add_options(command)
         for action in command._actions:

@@ -6,7 +6,8 @@ batch by their scores, and the loss is RaMBO's mAP loss of these lists; see `los
 Lambda = 0.5, the ratio 2 : 1 of L_mAP and L_APC, and the memory of tau = 7 batches are from the paper. The paper states
 neither the scores nor the weight of the loss relative to the losses of the boxes and of the region proposals. Here, the
 scores are the softmax over all classes, without the score of the background. The default margin is 0; in the paper, it
-is 0.15. At the start of training, softmax scores lie closer together than 0.15, so the gradient would be exactly zero.
+is 0.15. At the start of training, softmax scores lie closer together than 0.15, so the gradient would be zero for
+nearly all RoIs.
 """
 
 import warnings

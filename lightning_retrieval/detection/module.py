@@ -34,7 +34,8 @@ class DetectionModule(OptimizedModule):
         detector: a torchvision detector with RoI heads and a box classifier, such as Faster and Mask R-CNN.
         loss: replaces the cross entropy of the box classifier; None keeps the cross entropy.
         optimizer: called with the parameter groups. It is a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
-        lr_scheduler: called with the optimizer; None for no scheduler.
+        lr_scheduler: called with the optimizer; None for no scheduler. A scheduler with an end needs the number of
+            steps as an argument, such as `functools.partial(OneCycleLR, max_lr=0.01, total_steps=1000)`.
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.

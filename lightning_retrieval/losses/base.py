@@ -36,7 +36,7 @@ class RetrievalLoss(BatchLoss, ABC):
         reduction: `"mean"` over the queries that have a positive, their `"sum"`, or `"none"`: one value for each
             query, NaN for a query without a positive.
         class_balanced: weight each query by 1 / (queries of its class in the batch), rescaled to mean 1, so that each
-            class of the batch has the same weight (Revaud et al., ICCV 2019, section 4.5 and Fig. 7).
+            class of the batch has the same weight (Revaud et al., ICCV 2019, section 4.2 and Fig. 7).
         include_self: count the query in its own list and as its own positive, as some official implementations do. Use
             this only for comparison with them.
 

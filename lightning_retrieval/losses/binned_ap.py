@@ -19,7 +19,7 @@ AP_Q (Revaud, Almazan, Rezende, de Souza: "Learning with Average Precision: Trai
 Loss", ICCV 2019), and its tie-aware forms.
 
 Scores are put into M soft bins with centres b_m = high - m Delta, Delta = (high - low) / (M - 1) (eq. 5-7); the first
-and the last bin also hold the scores beyond them. With the precision P_m = H+_m / H_m (eq. 8) and the recall gained in
+and the last bin also hold the scores beyond them. With the precision P_m = H+_m / H_m (eq. 9) and the recall gained in
 a bin, h+_m / N+ (eq. 10), AP_Q = sum over m of P_m h+_m / N+ (eq. 11). The loss is 1 minus the mean of AP_Q over
 the queries (eq. 12).
 
@@ -245,7 +245,7 @@ class QuantizedAPLoss(RetrievalLoss):
         tie_aware: how items in the same bin are ranked: False gives all of them the same rank (AP_Q); `"simplified"`
             and `"full"` average AP over the possible orders of these items.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight (section 4.5 and Fig. 7 of the paper).
+        class_balanced: give every class of the batch the same total weight (section 4.2 and Fig. 7 of the paper).
         include_self: rank the query in its own list. Use this only for comparison with other code.
 
     Raises:

@@ -4,7 +4,7 @@
 Ranks are exact; their gradient is that of a piecewise linear interpolation (Alg. 1). With g the gradient of the loss
 with respect to the ranks of the scores s,
 
-    backward:  - (rk(s) - rk(s + lambda g)) / lambda                                                (eq. 6)
+    backward:  - (rk(s) - rk(s + lambda g)) / lambda                                                (eq. 10)
 
 Ranks are first divided by the list's length L, as in the official code, so that lambda has the same effect on lists of
 every length.
@@ -56,7 +56,7 @@ MOST_COMPARED = 16  # up to this many positives of a query, comparing each with 
 
 
 def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) -> Float[Tensor, "*lists length"]:
-    """Rank of each score in its list, 1 for the highest, differentiable by interpolation (RaMBO, Alg. 1 and eq. 6).
+    """Rank of each score in its list, 1 for the highest, differentiable by interpolation (RaMBO, Alg. 1 and eq. 10).
 
     Equal scores are ranked in their order in the list.
 
@@ -113,8 +113,8 @@ def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
 
     Args:
         lists: a block of ranked lists.
-        margin: alpha of section 4.2 (eq. 15). alpha / 2 is subtracted from the scores of the positives and added to
-            those of the negatives, which makes ranks robust.
+        margin: alpha of section 4.4 (eq. 14 and 15). alpha / 2 is subtracted from the scores of the positives and added
+            to those of the negatives, which makes ranks robust.
     """
     scores, positives = lists.scores.detach(), lists.positives
     s = scores[positives.query, positives.index] - margin / 2  # (pos,)
@@ -298,7 +298,7 @@ def _in_rows(
 
 
 def blackbox_ap(lists: ScoreBlock, *, lambda_: float, margin: float) -> Float[Tensor, " query"]:
-    """1 - AP of each list (equation 21).
+    """1 - AP of each list (eq. 21 and 22).
 
     Args:
         lists: ranked lists with at least one positive each.
@@ -391,8 +391,9 @@ class BlackboxRecallLoss(PairLoss):
     """Mean over positives of a slowly growing function of the number of negatives above them, with exact ranks.
 
     Args:
-        lambda_: length of the interpolation, > 0, on ranks divided by the list's length. The default is the paper's
-            value; 0.8 was better on both data sets of docs/study/losses.md.
+        lambda_: length of the interpolation, > 0, on ranks divided by the list's length. The default is that of
+            ROADMAP's code for RaMBO, since the paper's value for retrieval is in its supplement; 0.8 was better on both
+            data sets of docs/study/losses.md.
         margin: alpha, from 0 to 100: a positive is ranked above a negative only if it scores more than alpha higher.
         weighting: l of the paper: `"log"`, log(1 + x), or `"loglog"`, log(1 + log(1 + x)).
         batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x). Nothing is stored: the effect on

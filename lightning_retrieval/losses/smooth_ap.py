@@ -2,7 +2,7 @@
 ECCV 2020).
 
 The AP of a query is the mean, over its positives i, of (rank of i among the positives) / (rank of i among all items). A
-rank is 1 + the number of items j that score above i (eq. 4). Smooth-AP replaces this step function by a sigmoid
+rank is 1 + the number of items j that score above i (eq. 3). Smooth-AP replaces this step function by a sigmoid
 (eq. 5-6):
 
     rank(i) = 1 + sum over j != i of sigma((s_j - s_i) / tau),   loss = 1 - mean over queries of AP   (eq. 7)

@@ -4,7 +4,7 @@ The order follows Radenovic et al. (TPAMI 2019, section 3): GeM pooling of the l
 paper, a learned whitening), L2 normalisation.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -171,11 +171,13 @@ class Embedder(PretrainedModule):
         if has_channels_last is None:
             has_channels_last = is_known_convolutional(self.backbone_name, self.backbone)
         if has_channels_last:
-            self.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.backbone.to(memory_format=torch.channels_last)
         self.pool: nn.Module = nn.Identity()
         if has_maps:
             self.pool = POOLINGS[self.pooling]()
         self._has_head = True
+        self._recorded: list[Tensor] | None = None  # the pooled features of the calls in `recorded_features`
+        self._given: Iterator[Tensor] | None = None  # the pooled features of the calls in `without_head`
         self.head = nn.Sequential()
         if layer_norm:
             self.head.add_module("norm", nn.LayerNorm(feature_dim))
@@ -198,7 +200,12 @@ class Embedder(PretrainedModule):
                 channels than `feature_dim`.
             TypeError: if the backbone does not return a tensor.
         """
-        embeddings = self.pooled_features(images)
+        if self._given is not None:
+            embeddings = next(self._given)
+        else:
+            embeddings = self.pooled_features(images)
+        if self._recorded is not None:
+            self._recorded.append(embeddings)
         if self._has_head:
             embeddings = self.head(embeddings)
         if self.normalize:
@@ -245,13 +252,30 @@ class Embedder(PretrainedModule):
         return self
 
     @contextmanager
-    def without_head(self) -> Iterator[None]:
-        """Context in which embeddings are the pooled features, without the head, to evaluate an untrained model."""
+    def recorded_features(self) -> Iterator[list[Tensor]]:
+        """Context that collects the pooled features of each call, for the same calls in `without_head`."""
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def without_head(self, features: Iterable[Tensor] | None = None) -> Iterator[None]:
+        """Context in which embeddings are the pooled features, without the head, to evaluate an untrained model.
+
+        Args:
+            features: the pooled features of each call, which the backbone then does not compute again; None if it
+                computes them.
+        """
         self._has_head = False
+        if features is not None:
+            self._given = iter(features)
         try:
             yield
         finally:
             self._has_head = True
+            self._given = None
 
     def merge_lora(self: Self) -> Self:
         """Merge the adapters into the weights of the backbone, and remove them; returns the embedder.

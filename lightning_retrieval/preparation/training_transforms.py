@@ -5,13 +5,14 @@
 | `"plain"` | short side 256, random crop 224, flip |
 | `"smooth_ap"` | random resized crop 224 (area 0.08 to 1), flip |
 | `"roadmap"` | short side 256, random resized crop 224 (area 0.16 to 1), flip |
-| `"ap_gem"` | random resized crop (area 0.5 to 1; of 800 pixels if no size is set), colour jitter, tilt, flip |
+| `"ap_gem"` | rotation, random resized crop (area 0.5 to 1; of 800 pixels if no size is set), colour jitter, flip |
 
 The transforms of `"smooth_ap"` (Brown et al., ECCV 2020) and `"roadmap"` (Ramzi et al., NeurIPS 2021) are those of the
-papers' official code.
-`"ap_gem"` (Revaud et al., ICCV 2019, section 4.2) has the kinds of transforms and the sizes of the paper; neither the
-paper nor its code states the strengths, so this library chooses the strengths. In evaluation, the `Preparation` of the
-same name is used.
+papers' official code; ROADMAP's code resizes only Stanford Online Products before the crop. `"ap_gem"` has the kinds of
+transforms that the paper names as examples (Revaud et al., ICCV 2019, section 4.2: colour jitter, scaling, rotation and
+cropping) and its size of 800 pixels; scaling and cropping are one transform here. Neither the paper nor its code states
+the strengths, and neither mentions a flip: the strengths and the flip are choices of this library. In evaluation, the
+`Preparation` of the same name is used.
 
 If evaluation takes tensors of uint8, so do all transforms but `"ap_gem"`, because torchvision's colour jitter differs
 for tensors. With `Preparation(reduced_scale=True)`, JPEGs are decoded at a reduced scale, but never so small that the
@@ -38,6 +39,7 @@ PaperName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
 
 PAPER_NAMES = ("plain", "smooth_ap", "roadmap", "ap_gem")
 AP_GEM_SIZE = 800  # pixels
+AP_GEM_DEGREES = 10  # the largest rotation to either side
 
 
 class TrainingTransform:
@@ -71,8 +73,6 @@ class TrainingTransform:
         remaining = list(self.transforms)
         while remaining:
             transform = remaining.pop(0)
-            if isinstance(transform, v2.RandomPerspective) and min(functional.get_size(changed)) == 1:
-                continue  # a line of pixels cannot be tilted, and torchvision raises
             is_cropped = bool(remaining) and isinstance(remaining[0], (v2.RandomCrop, v2.RandomResizedCrop))
             if isinstance(transform, v2.Resize) and is_cropped:
                 changed = _resized_and_cropped(changed, transform, remaining.pop(0))
@@ -206,7 +206,7 @@ def _steps(name: PaperName, preparation: Preparation) -> list[nn.Module]:
         crop = v2.RandomResizedCrop(size, scale=(0.16, 1.0), ratio=(0.75, 1.33), interpolation=mode)
         return [_resize(preparation, mode, short_side=True), crop, flip]
     return [
-        v2.RandomPerspective(0.2),
+        v2.RandomRotation(AP_GEM_DEGREES, InterpolationMode.BILINEAR),
         v2.RandomResizedCrop(_size(preparation, AP_GEM_SIZE), scale=(0.5, 1.0), interpolation=mode),
         v2.ColorJitter(0.3, 0.3, 0.2, 0.1),
         flip,

@@ -1,7 +1,8 @@
-"""Which references are relevant to each query, and which are in its list: the one place that says so.
+"""Which references are relevant to each query, and which are in its list.
 
 Losses, metrics, curves and callbacks ask `Lists`. The lists of a score matrix are given as masks (`GivenLists`).
-`lightning_retrieval.ranking.entries` finds the relevant references of `Lists` without a mask of all references.
+`lightning_retrieval.ranking.entries` finds the relevant references of `Lists` without a mask of all references, for
+metrics; a test holds that both answers are equal.
 """
 
 from collections.abc import Sequence

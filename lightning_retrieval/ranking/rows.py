@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, finfo, float32, promote_types
 from torch.linalg import vector_norm
 
 from lightning_retrieval.checks import is_traced
-from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
+from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_into, gather_parts
 
 _GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are gathered
 
@@ -259,7 +258,7 @@ class ShardedRows:
         for start in range(first, last, turn):
             block = self.local[start // count : (start + turn) // count].to(rows.device)
             gathered = rows[start - begin : start - begin + turn]
-            works.append(dist.all_gather_into_tensor(gathered, block, group=self.shard.group, async_op=True))
+            works.append(gather_into(gathered, block, group=self.shard.group, async_op=True))
         self._gather_into(rows[: first - begin], begin, first)
         last = max(first, last)
         self._gather_into(rows[last - begin :], last, end)

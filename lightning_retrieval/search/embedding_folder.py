@@ -32,6 +32,7 @@ from lightning_retrieval.files import (
     check_regular_file,
     delete_temporary_files,
     folder_lock,
+    is_lock,
     is_system_error,
     is_temporary,
     remove,
@@ -511,7 +512,7 @@ def check_output(path: Path) -> None:
     if not occupied:
         return
     if path.is_dir():
-        others = [file for file in path.iterdir() if file.name != LOCK and not is_temporary(file)]
+        others = [file for file in path.iterdir() if not is_lock(file, LOCK) and not is_temporary(file)]
         if not others or (path / MANIFEST).is_file():
             return
     rule = "must be a new folder, or one with embeddings to continue"

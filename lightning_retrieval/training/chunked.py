@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_retrieval.checks import check_callable, check_integer, check_tensor
+from lightning_retrieval.compiled import is_compiled
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.random_state import RandomState
 
@@ -241,6 +242,7 @@ class EmbeddedChunks:
         check_inputs(_OWNER, inputs)
         check_integer(_OWNER, "keep_graphs", keep_graphs, least=0)
         self._embed, self._chunks = embed, _chunks_of(inputs, chunk_size, least_chunks)
+        self._is_compiled = is_compiled(embed)
         first_kept = max(len(self._chunks) - keep_graphs, 0)
         if not trained:
             first_kept = len(self._chunks)
@@ -262,7 +264,7 @@ class EmbeddedChunks:
         for chunk in chunks:
             self._states.append(RandomState())
             with torch.no_grad(), self._statistics.collected(chunk.rows):
-                parts.append(self._embed(chunk.inputs))
+                parts.append(self._embedded(chunk))
         if chunks:
             # Without this call, autocast would reuse weights that were cast without a graph, and they would get no
             # gradient.
@@ -273,8 +275,15 @@ class EmbeddedChunks:
         kept = []
         for chunk in chunks:
             with self._statistics.collected(chunk.rows):
-                kept.append(self._embed(chunk.inputs))
+                kept.append(self._embedded(chunk))
         return kept
+
+    def _embedded(self, chunk: "_Chunk") -> Tensor:
+        """The embeddings of a chunk. Inputs at another position in their memory would be compiled again."""
+        inputs = chunk.inputs
+        if self._is_compiled and inputs.storage_offset() > 0:
+            inputs = inputs.clone()
+        return self._embed(inputs)
 
     def back_propagate(self, last_backward: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Back-propagate the gradient of the embeddings, if there is one, through the chunks.
@@ -307,7 +316,7 @@ class EmbeddedChunks:
     ) -> bool:
         """Embed a chunk again, with a graph and the same random numbers, and back-propagate it; see `_backward`."""
         with self._states[number].replayed():
-            return _backward(self._embed(self._chunks[number].inputs), gradient, context)
+            return _backward(self._embedded(self._chunks[number]), gradient, context)
 
 
 class _Chunk(NamedTuple):

@@ -182,6 +182,7 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
         ValueError: on all processes, if their tensors differ in names or shapes.
     """
     _check_same_tensors(module)
+    module.to(memory_format=torch.contiguous_format)  # FSDP2 shards no others
     names = list(_named_tensors(module))
     on_meta, full = [], {}
     for name, tensor in _named_tensors(module).items():

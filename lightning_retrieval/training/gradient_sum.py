@@ -175,13 +175,13 @@ class _Bucket:
             part = parameter.grad
             if part is None:
                 part = torch.zeros_like(parameter)
-            parts.append(part.detach().flatten())
+            parts.append(part.detach().permute(_memory_order(parameter)).flatten())
             sizes.append(parameter.numel())
         flat = torch.cat([*parts, values])
         *self.gradients, self.sums_of_values = flat.split([*sizes, len(values)])
         for parameter, gradient in zip(self.parameters, self.gradients):
             if parameter.grad is not None:
-                parameter.grad = gradient.view_as(parameter)  # frees the memory of the original gradient
+                parameter.grad = _like(parameter, gradient)  # frees the memory of the original gradient
         self._flat = flat
         self._work = dist.all_reduce(flat, async_op=True)
 
@@ -194,4 +194,16 @@ class _Bucket:
         for parameter, gradient, exists in zip(self.parameters, self.gradients, exist):
             parameter.grad = None
             if exists:
-                parameter.grad = gradient.view_as(parameter)
+                parameter.grad = _like(parameter, gradient)
+
+
+def _memory_order(parameter: nn.Parameter) -> list[int]:
+    """The dimensions of a parameter in the order of its memory, such as that of `torch.channels_last`."""
+    return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+
+
+def _like(parameter: nn.Parameter, flat: Float[Tensor, " element"]) -> Tensor:
+    """A view of the shape of a parameter, with its order of memory: an optimizer is slower if the orders differ."""
+    order = _memory_order(parameter)
+    view = flat.view([parameter.shape[dimension] for dimension in order])
+    return view.permute([order.index(dimension) for dimension in range(parameter.ndim)])

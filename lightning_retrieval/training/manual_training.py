@@ -84,9 +84,7 @@ class OptimizedModule(CheckpointedModule):
             scheduler_settings: further entries of Lightning's dict of the scheduler.
             rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
-        # The loss scaler of 16-mixed unscales the gradients of fused optimizers within their step, after clipping.
-        has_scaler = self._trainer is not None and getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        optimizer, factors = make_optimizer(self, self.optimizer, may_fuse=not has_scaler, **rates)
+        optimizer, factors = make_optimizer(self, self.optimizer, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {

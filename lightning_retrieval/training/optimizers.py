@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,10 +19,6 @@ from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
 
-# Optimizers and types of devices for which torch has an update of all parameters in one loop. A subclass may update its
-# parameters in another way.
-FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-FUSED_DEVICES = ("cpu", "cuda")
 FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
 MOST_NAMES = 5  # number of parameter names that a message lists
 LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
@@ -198,7 +193,6 @@ def make_optimizer(
     layer_decay: float = 1.0,
     query_embedder: nn.Module | None = None,
     query_lr_factor: float = 1.0,
-    may_fuse: bool = True,
 ) -> tuple[Optimizer, list[float]]:
     """Create one optimizer for the trainable parameters of a module, and the factors of its parameter groups.
 
@@ -211,7 +205,6 @@ def make_optimizer(
         query_embedder: a second network of the module, or None. The factors of head and layers apply to its `head` and
             `backbone`, too, if it has them.
         query_lr_factor: learning rate of the second network divided by that of the first.
-        may_fuse: whether an optimizer of which this is not said updates its parameters in one fused loop, if it can.
 
     Returns:
         The optimizer, and by which factor the learning rate of each of its groups was multiplied.
@@ -242,31 +235,7 @@ def make_optimizer(
         cure = "name its last layers `head`, or keep the factor 1"
         raise InvalidValue(rule, type(module).__name__, "head_lr_factor", cure=cure)
     optimizer = make([{"params": groups[place]} for place in sorted(groups)])
-    if may_fuse and _can_be_fused(optimizer, module):
-        for settings in (optimizer.defaults, *optimizer.param_groups):
-            settings["fused"] = True
     return optimizer, _multiply_rates(type(module).__name__, optimizer, places)
-
-
-def _can_be_fused(optimizer: Optimizer, module: nn.Module) -> bool:
-    """Whether an optimizer can update the parameters in one fused loop, and nobody has said how to update them.
-
-    Args:
-        optimizer: the optimizer.
-        module: the owner of the parameters.
-    """
-    if type(optimizer) not in FUSED_OPTIMIZERS:
-        return False
-    for group in optimizer.param_groups:
-        if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
-            return False
-    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
-    if any(part.sparse for part in embeddings):
-        return False
-    parameters = trainable_parameters(module)
-    devices = {parameter.device for parameter in parameters}
-    are_on_one = len(devices) == 1 and devices.pop().type in FUSED_DEVICES
-    return are_on_one and all(parameter.is_floating_point() for parameter in parameters)
 
 
 def _multiply_rates(owner: str, optimizer: Optimizer, places: dict[nn.Parameter, "_Place"]) -> list[float]:

@@ -53,6 +53,7 @@ TRAINER = r"(pytorch_lightning|lightning\.pytorch)\."  # regular expression for 
 HIDDEN_WARNINGS = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", TRAINER),
     (r"Checkpoint directory .* exists and is not empty", TRAINER),
+    (r"Using `DistributedSampler` with the dataloaders", TRAINER),  # the metrics count each image once
 )
 # The entries of a batch that a rule of relevance of this library reads, each with the rule.
 RULES = {"cameras": "OtherCamera()", "roles": "GalleryOnly()", "tags": "SharedTags()"}
@@ -361,7 +362,7 @@ class _FirstStep:
         if memory.start_step == "auto":
             text += ", as soon as MemoryMonitor finds little drift"
         elif memory.start_step:
-            text += f", from step {memory.start_step} on"
+            text += f", from step {memory.start_step + 1} on"  # the batch of step `start_step` is the first one stored
         return text
 
     def _images(self) -> str:

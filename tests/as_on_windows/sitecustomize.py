@@ -3,8 +3,8 @@
 Python imports this module by itself if its folder is on PYTHONPATH, as in `.ci/windows`; so does every process that is
 started by one with it. On Windows, it does nothing.
 
-- Processes can only be spawned. For the library and its tests, the modules, functions and signals that only POSIX has
-  do not exist; third-party packages have other code for Windows, and go on as on Linux.
+- Modules that only POSIX has do not exist, and processes can only be spawned. For the library and its tests, functions
+  and signals that only POSIX has do not exist; third-party packages have other code for Windows, and go on as on Linux.
 - A file that this process has open, or mapped into memory, cannot be renamed, replaced or deleted by the library, nor
   can a folder with such a file be renamed. A folder is neither replaced by a file nor opened, nor is a file flushed
   that was opened for reading.
@@ -14,7 +14,6 @@ What breaks a rule raises the error of Windows, and is written to the file `AS_O
 suppressed.
 """
 
-import builtins
 import os
 import re
 import signal
@@ -45,19 +44,13 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def hide():
-    """Hide what only POSIX has from the library and its tests, and let processes only be spawned."""
+    """Hide what only POSIX has, and let processes only be spawned."""
     import multiprocessing.context
 
     for module, names in NAMES.items():
         hide_names(module, names)
-    real_import = builtins.__import__
-
-    def import_as_on_windows(name, *details, **named_details):
-        if name in MODULES and sys._getframe(1).f_code.co_filename.startswith((*LIBRARY, TESTS)):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real_import(name, *details, **named_details)
-
-    builtins.__import__ = import_as_on_windows
+    for name in MODULES:
+        sys.modules[name] = None
     for method in ("fork", "forkserver"):
         del multiprocessing.context._concrete_contexts[method]
     multiprocessing.get_all_start_methods = lambda: ["spawn"]

@@ -24,7 +24,14 @@ def logger_settings():
 
 WITH_ALL_SETTINGS = (
     *("APMonitor", "CheckpointOnInterrupt", "DetectionPicture", "EmbeddingWriter", "LearnWhitening", "MemoryMonitor"),
-    *("PrecisionRecallCurve", "ResumableCSVLogger", "RetrievalGallery", "ScoreHistogram", "TrainingCurve"),
+    *(
+        "PrecisionRecallCurve",
+        "ResumableCSVLogger",
+        "PublishedResults",
+        "RetrievalGallery",
+        "ScoreHistogram",
+        "TrainingCurve",
+    ),
 )
 CALLS = {
     **{name: [constructor(name)] for name in WITH_ALL_SETTINGS},

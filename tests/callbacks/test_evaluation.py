@@ -24,6 +24,7 @@ from lightning_retrieval import (
     Embedder,
     GalleryOnly,
     OtherCamera,
+    PCAWhitening,
     RetrievalMetrics,
     RetrievalModule,
     SharedTags,
@@ -31,6 +32,7 @@ from lightning_retrieval import (
 )
 from lightning_retrieval.callbacks import (
     APMonitor,
+    LearnWhitening,
     PrecisionRecallCurve,
     RetrievalEvaluation,
     RetrievalGallery,
@@ -119,6 +121,31 @@ def test_further_metrics_are_logged_by_their_names(settings, names, capsys):
     assert names < set(found)
     printed = capsys.readouterr().out
     assert all(f"{name} " in printed for name in names)
+
+
+@pytest.mark.parametrize(("images", "fitting"), [(4, (1,)), (10, (1,)), (11, (1, 10)), (101, (1, 10, 100))])
+def test_without_ks_those_that_fit_are_logged_and_named_once(images, fitting, monkeypatch, caplog, capsys):
+    """The list of a query holds all images but itself. A warning would be an error here."""
+    points = TensorDataset(torch.randn(images, 6), torch.arange(images) // 2)
+    monkeypatch.setattr(PointsModule, "evaluation_loaders", lambda module, stage: DataLoader(points, batch_size=50))
+    evaluation = RetrievalEvaluation(before_fit=True, dims=(2,))
+    run, module, logged_in = make_trainer(evaluation, max_epochs=2), PointsModule(), {}
+    with caplog.at_level("INFO"):
+        run.fit(module)
+        logged_in["val"] = set(run.callback_metrics)
+        (tested,) = run.test(module, verbose=False)
+    logged_in |= {"test": set(tested), "untrained": set(evaluation.results["untrained"])}
+    for stage, names in logged_in.items():
+        prefix = stage.replace("untrained", "test")
+        expected = {f"{prefix}/R@{k}{dims}" for k in fitting for dims in ("", "/2d")}
+        assert {name for name in names if name.startswith(f"{prefix}/R@")} == expected
+    lines = [record.message for record in caplog.records if f" has {images - 1} images, so it logs " in record.message]
+    if fitting == (1, 10, 100):
+        assert lines == []
+    else:
+        assert [line.split(" list of ")[1].split()[0] for line in lines] == ["val/", "test/"]
+        assert all(f" {' and '.join(f'R@{k}' for k in fitting)}, but not R@" in line for line in lines)
+    assert ("R@100 " in capsys.readouterr().out) == (100 in fitting)
 
 
 @pytest.mark.refusal
@@ -291,6 +318,69 @@ def test_before_fit_is_logged_at_step_0_and_printed_beside_the_trained_results(t
     assert untrained["test/mAP"] != pytest.approx(trained["test/mAP"], abs=1e-4)
 
 
+class Order(pl.Callback):
+    """Records in which order batches are trained and tested, and the weights after each epoch."""
+
+    def __init__(self):
+        self.steps, self.weights = [], []
+
+    def setup(self, trainer, module, stage):
+        real = module.test_step
+        module.test_step = lambda *arguments: self.steps.append("test") or real(*arguments)
+
+    def on_train_batch_end(self, *_):
+        self.steps.append("train")
+
+    def on_train_epoch_end(self, trainer, module):
+        self.weights += map(torch.clone, (*module.parameters(), *module.buffers(), *module.whitening.learned))
+
+
+class Normed(PointsModule):
+    """With statistics that change in training, and a whitening that is learned in the first validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedder = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.whitening = PCAWhitening()
+
+
+@pytest.mark.filterwarnings("ignore:PCAWhitening. nothing has been learned yet:UserWarning")
+def test_training_comes_first_and_goes_on_as_if_the_untrained_network_were_not_evaluated(caplog):
+    runs = {}
+    for before_fit in (True, False):
+        evaluation, order = RetrievalEvaluation(KS, before_fit=before_fit), Order()
+        run = make_trainer(LearnWhitening(), evaluation, order, max_epochs=3)
+        torch.manual_seed(5)
+        with caplog.at_level("INFO"):
+            run.fit(Normed())
+        metrics = {name: value for name, value in run.callback_metrics.items() if name != "train/images/s"}
+        runs[before_fit] = order, metrics, evaluation.results
+    (order, metrics, results), (plain, of_plain, without) = runs.values()
+    assert order.steps == ["train"] * 3 + ["test"] * 5 + ["train"] * 6
+    assert all(map(torch.equal, order.weights, plain.weights))
+    assert len(order.weights) == len(plain.weights)
+    assert metrics == of_plain
+    torch.manual_seed(5)
+    assert results["untrained"] == pytest.approx(expected_metrics(Normed(), 3, "test"), abs=1e-12)
+    assert "untrained" not in without
+    (line,) = [record.message for record in caplog.records if "before training" in record.message]
+    assert line.endswith(f", 1 of 1, the untrained network: test/mAP {results['untrained']['test/mAP']:.4f}.")
+
+
+def test_an_error_in_the_first_epoch_ends_the_wait_for_its_end():
+    evaluation = RetrievalEvaluation(KS, before_fit=True)
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, *_):
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match=r"^stopped$"):
+        make_trainer(evaluation, Stops()).fit(PointsModule())
+    make_trainer(evaluation).test(PointsModule(), verbose=False)
+    assert set(evaluation.results) == {"test"}
+    assert evaluation._untrained is None
+
+
 @pytest.mark.parametrize("limit", [2, 0.5])
 def test_before_fit_evaluates_the_same_batches_as_the_test(monkeypatch, limit):
     given, real = [], RetrievalMetrics.update
@@ -325,18 +415,28 @@ class Pooled(Embedder):
         super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), 4, feature_dim=3, pooling="avg")
 
 
-def test_before_fit_evaluates_the_backbone_without_the_new_head(tmp_path, capsys):
+def test_before_fit_evaluates_the_backbone_without_the_new_head(tmp_path, capsys, caplog):
     module, evaluation = PointsModule(), RetrievalEvaluation(KS, before_fit=True, dims=(4,))
     module.embedder = Pooled()
     bare = PointsModule()
     bare.embedder = Pooled().backbone
     expected = expected_metrics(bare, 3, "test")
-    run = make_trainer(evaluation, logger=CSVLogger(tmp_path, version=0))
-    run.fit(module)
+    run = make_trainer(evaluation, logger=CSVLogger(tmp_path, version=0), limit_val_batches=0)
+    computed = []
+    module.embedder.backbone.register_forward_hook(lambda backbone, *_: computed.append(backbone.training))
+    with caplog.at_level("INFO"):
+        run.fit(module)
+    assert computed.count(False) == 5  # each batch of the test set runs once through the backbone
     assert evaluation.results["backbone"] == pytest.approx(expected, abs=1e-6)
     first = logged(tmp_path)[0]
     assert first["backbone/test/mAP"] == pytest.approx(expected["test/mAP"], abs=1e-6)
     assert first["test/mAP"] != first["backbone/test/mAP"]
+    (line,) = [record.message for record in caplog.records if "before training" in record.message]
+    of_backbone, of_head = (
+        f"test/mAP {evaluation.results[name]['test/mAP']:.4f}" for name in ("backbone", "untrained")
+    )
+    assert f": before training, 1 of 2, the pooled features of its backbone: {of_backbone}; 2 of 2, " in line
+    assert line.endswith(f"the untrained network: {of_head}.")
     capsys.readouterr()
     run.test(module, verbose=False)
     assert capsys.readouterr().out.split()[:3] == ["backbone", "untrained", "trained"]

@@ -140,6 +140,13 @@ def test_the_folder_of_a_run_holds_all_its_files(runs):
     assert {run.folder.parent for run in (first, second)} == {folder / "glyphs/first/wandb"}
 
 
+def test_weights_and_biases_gets_no_setting_that_has_no_effect(tmp_path):
+    """Lightning gives `anonymous`, of which newer versions warn, whatever its value is."""
+    logger = RetrievalWandbLogger(save_dir=tmp_path, offline=True)
+    assert "anonymous" not in logger._wandb_init
+    assert "anonymous" in RetrievalWandbLogger(save_dir=tmp_path, offline=True, anonymous=True)._wandb_init
+
+
 def folder_of_rank(rank, world_size, folder):
     """The folder of a run whose id differs between the processes until the first one's is used."""
     logger = RetrievalWandbLogger(save_dir=folder, offline=True)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 from lightning_retrieval import HAPLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds, item_generator
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader, collate_images, resume_position
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
@@ -481,6 +481,19 @@ def test_tags_of_different_lengths_raise_with_the_cure(convert):
     )
     with pytest.raises(ValueError, match=sentence):
         next(iter(loader))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("form", ["dict", "pair", "image"])
+def test_arrays_of_another_byte_order_raise(form):
+    """Torch takes no such array, and its own message names neither the entry nor a way to convert it."""
+    image, label = np.zeros((3, 8, 8), np.dtype(np.float32).newbyteorder()), 1
+    item = {"dict": {"images": image, "labels": label}, "pair": (image, label), "image": image}[form]
+    sentence = r"^RetrievalDataLoader: `images` must have the byte order of this machine, got a NumPy array of .f4; "
+    with pytest.raises(
+        TypeError, match=sentence + r"array\.astype\(array\.dtype\.newbyteorder\('='\)\) converts it\.$"
+    ):
+        collate_images([item, item])
 
 
 @pytest.mark.refusal

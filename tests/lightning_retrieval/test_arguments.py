@@ -84,8 +84,19 @@ def test_an_argument_without_a_rule_raises():
     def scaled(factor: float) -> float:
         return checked(scaled, factor=factor)
 
-    with pytest.raises(LookupError, match="scaled: the annotation of `factor` declares no rule"):
+    with pytest.raises(LookupError, match="scaled: the annotation of `factor` must declare a rule"):
         scaled(1.0)
+
+
+def test_annotations_may_be_strings():
+    """As in a module with `from __future__ import annotations`."""
+
+    def scaled(factor: "Positive") -> "float":
+        return checked(scaled, factor=factor)
+
+    assert scaled(2) == 2.0
+    with pytest.raises(ValueError, match="scaled: `factor` must be a finite number > 0, got -1"):
+        scaled(-1)
 
 
 def test_options_of_the_command_line_have_the_annotated_types():

@@ -51,6 +51,12 @@ INVALID = {
     TypeError: [
         (integer, np.float64(3.0), r"an integer >= 1, got .*3\.0.*"),
         (integer, torch.tensor(3), r"an integer >= 1, got tensor\(3\) \(Tensor\)"),
+        (checks.check_tensor, np.ones(2), "a tensor, got a NumPy array; torch.from_numpy converts it"),
+        (
+            checks.check_tensor,
+            np.ones(2, ">f4"),
+            r"the byte order of this machine, got a NumPy array of >f4; array.astype\(.*",
+        ),
         (checks.check_path, b"images", r"a string or a path, got b'images' \(bytes\)"),
         (checks.check_strings, "ab", "a sequence of strings, got one str"),
         (checks.check_strings, {"a": 1}, "a sequence of strings, got one dict"),
@@ -82,7 +88,7 @@ INVALID = {
 @pytest.mark.parametrize("kind", INVALID)
 def test_invalid_values_raise(kind):
     for check, value, rule in INVALID[kind]:
-        with pytest.raises(kind, match=rf"^Owner: `x` must (be|hold) {rule}\.$"):
+        with pytest.raises(kind, match=rf"^Owner: `x` must (be|hold|have) {rule}\.$"):
             check("Owner", "x", value)
 
 

@@ -226,9 +226,10 @@ def size_of(tensor):
     return tensor.numel() * tensor.element_size()
 
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 # The bytes that one of two processes with equal numbers of rows sends, given the tensors of the call.
 SENT = {
-    "all_gather_into_tensor": lambda tensors: size_of(tensors[1]),
+    GATHER: lambda tensors: size_of(tensors[1]),
     "all_to_all_single": lambda tensors: size_of(tensors[1]) / 2,
     "all_reduce": lambda tensors: size_of(tensors[0]),
 }
@@ -251,8 +252,8 @@ def steps_of_a_process(rank, world, settings):
 def test_what_a_step_of_two_processes_sends_and_waits_for(run_processes, settings, bytes_of_number):
     """Between the forward pass of the last chunk and the loss, the host waits for the positives only."""
     for steps, sent in run_processes(steps_of_a_process, 2, settings, backend=None):
-        before = ["all_gather_into_tensor", "to_host", "all_gather_into_tensor"]
-        loss = ["all_gather_into_tensor", "to_host", "all_to_all_single"]
+        before = [GATHER, "to_host", GATHER]
+        loss = [GATHER, "to_host", "all_to_all_single"]
         expected = [*before, "forward", "forward", *loss, "forward", "all_reduce", "to_host"]
         assert steps == [expected] * 2
         forms, labels_and_ids, embeddings, gradients = 6 * 8, ROWS * 16, ROWS * 8 * bytes_of_number, ROWS * 8 * 4

@@ -88,7 +88,8 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
     """Export a program with `torch.export`, for any number of images.
 
     Args:
-        program: the program, in eval mode, on the CPU.
+        program: the program, in eval mode, on the CPU. Its weights get the contiguous format, since torch stores other
+            formats with a warning.
 
     Raises:
         ValueError: if the network cannot be traced, for example because its `forward` depends on the values in a
@@ -98,6 +99,7 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
     check_instance(OWNER, "program", program, EmbeddingProgram)
     images = program.random_images(EXAMPLE_IMAGES).clone()
     dynamic = {0: Dim("batch", min=1)}
+    program.to(memory_format=torch.contiguous_format)
     try:
         with torch.no_grad():
             return torch.export.export(program, (images,), dynamic_shapes={"images": dynamic})

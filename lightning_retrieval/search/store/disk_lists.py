@@ -38,7 +38,7 @@ from lightning_retrieval.search.store.faiss_index import (
     without_transform,
     write_shard,
 )
-from lightning_retrieval.search.store.rows import BLOCK, Rows, check_rows, normalized_blocks, part_of
+from lightning_retrieval.search.store.rows import BLOCK, Rows, normalized_blocks, part_of
 from lightning_retrieval.search.store.storage import NewVersion
 
 ID_BYTES, SIZE_BYTES = 8, 8
@@ -46,13 +46,12 @@ TRAINED = "trained"  # name of the file with the trained, empty index, from whic
 ROWS_IN_MEMORY = 1_000_000
 
 
-def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: int, rows_in_memory: int) -> None:
+def check_disk_build(index: Any, factory: str, rows_before: int, rows_in_memory: int) -> None:
     """Raise unless an index of these rows can be built on disk.
 
     Args:
         index: a faiss index.
         factory: factory string of the index.
-        embeddings: the rows to add.
         rows_before: number of rows in the index.
         rows_in_memory: as for `add_on_disk`.
 
@@ -60,7 +59,6 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
         ValueError: if a number is out of range, or faiss stores data of a row outside of the inverted lists.
         TypeError: if `rows_in_memory` is not an integer.
     """
-    check_rows("embeddings", embeddings, index.d)
     check_rows_in_memory(rows_in_memory)
     if rows_before > 0:
         rule = "an index must be empty to be built on disk"

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_retrieval.checks import as_int64, check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.store import conditions
-from lightning_retrieval.search.store.rows import Rows, check_finite_rows, check_paths, check_rows
+from lightning_retrieval.search.store.rows import Ids, Rows, check_finite_rows, check_paths
 
 LARGEST_ID = int(np.iinfo(np.int64).max)
 
@@ -24,9 +24,9 @@ def integer_ids(ids: Any) -> NDArray[np.int64]:
 
     Raises:
         ValueError: if the ids are not one-dimensional.
-        TypeError: if the ids are not a tensor of integers.
+        TypeError: if the ids are not a tensor or an array of integers.
     """
-    ids = as_int64(CALLER, "ids", ids)
+    ids = as_int64(CALLER, "ids", _as_tensor(ids))
     check_tensor(CALLER, "ids", ids)
     if ids.ndim != 1:
         raise InvalidValue("must have shape (rows,)", argument="ids", got=tuple(ids.shape))
@@ -35,16 +35,23 @@ def integer_ids(ids: Any) -> NDArray[np.int64]:
     return array
 
 
-def check_new_ids(ids: Tensor, rows: int) -> NDArray[np.int64]:
-    """Validate the ids of new rows and convert them to an array, which may share the memory of the tensor.
+def _as_tensor(ids: Any) -> Any:
+    """A copy of an array of numbers, of any byte order, as a tensor; any other object as it is."""
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iuf":
+        return ids
+    return torch.from_numpy(ids.astype(ids.dtype.newbyteorder("="), order="C"))
+
+
+def check_new_ids(ids: Ids, rows: int) -> NDArray[np.int64]:
+    """Validate the ids of new rows and convert them to an array, which may share the memory of a tensor.
 
     Raises:
         ValueError: if the number of ids differs from the number of rows, or an id is negative or occurs twice.
         TypeError: if the ids are not integers.
     """
-    ids = as_int64(CALLER, "ids", ids)
-    check_integers(CALLER, "ids", ids, rows, "embeddings")
-    new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64, copy=False)
+    given = as_int64(CALLER, "ids", _as_tensor(ids))
+    check_integers(CALLER, "ids", given, rows, "embeddings")
+    new: NDArray[np.int64] = given.cpu().numpy().astype(np.int64, copy=False)
     if rows > 0 and new.min() < 0:
         raise InvalidValue("must be >= 0", argument="ids", got=new.min())
     if _ascend(new):
@@ -122,7 +129,7 @@ class IdTable:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def new_ids(self, ids: Tensor | None, rows: int) -> NDArray[np.int64]:
+    def new_ids(self, ids: Ids | None, rows: int) -> NDArray[np.int64]:
         """The ids of new rows: the validated `ids`; if None, the integers after the largest id of the table.
 
         Raises:
@@ -203,15 +210,13 @@ class IdTable:
 
 def check_new_rows(
     table: IdTable,
-    dim: int,
     embeddings: Rows,
     *,
-    ids: Tensor | None,
+    ids: Ids | None,
     paths: Sequence[str] | None,
     columns: Mapping[str, conditions.Values] | None,
 ) -> tuple[NDArray[np.int64], dict[str, conditions.Column]]:
     """Validate new rows and return their ids and columns."""
-    check_rows("embeddings", embeddings, dim)
     new_ids = table.new_ids(ids, len(embeddings))
     if paths is not None:
         check_paths(paths, len(embeddings))

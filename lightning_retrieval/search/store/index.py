@@ -41,10 +41,13 @@ from lightning_retrieval.search.store.disk_lists import (
 from lightning_retrieval.search.store.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.store.rows import (
     SMALL_BLOCK,
+    Embeddings,
+    Ids,
     Queries,
     Rows,
     check_not_mapped,
     check_results,
+    checked_rows,
     join_parameters,
     normalized_rows,
     plain_values,
@@ -232,8 +235,8 @@ class RetrievalIndex:
 
     def add(
         self,
-        embeddings: Rows,
-        ids: Int[Tensor, " rows"] | None = None,
+        embeddings: Embeddings,
+        ids: Ids | None = None,
         paths: Sequence[str] | None = None,
         *,
         columns: Mapping[str, conditions.Values] | None = None,
@@ -242,11 +245,13 @@ class RetrievalIndex:
 
         If the index needs training, the first call trains it and should get many representative rows. The first call
         also measures `recall` with 256 of these rows as queries: the fraction of the 10 nearest rows by exact search
-        that the index finds too. To add more rows than fit into memory, pass a tensor over a file
-        (`torch.from_file`), or add a folder of embeddings with `lightning-retrieval index --embeddings`.
+        that the index finds too. To add more rows than fit into memory, pass a mapped array
+        (`numpy.load(file, mmap_mode="r")`) or a tensor over a file (`torch.from_file`), or add a folder of embeddings
+        with `lightning-retrieval index --embeddings`.
 
         Args:
-            embeddings: one floating-point row for each embedding, on any device, of any norm.
+            embeddings: one floating-point row for each embedding, of any norm, as a tensor on any device or as a NumPy
+                array.
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, or None.
             columns: metadata by which a search can filter and group: for the name of each column, one string for each
@@ -261,18 +266,19 @@ class RetrievalIndex:
         """
         with owned_by(OWNER), self._lock.editing():
             check_not_mapped(self.mapped, "add to")
-            new_ids, added = check_new_rows(self._table, self.dim, embeddings, ids=ids, paths=paths, columns=columns)
+            rows = checked_rows("embeddings", embeddings, self.dim)
+            new_ids, added = check_new_rows(self._table, rows, ids=ids, paths=paths, columns=columns)
             is_first = len(self) == 0 and len(new_ids) > 0
-            faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
+            faiss_index.train_shards(self.faiss_indexes, self.factory, rows)
             try:
-                faiss_index.add_to_shards(self.faiss_indexes, self.factory, embeddings, new_ids)
+                faiss_index.add_to_shards(self.faiss_indexes, self.factory, rows, new_ids)
             except ValueError:
                 if is_first:
                     self.faiss_indexes = self._empty_shards()
                 raise
             self._table.add(new_ids, paths, added)
             if is_first and self.factory != "Flat":
-                self.recall = self._measure_recall(embeddings, new_ids)
+                self.recall = self._measure_recall(rows, new_ids)
 
     def search(
         self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
@@ -374,8 +380,8 @@ class RetrievalIndex:
     def build_on_disk(
         self,
         folder: str | Path,
-        embeddings: Rows,
-        ids: Int[Tensor, " rows"] | None = None,
+        embeddings: Embeddings,
+        ids: Ids | None = None,
         paths: Sequence[str] | None = None,
         *,
         columns: Mapping[str, conditions.Values] | None = None,
@@ -407,16 +413,17 @@ class RetrievalIndex:
         check_callable(OWNER, "launch", launch, may_be_none=True)
         with owned_by(OWNER), self._lock.editing():
             check_not_mapped(self.mapped, "add to")
-            check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
-            new_ids, added = check_new_rows(self._table, self.dim, embeddings, ids=ids, paths=paths, columns=columns)
+            rows = checked_rows("embeddings", embeddings, self.dim)
+            check_disk_build(self.faiss_indexes[0], self.factory, len(self), rows_in_memory)
+            new_ids, added = check_new_rows(self._table, rows, ids=ids, paths=paths, columns=columns)
             try:
                 with new_version(path) as version:
-                    faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
-                    parts = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version, launch)
+                    faiss_index.train_shards(self.faiss_indexes, self.factory, rows)
+                    parts = add_on_disk(self.faiss_indexes, rows, new_ids, rows_in_memory, version, launch)
                     with others_informed(launch):
                         self.faiss_indexes = merge_on_disk(self.faiss_indexes, parts, version)
                         self._table.add(new_ids, paths, added)
-                        self.recall = self._measure_recall(embeddings, new_ids)
+                        self.recall = self._measure_recall(rows, new_ids)
                         version.write_all(self._table.writers())
                         self._publish(version)
             except BaseException:
@@ -445,7 +452,7 @@ class RetrievalIndex:
                 faiss_index.set_search_parameters(index, self.factory, parameters)
             self.parameters = join_parameters(self.parameters, parameters)
 
-    def remove(self, ids: Int[Tensor, " rows"]) -> None:
+    def remove(self, ids: Ids) -> None:
         """Remove rows, with their ids and paths.
 
         Args:
@@ -463,7 +470,7 @@ class RetrievalIndex:
             faiss_index.remove_from_shards(self.faiss_indexes, self.factory, removed)
             self._table.remove(positions)
 
-    def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
+    def paths(self, ids: Ids) -> list[str]:
         """The paths of rows; "" for rows without a path.
 
         Args:
@@ -480,7 +487,7 @@ class RetrievalIndex:
         """The names of the columns, each with `"text"` or `"number"`."""
         return conditions.kinds_of(self._table.columns)
 
-    def columns(self, ids: Int[Tensor, " rows"]) -> dict[str, list[Any]]:
+    def columns(self, ids: Ids) -> dict[str, list[Any]]:
         """The metadata of rows: for the name of each column, the values of these rows.
 
         Args:
@@ -493,7 +500,7 @@ class RetrievalIndex:
             wanted = integer_ids(ids)
             return {name: self._table.values(name, wanted) for name in self._table.columns}
 
-    def embeddings(self, ids: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "rows dim"]:
+    def embeddings(self, ids: Ids | None = None) -> Float[Tensor, "rows dim"]:
         """The embeddings of rows, L2-normalised, as the index stores them.
 
         `Flat` and `HNSW32` store exact embeddings. Codes (`SQ8`, `PQ16`) and projections (`PCA64`) store an

@@ -37,12 +37,14 @@ from lightning_retrieval.search.store.milvus_connection import (
     MilvusConnection,
 )
 from lightning_retrieval.search.store.rows import (
+    Embeddings,
+    Ids,
     Queries,
     Rows,
     check_finite_rows,
     check_paths,
     check_results,
-    check_rows,
+    checked_rows,
     join_parameters,
     normalized_blocks,
     normalized_rows,
@@ -231,8 +233,8 @@ class MilvusStore:
     @owned_by(OWNER)
     def add(
         self,
-        embeddings: Rows,
-        ids: Int[Tensor, " rows"] | None = None,
+        embeddings: Embeddings,
+        ids: Ids | None = None,
         paths: Sequence[str] | None = None,
         *,
         columns: Mapping[str, conditions.Values] | None = None,
@@ -242,7 +244,8 @@ class MilvusStore:
         If the index is approximate, the first call measures `recall`, as `RetrievalIndex.add` does.
 
         Args:
-            embeddings: one floating-point row for each embedding, on any device, of any norm > 0.
+            embeddings: one floating-point row for each embedding, of any norm > 0, as a tensor on any device or as a
+                NumPy array.
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, at most 65,535 bytes long, or None.
             columns: metadata as for `RetrievalIndex.add`, in the columns that the index was created with.
@@ -254,8 +257,8 @@ class MilvusStore:
                 or a column has values of other types.
             OSError: if Milvus reports an error; the message says how many rows were added before.
         """
-        check_rows("embeddings", embeddings, self.dim)
-        rows = len(embeddings)
+        given = checked_rows("embeddings", embeddings, self.dim)
+        rows = len(given)
         stored = len(self)
         new_ids = self._new_ids(ids, rows, stored)
         if paths is None:
@@ -267,13 +270,13 @@ class MilvusStore:
         for name, kind in self.column_kinds.items():
             if kind == "text":
                 check_path_bytes(conditions.python_values(new[name].dictionary), "columns")
-        check_finite_rows("embeddings", embeddings, new_ids, paths)
-        check_directions("embeddings", embeddings)
+        check_finite_rows("embeddings", given, new_ids, paths)
+        check_directions("embeddings", given)
 
         added = 0
         try:
             with self._changed_rows(), Progress("Indexing", total=rows, units="rows") as progress:
-                for rows_of_a_request in insertions(embeddings, new_ids, paths, new):
+                for rows_of_a_request in insertions(given, new_ids, paths, new):
                     self._call("insert", data=rows_of_a_request)
                     added += len(rows_of_a_request)
                     progress.update(len(rows_of_a_request))
@@ -282,7 +285,7 @@ class MilvusStore:
             raise
         is_exact = milvus.index_kind(self.factory)[0] == milvus.EXACT
         if stored == 0 and rows > 0 and not is_exact:
-            self._measure_recall(embeddings, new_ids)
+            self._measure_recall(given, new_ids)
 
     @owned_by(OWNER)
     def search(
@@ -400,7 +403,7 @@ class MilvusStore:
         self._metadata, self.about = metadata, metadata.about
 
     @owned_by(OWNER)
-    def remove(self, ids: Int[Tensor, " rows"]) -> None:
+    def remove(self, ids: Ids) -> None:
         """Remove rows, with their ids and paths.
 
         Args:
@@ -418,7 +421,7 @@ class MilvusStore:
                 self._call("delete", ids=part)
 
     @owned_by(OWNER)
-    def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
+    def paths(self, ids: Ids) -> list[str]:
         """The paths of rows; "" for rows without a path.
 
         Args:
@@ -436,7 +439,7 @@ class MilvusStore:
         return dict(self._metadata.columns)
 
     @owned_by(OWNER)
-    def columns(self, ids: Int[Tensor, " rows"]) -> dict[str, list[Any]]:
+    def columns(self, ids: Ids) -> dict[str, list[Any]]:
         """The metadata of rows: for the name of each column, the values of these rows.
 
         Args:
@@ -544,7 +547,7 @@ class MilvusStore:
         check_all_known(np.setdiff1d(ids, list(values)))
         return [values[row_id] for row_id in ids.tolist()]
 
-    def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
+    def _new_ids(self, ids: Ids | None, rows: int, stored: int) -> NDArray[np.int64]:
         """The ids of new rows; raises if an id is in use, since Milvus would silently replace the row with this id."""
         if ids is None:
             return ids_after(self._largest_id(stored), rows)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Integer
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -105,7 +105,46 @@ class FolderRows:
         return self._rows
 
 
-Rows = Float[Tensor, "rows dim"] | FolderRows
+class ArrayRows:
+    """Behaves like a tensor with the rows of an array, which may be read-only, mapped, or of another byte order.
+
+    Only the rows that are asked for are copied.
+
+    Args:
+        name: name of the argument that holds the array.
+        array: an array (rows, dim) of floating-point numbers.
+
+    Raises:
+        TypeError: if the numbers are not of float16, float32 or float64.
+    """
+
+    def __init__(self, name: str, array: NDArray[Any]) -> None:
+        self._dtype = _float_dtype(name, array)
+        self._array = array
+        self.shape = array.shape
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
+        """The rows of a slice, or the rows at these positions."""
+        chosen: Any = positions
+        if isinstance(positions, Tensor):
+            chosen = positions.numpy()
+        return torch.from_numpy(self._array[chosen].astype(self._dtype, order="C"))
+
+
+def _float_dtype(name: str, array: NDArray[Any]) -> np.dtype[Any]:
+    """The dtype of a floating-point array in the byte order of the machine; raise if it is another dtype."""
+    dtype = array.dtype.newbyteorder("=")
+    if dtype not in (np.float16, np.float32, np.float64):
+        raise InvalidType("must have the dtype float16, float32 or float64", argument=name, got=array.dtype)
+    return dtype
+
+
+Ids = Int[Tensor, " rows"] | Integer[np.ndarray, " rows"]
+Rows = Float[Tensor, "rows dim"] | ArrayRows | FolderRows
+Embeddings = Rows | Float[np.ndarray, "rows dim"]  # as users give them
 Queries = (
     Float[Tensor, "query dim"] | Float[Tensor, " dim"] | Float[np.ndarray, "query dim"] | Float[np.ndarray, " dim"]
 )
@@ -158,19 +197,23 @@ def sample_rows(rows: int, most: int) -> Int[Tensor, " sampled"]:
     return torch.from_numpy(np.sort(sampled))
 
 
-def check_rows(name: str, embeddings: Any, dim: int) -> None:
-    """Raise unless `embeddings` is a floating-point tensor of shape (rows, dim), or `FolderRows` of this shape."""
-    if not isinstance(embeddings, FolderRows):
+def checked_rows(name: str, embeddings: Any, dim: int) -> Rows:
+    """Embeddings as `Rows`; raise unless they are floating-point numbers of shape (rows, dim)."""
+    if isinstance(embeddings, np.ndarray):
+        embeddings = ArrayRows(name, embeddings)
+    elif not isinstance(embeddings, ArrayRows | FolderRows):
         check_float(CALLER, name, embeddings)
     if len(embeddings.shape) != 2 or embeddings.shape[1] != dim:
         rule = f"must have shape (rows, {dim}), as the index has"
         raise InvalidValue(rule, argument=name, got=tuple(embeddings.shape))
+    rows: Rows = embeddings
+    return rows
 
 
 def query_rows(queries: Queries, dim: int) -> Float[Tensor, "query dim"]:
     """Queries as a tensor of rows; one vector becomes one row. Raise unless they are finite and have this dimension."""
     if isinstance(queries, np.ndarray):
-        queries = _tensor_of(queries)
+        queries = torch.from_numpy(queries.astype(_float_dtype("queries", queries), order="C"))
     check_float(CALLER, "queries", queries)
     if queries.shape == (dim,):
         queries = queries[None]
@@ -179,14 +222,6 @@ def query_rows(queries: Queries, dim: int) -> Float[Tensor, "query dim"]:
         raise InvalidValue(rule, argument="queries", got=tuple(queries.shape))
     check_finite_rows("queries", queries, np.arange(len(queries)))
     return queries
-
-
-def _tensor_of(array: NDArray[Any]) -> Tensor:
-    """A copy of an array as a tensor. Torch takes neither a foreign byte order nor, silently, a read-only array."""
-    native = array.dtype.newbyteorder("=")
-    if native not in (np.float16, np.float32, np.float64):
-        raise InvalidType("must have the dtype float16, float32 or float64", argument="queries", got=array.dtype)
-    return torch.from_numpy(array.astype(native, order="C"))
 
 
 def check_not_mapped(mapped: bool, operation: str) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_retrieval.files import (
-    LOCK,
     DigestStream,
     Manifest,
     delete,
@@ -27,6 +26,7 @@ from lightning_retrieval.files import (
     file_digest,
     flush,
     folder_lock,
+    is_lock,
     is_temporary,
     not_written,
     write_verified,
@@ -230,7 +230,7 @@ def _may_be_replaced(folder: Path) -> bool:
 def _has_other_files(folder: Path) -> bool:
     """Whether a folder holds files that are not part of an index."""
     for path in folder.iterdir():
-        is_part = path.name in (MANIFEST, LOCK) or _is_inner(path) or is_temporary(path)
+        is_part = path.name == MANIFEST or is_lock(path) or _is_inner(path) or is_temporary(path)
         if not is_part:
             return True
     return False

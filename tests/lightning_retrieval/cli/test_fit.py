@@ -38,7 +38,8 @@ def fit_in_a_folder(rank, world_size, folder):
     warnings.simplefilter("default")  # as without pytest
     callback = "--trainer.callbacks+=tests.lightning_retrieval.cli.test_fit.WarningOfUser"
     options = [*SMALL, *SHORT, "--trainer.enable_progress_bar=true", callback]
-    main(["fit", "--config", str(write_example(folder)), *options])
+    sys.argv[1:] = ["fit", "--config", str(write_example(folder)), *options]
+    main()  # as the program is started
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +71,22 @@ def test_fit_reports_the_run_and_the_warnings_of_the_user_only(fitted):
     printed = fitted[2]
     assert "from the code of the user" in printed
     assert "RetrievalModule: batches of P = 4 classes with K = 4 images" in printed
-    hidden = ("TPU available", "Tip: ", "Seed set", "FLOPs", "Total params", "LeafSpec", "v_num")
+    hidden = (
+        "TPU available",
+        "Tip: ",
+        "Seed set",
+        "FLOPs",
+        "Total params",
+        "LeafSpec",
+        "v_num",
+        "intended to run from",
+    )
     assert [text for text in hidden if text in printed] == []
     assert re.search(r", loss=\d\.\d+, AP=\d\.\d+, images/s=(\d{2,}|\d\.\d+)\]", printed)
     assert re.search(r"^\s*RetrievalModule: batches", printed, flags=re.MULTILINE)  # not on the line of the bar
+    assert printed.index("RetrievalModule: batches of") < printed.index(
+        "RetrievalEvaluation: before training, 1 of 2, "
+    )
 
 
 def test_checkpoint_rebuilds_the_module(fitted):

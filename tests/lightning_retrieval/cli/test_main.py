@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -429,6 +430,30 @@ def test_the_version_is_that_of_the_installed_package(capsys):
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"lightning-retrieval {lightning_retrieval.__version__}\n"
+
+
+def test_example_writes_a_config_that_fit_runs_and_replaces_no_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["example", "glyphs"])
+    assert capsys.readouterr().out == "Run it with: lightning-retrieval fit --config glyphs.yaml\n"
+    assert run(capsys, "fit", "--config", "glyphs.yaml", "--print_config")[0] == 0
+    main(["example", "glyphs", "--output", "other.yaml"])
+    Path("glyphs.yaml").write_text("of the user")
+    Path("folder").mkdir()
+    for options, sentence in (
+        ([], "example: `--output` must be a new file, got glyphs.yaml, which exists; give another name."),
+        (
+            ["--output", "folder"],
+            "example: `--output` must be a new file, got folder, which exists; give another name.",
+        ),
+        (["--output", "no/a.yaml"], "example: no/a.yaml cannot be written (No such file or directory); "),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(["example", "glyphs", *options])
+        assert capsys.readouterr().err.startswith(sentence)
+    assert Path("glyphs.yaml").read_text() == "of the user"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "glyphs.yaml", "other.yaml"]
 
 
 def test_env_shows_what_a_bug_report_needs(capsys):

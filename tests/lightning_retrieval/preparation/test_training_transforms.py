@@ -10,7 +10,7 @@ from lightning_retrieval.datamodules import training_transform
 from lightning_retrieval.models import Preparation
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-STEPS = {  # as the official code has them
+STEPS = {  # as the official code has them; for "ap_gem", the kinds of transforms of Revaud et al., section 4.2
     "plain": [v2.Resize(256), v2.RandomCrop(224), v2.RandomHorizontalFlip()],
     "smooth_ap": [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()],
     "roadmap": [
@@ -19,7 +19,7 @@ STEPS = {  # as the official code has them
         v2.RandomHorizontalFlip(),
     ],
     "ap_gem": [
-        v2.RandomPerspective(0.2),
+        v2.RandomRotation(10, InterpolationMode.BILINEAR),
         v2.RandomResizedCrop(800, scale=(0.5, 1.0)),
         v2.ColorJitter(0.3, 0.3, 0.2, 0.1),
         v2.RandomHorizontalFlip(),

@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, TinyFasterRCNN
 from lightning_retrieval.models import AdaptedEmbedder, FrozenEmbedder
@@ -353,6 +354,64 @@ def test_chunks_of_one_size_are_compiled_once():
     first = len(graphs)
     fit(module, 3)
     assert 0 < first == len(graphs)
+
+
+OWN_NETWORKS = {
+    "gem": lambda: Embedder("glyph_net", 8),
+    "layer norm": lambda: Embedder("glyph_net", 8, pooling="max", normalize=False, layer_norm=True),
+    "frozen statistics": lambda: Embedder("glyph_net", 8, pooling="avg", freeze_batch_norm=True),
+    "frozen": lambda: FrozenEmbedder(Embedder("glyph_net", 8)),
+    "adapted": lambda: AdaptedEmbedder(Embedder("glyph_net", 8), 8, 4),
+}
+
+
+@pytest.mark.parametrize("make", OWN_NETWORKS.values(), ids=OWN_NETWORKS)
+def test_a_compiled_network_is_one_graph(make):
+    network, images = make(), torch.rand(4, 1, 32, 32)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            found = torch._dynamo.explain(network.train(training))(images)
+        assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+        torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:RetrievalModule. BatchNorm sees")
+@pytest.mark.parametrize(("chunk_size", "sizes"), [(4, {4}), (5, {5, 2}), (3, {3})])
+@pytest.mark.parametrize("before_fit", [False, True])
+def test_a_size_is_compiled_once_with_and_once_without_a_graph(chunk_size, sizes, before_fit):
+    """Batches of 12 images, after a sanity check with 7 at a time; the compiler then leaves the size open."""
+    module, compiled = plain_module(), []
+
+    def backend(graph, inputs):
+        shapes = [tuple(image.shape) for image in inputs if isinstance(image, torch.Tensor) and image.shape[1:] == (6,)]
+        compiled.append((*shapes[0], torch.is_grad_enabled()))
+        return graph.forward
+
+    data = TensorDataset(torch.randn(14, 6), torch.arange(14) // 2)
+    module.embedder.compile(backend=backend)
+    module = RetrievalModule(module.embedder, module.loss, chunk_size=chunk_size)
+    seen = []
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(*data[:12]), batch_size=12)
+
+        def val_dataloader(self):
+            return DataLoader(data, batch_size=7)
+
+        test_dataloader = val_dataloader
+
+    class Count(pl.Callback):
+        def on_train_epoch_end(self, *_):
+            seen.append(len(compiled))
+
+    callbacks = [RetrievalEvaluation(ks=(1,), before_fit=before_fit), Count()]
+    run = quiet_trainer(max_epochs=3, callbacks=callbacks)
+    run.fit(module, Data())
+    assert len(compiled) == len(set(compiled))
+    assert {rows for rows, _, _ in compiled} <= {7, *sizes}
+    assert seen == [seen[0]] * 3
+    assert seen[0] <= 1 + 2 * len(sizes)
 
 
 @pytest.mark.slow

@@ -94,6 +94,14 @@ def sum_in_half_precision(this):
     return half.grad, values
 
 
+def sum_with_channels_last(this):
+    """The gradient of a convolution whose channels are last, and the order of its memory."""
+    weight = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    weight.grad = (1 + this) * torch.arange(120.0).view(2, 3, 4, 5)  # in another order
+    GradientSum([weight]).finish(torch.zeros(1))
+    return weight.grad, weight.grad.stride() == weight.stride()
+
+
 def message_of_a_shared_layer(this):
     """The error where two reentrant checkpoints share a layer, whose gradient then comes in two parts."""
     layer = nn.Linear(2, 2, bias=False)
@@ -123,6 +131,7 @@ def in_each_process(this, world):
     return {
         "steps": {name: sum_of_a_step(this, **settings) for name, settings in CASES.items()},
         "half": sum_in_half_precision(this),
+        "channels last": sum_with_channels_last(this),
         "events": events_of_a_step(this),
         "shared": message_of_a_shared_layer(this),
     }
@@ -173,6 +182,13 @@ def test_each_sum_keeps_its_dtype(ranks):
         gradient, values = result["half"]
         assert (gradient.dtype, gradient.tolist()) == (torch.bfloat16, [2.0, 4.0])
         assert (values.dtype, values.tolist()) == (torch.float64, [2.0, 1.0])
+
+
+def test_a_sum_has_the_memory_order_of_its_parameter(ranks):
+    for result in ranks:
+        gradient, has_order = result["channels last"]
+        assert has_order
+        assert torch.equal(gradient, 3 * torch.arange(120.0).view(2, 3, 4, 5))
 
 
 @pytest.mark.refusal

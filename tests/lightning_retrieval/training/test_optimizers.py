@@ -7,7 +7,6 @@ import pytorch_lightning as pl
 import torch
 import transformers
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
-from pytorch_lightning.plugins import MixedPrecision
 from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
@@ -489,43 +488,3 @@ def test_the_backbone_learns_after_the_first_epochs_also_in_a_resumed_run(epochs
     resumed, _ = train(4, log, *second, chunk_size=3, ckpt_path=path)
     assert_same(resumed, whole)
     assert log.changed == [False, False, True, True][epochs:]
-
-
-OPTIMIZERS = {
-    "adam": (torch.optim.Adam, True),
-    "partial": (functools.partial(torch.optim.AdamW, lr=0.01, fused=None), True),
-    "sgd": (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), True),
-    "own setting": (functools.partial(torch.optim.AdamW, fused=False), False),
-    "foreach": (functools.partial(torch.optim.AdamW, foreach=True), None),
-    "no such setting": (torch.optim.RMSprop, None),
-    "function": (lambda groups: torch.optim.AdamW(groups, lr=0.01), True),
-}
-
-
-@pytest.mark.parametrize(("optimizer", "fused"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_parameters_are_updated_in_one_loop_if_nothing_else_is_said(optimizer, fused):
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=optimizer)
-    assert module.configure_optimizers().defaults.get("fused") is fused
-    plain = net()
-    of_plain = optimizer(plain.parameters())
-    train_plainly(plain, of_plain, batches())
-    fit(module, batches())
-    for one, other in zip(module.embedder.parameters(), plain.parameters()):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(("scaler", "fused"), [(None, True), (torch.amp.GradScaler("cpu"), None)])
-def test_scaled_gradients_have_no_fused_update(scaler, fused):
-    """The loss scaler may leave them scaled until the step, and they are clipped before it."""
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=torch.optim.AdamW)
-    module._trainer = trainer(plugins=MixedPrecision("16-mixed" if scaler else "bf16-mixed", "cpu", scaler))
-    assert module.configure_optimizers().defaults["fused"] is fused
-
-
-def test_parameters_without_a_fused_update_get_a_plain_one():
-    module = RetrievalModule(nn.Embedding(9, 4, sparse=True), SmoothAPLoss(tau=0.1), optimizer=torch.optim.SGD)
-    assert not module.configure_optimizers().defaults["fused"]
-    whole_numbers = net()
-    whole_numbers[0].weight = nn.Parameter(whole_numbers[0].weight.to(torch.complex128))
-    module = RetrievalModule(whole_numbers, SmoothAPLoss(tau=0.1), optimizer=torch.optim.AdamW)
-    assert not module.configure_optimizers().defaults["fused"]

@@ -18,6 +18,9 @@ def test_messages_of_other_code_appear(caplog):
         warnings.warn("expected by the script: it chose this", stacklevel=1)  # pytest would make this an error
         with pytest.raises(UserWarning, match="LeafSpec"):  # this code is not of Lightning, and pytest raises
             warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated", stacklevel=1)
+        for package in ("pytorch_lightning", "lightning.pytorch"):
+            of_lightning = {"category": UserWarning, "filename": "a.py", "lineno": 1, "module": f"{package}.trainer.b"}
+            warnings.warn_explicit("Using `DistributedSampler` with the dataloaders. During", **of_lightning)
         pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         rank_zero_info("lists of 7 images")
     assert caplog.messages == ["lists of 7 images"]

@@ -303,7 +303,7 @@ def test_batch_norm_in_chunks_warns_once_and_names_the_cure():
         (None, None, ""),
         (0, "one_list", " and up to 16 of the memory"),
         (0, "one_list_detached", " and up to 16 of the memory, all without a gradient"),
-        (3, "two_terms", " and up to 16 of the memory in a second term, from step 3 on"),
+        (3, "two_terms", " and up to 16 of the memory in a second term, from step 4 on"),
     ],
 )
 def test_a_fit_reports_once_what_its_lists_are(start_step, mode, reported, caplog):

@@ -48,7 +48,10 @@ def test_half_precision_and_strided_queries():
     assert [part.shape for part in index.search(queries[:0], 3)] == [(0, 3), (0, 3)]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.dtype(np.float32).newbyteorder()])
+DTYPES = [np.float16, np.float32, np.float64, np.dtype(np.float32).newbyteorder()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_may_be_arrays_and_one_vector_is_one_query(dtype):
     index, queries = built(), vectors(20, seed=1).half()
     array = queries.numpy().astype(dtype)
@@ -61,6 +64,32 @@ def test_queries_may_be_arrays_and_one_vector_is_one_query(dtype):
         torch.testing.assert_close(found[0], similarities[7:8])
         assert torch.equal(found[1], ids[7:8])
         assert found[2] == [index.paths(ids[7])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factory", ["Flat", "IVF4,SQ8"])
+def test_rows_and_ids_may_be_arrays_of_a_file(dtype, factory, tmp_path):
+    """Of each byte order, read-only and mapped: the index is that of a tensor with the same numbers."""
+    rows, ids = vectors().half(), torch.arange(ROWS).flip(0)
+    np.save(tmp_path / "rows.npy", rows.numpy().astype(dtype))
+    mapped, numbers = np.load(tmp_path / "rows.npy", mmap_mode="r"), ids.numpy().astype(">i4")
+    expected, *indexes = (RetrievalIndex(DIM, factory) for _ in range(3))
+    expected.add(rows, ids)
+    indexes[0].add(mapped, numbers)
+    if factory == "Flat":
+        indexes[1].add(mapped[::2], numbers[::2])
+        indexes[1].add(mapped[1::2], numbers[1::2])
+    else:
+        indexes[1].build_on_disk(tmp_path / "index", mapped, numbers)
+    for index in indexes:
+        found, wanted = index.search(vectors(9, seed=1), 5), expected.search(vectors(9, seed=1), 5)
+        assert index.recall == expected.recall
+        torch.testing.assert_close(found[0], wanted[0])  # float64 is normalised in float64
+        assert torch.equal(found[1], wanted[1])
+        torch.testing.assert_close(index.embeddings(numbers[:7]), expected.embeddings(ids[:7]))
+        assert index.paths(numbers[:2]) == ["", ""]
+    indexes[0].remove(numbers[:-3])
+    assert indexes[0].ids.tolist() == [0, 1, 2]
 
 
 def test_rows_are_added_in_several_parts():
@@ -213,7 +242,11 @@ def test_invalid_input_raises_and_changes_nothing():
         (index.search, (vectors(2, 8), 1), r"`queries` must have shape \(rows, 16\).*got \(2, 8\)"),
         (index.search, (np.zeros(8), 1), r"`queries` must have .* or \(16,\) for one vector, .* got \(8,\)"),
         (index.search, (np.zeros(16, int), 1), "`queries` must have the dtype float16, .*, got int64"),
-        (index.add, (np.zeros((2, 16)),), "`embeddings` must be a tensor, got a NumPy array; torch.from_numpy"),
+        (index.add, (np.zeros((2, 16), int),), "`embeddings` must have the dtype float16, .*, got int64"),
+        (index.add, (np.zeros((2, 8)),), r"`embeddings` must have shape \(rows, 16\).*got \(2, 8\)"),
+        (index.add, (np.full((2, 16), np.nan),), "NaN or inf in 2 of 2 rows"),
+        (index.add, (TWO, np.array([1.0, 2.0])), "`ids` must be integers, got torch.float64"),
+        (index.add, (TWO, np.array([1, 1], ">i2")), "`ids` must differ, got 1 for several rows"),
         (index.remove, (torch.tensor([999, 3]),), "`ids` must be in the index, got 3, which is not"),
         (index.paths, (torch.tensor([5000]),), "`ids` must be in the index, got 5000, which is not"),
     ]:

@@ -71,6 +71,9 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
     assert filled.paths(ids[3]) == index.paths(ids[3])
     assert len(filled) == ROWS
     assert filled.recall is None  # exact
+    filled.remove(np.array([1000, 999], ">i8"))
+    filled.add(vectors().numpy()[:2].astype(">f4"), np.array([1000, 999]))
+    assert torch.equal(filled.search(queries, 20)[1], expected_ids)
     _, ids_of_one = filled.search(queries[3].numpy(), 20)
     assert torch.equal(ids_of_one, ids[3:4])
     similarities, ids = filled.search(vectors(0), 2)

@@ -1,0 +1,71 @@
+"""PublishedResults prints published results beside those of the run, in each stage and after a resumed training."""
+
+import pytest
+
+from lightning_retrieval.callbacks import PublishedResults, RetrievalEvaluation
+from tests.callbacks.point_runs import KS, PointsModule, make_trainer
+
+SOURCE = "Table 7 of a paper"
+PUBLISHED = {"R@1": 0.913, "mAP": 0.25, "R@77": 0.99}
+
+
+def printed_table(capsys):
+    """{first word of each line after the source, or the title line: the other words}."""
+    _, found, table = capsys.readouterr().out.rpartition(f"\n{SOURCE}\n")
+    assert found
+    titles, *rows = [line.split() for line in table.splitlines() if line.split()]
+    return titles, {name: list(map(float, values)) for name, *values in rows[: len(PUBLISHED)]}
+
+
+def rounded(value):
+    return pytest.approx(value, abs=5.1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_an_evaluation_ends_with_the_published_and_the_run_s_results(stage, capsys):
+    trainer = make_trainer(RetrievalEvaluation(KS), PublishedResults(SOURCE, PUBLISHED))
+    (results,) = getattr(trainer, stage)(PointsModule(), verbose=False)
+    titles, rows = printed_table(capsys)
+    assert titles == ["published", "run"]
+    prefix = {"validate": "val", "test": "test"}[stage]
+    nan = float("nan")
+    assert rows == {name: rounded([value, results.get(f"{prefix}/{name}", nan)]) for name, value in PUBLISHED.items()}
+
+
+def test_training_ends_with_the_best_and_the_last_results_also_of_a_resumed_run(capsys, tmp_path):
+    first = make_trainer(RetrievalEvaluation(KS), PublishedResults(SOURCE, PUBLISHED), max_epochs=2)
+    first.fit(PointsModule(lr=3.0))
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    capsys.readouterr()
+    evaluation = RetrievalEvaluation(KS)
+    resumed = make_trainer(evaluation, PublishedResults(SOURCE, PUBLISHED), max_epochs=4)
+    resumed.fit(PointsModule(lr=3.0), ckpt_path=tmp_path / "first.ckpt", weights_only=True)
+    titles, rows = printed_table(capsys)
+    assert titles == ["published", "best", "last"]
+    last = {name: float(value) for name, value in resumed.callback_metrics.items()}
+    for name in ("R@1", "mAP"):
+        assert rows[name] == rounded([PUBLISHED[name], evaluation.best[f"val/{name}"], last[f"val/{name}"]])
+    assert evaluation.best["val/mAP"] > last["val/mAP"]  # so that best and last differ
+
+
+def test_without_a_validation_nothing_is_printed(capsys):
+    trainer = make_trainer(PublishedResults(SOURCE, PUBLISHED), limit_val_batches=0)
+    trainer.fit(PointsModule())
+    assert SOURCE not in capsys.readouterr().out
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("source", "results", "error", "message"),
+    [
+        (7, PUBLISHED, TypeError, "PublishedResults: `source` must be a string, got 7"),
+        ("a", {}, ValueError, "PublishedResults: `results` must name at least one metric, got {}"),
+        ("a", ["R@1"], TypeError, "PublishedResults: `results` must be an instance of dict"),
+        ("a", {1: 0.5}, TypeError, r"PublishedResults: .*results.* must be a string, got 1"),
+        ("a", {"R@1": float("nan")}, ValueError, r"PublishedResults: .*R@1.* must be a finite number, got nan"),
+        ("a", {"R@1": "high"}, TypeError, r"PublishedResults: .*R@1.* must be a number, got 'high'"),
+    ],
+)
+def test_bad_input_is_named(source, results, error, message):
+    with pytest.raises(error, match=message):
+        PublishedResults(source, results)

@@ -1,0 +1,129 @@
+"""examples/figures.py: each figure is drawn in less than a minute, with named axes, and shows what its text says."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_retrieval.losses import blackbox_rank
+from tests.examples.scripts import imported
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WRITTEN = EXAMPLES.parent / "docs" / "images" / "reproduce"
+NAMES = (
+    *("indicator", "ap_error", "interpolation", "batch_ap", "collapse", "list_length", "bins_and_margin"),
+    *("decomposability", "classes_in_a_batch", "triplets"),
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def figures():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with imported(EXAMPLES, "figures") as module:
+        yield module
+    torch.set_num_threads(threads)
+
+
+def numbers(drawn, column):
+    """The numbers of a column of a table, without its title."""
+    return [float(row[column].replace(",", "").split()[0]) for row in drawn.table[1:]]
+
+
+def shows_ap_error(drawn):
+    errors = numbers(drawn, 1)
+    assert errors[:5] == sorted(errors[:5], reverse=True)  # of falling temperatures
+    assert errors[5:] == sorted(errors[5:], reverse=True)  # of rising numbers of bins
+
+
+def shows_batch_ap(drawn):
+    values = numbers(drawn, 1)
+    assert values == sorted(values, reverse=True)
+
+
+def shows_collapse(drawn):
+    without, with_margin = numbers(drawn, 3)
+    assert without < 0.05 < 0.5 < with_margin
+
+
+def shows_bins_and_margin(drawn):
+    margins = numbers(drawn, 1)
+    assert margins == sorted(margins, reverse=True)
+
+
+def shows_interpolation(drawn):
+    assert numbers(drawn, 2) == sorted(numbers(drawn, 2))
+
+
+def shows_decomposability(drawn):
+    alone, both = (list(map(float, row[3:])) for row in drawn.table[1:3])
+    assert sum(one < other for one, other in zip(both, alone)) >= 5
+    assert alone == sorted(alone, reverse=True)
+
+
+def shows_triplets(drawn):
+    (_, *by_ap), (_, *by_triplets) = drawn.table[1:]
+    backward, forward, updates = ([int(row[n].replace(",", "")) for row in (by_ap, by_triplets)] for n in range(3))
+    for ap, triplets in (backward, forward, updates):
+        assert ap < triplets
+    assert float(by_ap[4]) == pytest.approx(float(by_triplets[4]), abs=0.05)
+
+
+SHOWS = {
+    "ap_error": shows_ap_error,
+    "batch_ap": shows_batch_ap,
+    "collapse": shows_collapse,
+    "bins_and_margin": shows_bins_and_margin,
+    "interpolation": shows_interpolation,
+    "decomposability": shows_decomposability,
+    "triplets": shows_triplets,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_figure_has_named_axes_and_shows_what_its_text_says(name, figures):
+    start = time.process_time()
+    drawn = figures.FIGURES[name][1]()
+    assert time.process_time() - start < 60
+    axes = drawn.figure.get_axes()
+    assert all(part.get_ylabel() for part in axes)
+    assert all(part.get_xlabel() for part in axes if part.get_label() != "<colorbar>")
+    colours = {line.get_color() for part in axes for line in part.get_lines()}
+    assert len(colours) > 1 or name in ("classes_in_a_batch", "interpolation")
+    assert {len(row) for row in drawn.table} == {len(drawn.table[0])}
+    SHOWS.get(name, lambda _: None)(drawn)
+
+
+def test_all_figures_are_written_and_on_the_page(figures):
+    written = json.loads((WRITTEN / "figures.json").read_text(encoding="utf-8"))
+    assert tuple(written) == tuple(figures.FIGURES) == NAMES
+    page = (EXAMPLES.parent / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    for name in NAMES:
+        assert (WRITTEN / f"{name}.png").stat().st_size > 5000
+        assert f"(images/reproduce/{name}.png)" in page
+        assert written[name]["title"] == figures.FIGURES[name][0]
+
+
+def test_the_command_draws_the_figures_that_are_named(figures, tmp_path, capsys):
+    figures.main(["indicator", "--output", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "indicator.png"]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        figures.main(["no_figure", "--output", str(tmp_path)])
+
+
+@pytest.mark.parametrize("lambda_", [3.0, 8.0])
+def test_the_gradient_of_the_library_is_that_of_the_interpolation(figures, lambda_):
+    """Of RaMBO's interpolated loss, by differences; it is linear on pieces, so a small step gives the exact slope."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 9, generator=generator, dtype=torch.float64).requires_grad_()
+    relevant = torch.arange(9) < 3
+    length, gradient = 9, relevant.double() / 3
+    (blackbox_rank(scores, lambda_) / length @ gradient).sum().backward()
+    steps = 1e-7 * torch.eye(9, dtype=torch.float64)
+    above, below = (figures.interpolated_loss(scores.detach() + sign * steps, relevant, lambda_) for sign in (1, -1))
+    assert torch.allclose((above - below) / 2e-7, scores.grad[0], atol=1e-6)
+    assert scores.grad.any()
