@@ -167,11 +167,7 @@ class Embedder(PretrainedModule):
             has_maps = len(shape) == 4
         self.feature_dim = feature_dim
         self.channels_last = checked(self, channels_last=channels_last)
-        has_channels_last = channels_last
-        if has_channels_last is None:
-            has_channels_last = is_known_convolutional(self.backbone_name, self.backbone)
-        if has_channels_last:
-            self.backbone.to(memory_format=torch.channels_last)
+        self._set_memory_format()
         self.pool: nn.Module = nn.Identity()
         if has_maps:
             self.pool = POOLINGS[self.pooling]()
@@ -360,6 +356,14 @@ class Embedder(PretrainedModule):
         self.pooling: Pooling = built.pooling  # type: ignore[assignment]
         self.backbone_args = built.arguments
         self.preparation = merged_preparation(built.preparation, wanted)
+
+    def _set_memory_format(self) -> None:
+        """Let the channels of convolutions be last, as `channels_last` says."""
+        is_wanted = self.channels_last
+        if is_wanted is None:
+            is_wanted = is_known_convolutional(self.backbone_name, self.backbone)
+        if is_wanted:
+            self.backbone.to(memory_format=torch.channels_last)
 
     def _prepare_backbone(self) -> None:
         """Add adapters and gradient checkpointing, if requested."""
