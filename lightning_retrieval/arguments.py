@@ -8,6 +8,7 @@ need no further mark.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FunctionType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -115,7 +116,8 @@ def rule_of_argument(owner: Any, name: str) -> Rule:
     for function in functions:
         annotation = getattr(function, "__annotations__", {}).get(name)
         if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
-            annotation = get_type_hints(function, include_extras=True)[name]
+            with suppress(NameError):  # a name that only type checkers import
+                annotation = get_type_hints(function, include_extras=True)[name]
         rule = rule_of(annotation)
         if rule is not None:
             return rule

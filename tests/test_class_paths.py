@@ -9,7 +9,9 @@ import yaml
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
-CONFIGS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml") if path.stem != "sweep")
+CONFIGS = sorted(
+    path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml") if path.stem not in ("sweep", "papers")
+)
 TEXTS = sorted([*EXAMPLES.rglob("*.yaml"), *(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "README.md"])
 
 

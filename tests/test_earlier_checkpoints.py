@@ -87,11 +87,6 @@ class Net(nn.Module):
 """
 
 
-def test_each_config_has_its_hyperparameters_here():
-    configs = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml")} - {"sweep.yaml"}
-    assert configs <= set(HYPERPARAMETERS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYPERPARAMETERS)
 def test_hyperparameters_of_the_command_line(name, monkeypatch):

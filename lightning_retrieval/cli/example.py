@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_retrieval.command_line import HELP_WIDTH, CommandParser, command_line_message
 from lightning_retrieval.files import new_file, writing
+from lightning_retrieval.invalid import InvalidValue, owned_by
 
 EXAMPLES = ("glyphs",)  # each is a file of this package; `examples/` in the repository has the same file
 DESCRIPTION = (
@@ -56,7 +57,8 @@ def write_example(name: str, path: Path) -> None:
         OSError: if it cannot be written.
     """
     if os.path.lexists(path):
-        raise ValueError(f"example: `output` must be a new file, got {path}, which exists; give another name.")
+        got = f"{path}, which exists"
+        raise InvalidValue("must be a new file", "example", "output", got=got, cure="give another name")
     content = files("lightning_retrieval.cli").joinpath(f"{name}.yaml").read_bytes()
-    with writing("example", path), new_file(path) as file:
+    with owned_by("example"), writing(path), new_file(path) as file:
         file.write(content)

@@ -46,6 +46,7 @@ def embedder_settings():
         "preparation": {"image_size": 32},
         "backbone_args": {"width": 4},
         "lora": None,
+        "channels_last": None,
     }
 
 
