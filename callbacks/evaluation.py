@@ -284,7 +284,13 @@ class RetrievalEvaluation(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_has_batches("val", trainer.val_dataloaders)
-        if not self.before_fit or trainer.global_step > 0:
+        if not self.before_fit:
+            return
+        if trainer.global_step > 0:
+            rank_zero_info(
+                f"RetrievalEvaluation: the run goes on from step {trainer.global_step}, so the untrained network is "
+                "not evaluated; begin a new run to compare with it."
+            )
             return
         loaders = find_test_loaders(trainer, pl_module)
         _check_has_batches("test", loaders)
@@ -315,7 +321,7 @@ class RetrievalEvaluation(pl.Callback):
             collect_test_set(trainer, pl_module, sets["untrained"], sets.get("backbone"))
             _warn_if_incomplete("test", loader, math.inf)
             for name, evaluation_set in sets.items():
-                values = self._values_of(evaluation_set)
+                values = self._values_of(evaluation_set, trainer)
                 before[name] |= {of_metric: float(value) for of_metric, value in values.items()}
         self.results |= before
         rank_zero_info(f"RetrievalEvaluation: before training, {summary_of(before)}.")
@@ -411,21 +417,24 @@ class RetrievalEvaluation(pl.Callback):
         settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics, "dims": dims}
         return RetrievalMetrics(ks, self.map_ks, **settings)
 
-    def _values_of(self, evaluation_set: EvaluationSet) -> dict[str, Tensor]:
-        """The metrics of a set, without the R@k of a default k that is above the number of ranked images."""
+    def _values_of(self, evaluation_set: EvaluationSet, trainer: pl.Trainer) -> dict[str, Tensor]:
+        """The metrics of a set, without the R@k of a default k that is above the number of ranked images.
+
+        What a callback monitors is kept, because the callback would stop the run without it.
+        """
         values, metrics = evaluation_set.compute(), evaluation_set.metrics
         if not isinstance(metrics, RetrievalMetrics) or not self._has_default_ks(metrics):
             return values
         for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
             fitting = [f"R@{k}" for k in DEFAULT_KS if k <= max(images, 1)]
             large = [f"R@{k}" for k in DEFAULT_KS if k > max(images, 1)]
-            left_out = {prefix + name for name in large}
+            left_out = {prefix + name for name in large} - _monitored_by(trainer)
             values = {name: value for name, value in values.items() if _OF_DIMS.sub("", name) not in left_out}
-            if large and prefix not in self._with_smaller_ks:
+            if left_out and images > 0 and prefix not in self._with_smaller_ks:
                 self._with_smaller_ks.add(prefix)
                 rank_zero_info(
-                    f"RetrievalEvaluation: the longest list of {prefix} has {images} images, so it logs "
-                    f"{' and '.join(fitting)}, but not {' and '.join(large)}; give `ks` for others."
+                    f"RetrievalEvaluation: the longest list of {prefix} has {images} image{'s' * (images > 1)}, so it "
+                    f"logs {' and '.join(fitting)}, but not {' and '.join(large)}; give `ks` for others."
                 )
         return values
 
@@ -438,7 +447,7 @@ class RetrievalEvaluation(pl.Callback):
             _warn_if_incomplete(stage, evaluation_set.loader, number)
         results: dict[str, Tensor] = {}
         for evaluation_set in self.sets:
-            results.update(self._values_of(evaluation_set))
+            results.update(self._values_of(evaluation_set, pl_module.trainer))
             if not self._has_default_ks(evaluation_set.metrics):
                 _warn_of_large_ks(evaluation_set)
             _warn_of_one_label(evaluation_set)
@@ -493,6 +502,12 @@ def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
         )
 
 
+def _monitored_by(trainer: pl.Trainer) -> set[str]:
+    """The names of the metrics that callbacks of a Trainer monitor."""
+    names = (getattr(callback, "monitor", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return {name for name in names if isinstance(name, str)}
+
+
 def _ranked_images(prefix: str, metrics: RetrievalMetrics) -> dict[str, int]:
     """The number of images in the longest list of each direction, by the prefix of its metrics."""
     ranked = {prefix: metrics.ranked_images}
@@ -507,7 +522,7 @@ def _warn_of_large_ks(evaluation_set: EvaluationSet) -> None:
         return
     for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
         too_large = [f"R@{k}" for k in metrics.ks if k > images]
-        if too_large:
+        if too_large and images > 0:  # without any image, the values are NaN
             rank_zero_warn(
                 f"RetrievalEvaluation: {prefix}{', '.join(too_large)} have a k above the number of ranked images, "
                 f"{images}, so they are 1; give smaller `ks`."

@@ -253,7 +253,10 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
     check_byte_order(owner, name, value)
     if isinstance(value, np.ndarray):
-        raise InvalidType("must be a tensor", owner, name, got="a NumPy array", cure="torch.from_numpy converts it")
+        cure = ""
+        if value.dtype.kind in "biuf":
+            cure = "torch.from_numpy converts it"
+        raise InvalidType("must be a tensor", owner, name, got=f"a NumPy array of {value.dtype}", cure=cure)
     if not isinstance(value, Tensor):
         raise InvalidType("must be a tensor", owner, name, got=type(value).__name__)
     if value.layout is not torch.strided:

@@ -32,8 +32,11 @@ def env(args: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args(args)
-    for name, value in environment():
-        print(f"{name + ':':28} {printable(value)}")
+    try:
+        for name, value in environment():
+            print(f"{name + ':':28} {printable(value)}", flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
     return 0
 
 
@@ -79,7 +82,11 @@ def packages() -> list[str]:
     """All packages that the library can use, its own requirements first; without those of developers."""
     needed: list[str] = []
     optional = list(ALSO_SHOWN)
-    for line in requires(DISTRIBUTION) or ():
+    try:
+        requirements = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # the source is used without having been installed
+        requirements = []
+    for line in requirements:
         requirement = Requirement(line)
         if requirement.marker is None:
             needed.append(requirement.name)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -35,7 +36,10 @@ def example(args: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(command_line_message("example", error, vars(options)), file=sys.stderr)
         return 2
-    print(f"Run it with: lightning-retrieval fit --config {path}")
+    shown = str(path)
+    if shown.startswith("-"):  # which would be read as an option
+        shown = f"./{shown}"
+    print(f"Run it with: lightning-retrieval fit --config {shlex.quote(shown)}")
     return 0
 
 

@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import (
@@ -146,6 +147,26 @@ def test_without_ks_those_that_fit_are_logged_and_named_once(images, fitting, mo
         assert [line.split(" list of ")[1].split()[0] for line in lines] == ["val/", "test/"]
         assert all(f" {' and '.join(f'R@{k}' for k in fitting)}, but not R@" in line for line in lines)
     assert ("R@100 " in capsys.readouterr().out) == (100 in fitting)
+
+
+def test_what_a_callback_monitors_is_logged_whatever_its_k(tmp_path):
+    points = TensorDataset(torch.randn(6, 6), torch.arange(6) // 2)
+    module = PointsModule()
+    module.evaluation_loaders = lambda stage: DataLoader(points)
+    run = make_trainer(RetrievalEvaluation(), EarlyStopping("val/R@100", mode="max"), max_epochs=1)
+    run.fit(module)
+    assert run.callback_metrics["val/R@100"] == 1
+    assert "val/R@10" not in run.callback_metrics
+
+
+def test_a_resumed_run_says_that_the_untrained_network_is_not_evaluated(tmp_path, caplog):
+    make_trainer(RetrievalEvaluation(KS, before_fit=True), max_epochs=1).fit(module := PointsModule())
+    module.trainer.save_checkpoint(tmp_path / "first.ckpt")
+    evaluation = RetrievalEvaluation(KS, before_fit=True)
+    with caplog.at_level("INFO"):
+        make_trainer(evaluation, max_epochs=2).fit(PointsModule(), ckpt_path=tmp_path / "first.ckpt")
+    assert "so the untrained network is not evaluated" in caplog.text
+    assert "untrained" not in evaluation.results
 
 
 @pytest.mark.refusal

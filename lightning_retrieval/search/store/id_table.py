@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import as_int64, check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.store import conditions
 from lightning_retrieval.search.store.rows import Ids, Rows, check_finite_rows, check_paths
@@ -37,8 +37,10 @@ def integer_ids(ids: Any) -> NDArray[np.int64]:
 
 def _as_tensor(ids: Any) -> Any:
     """A copy of an array of numbers, of any byte order, as a tensor; any other object as it is."""
-    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iuf":
+    if not isinstance(ids, np.ndarray):
         return ids
+    if ids.dtype.kind not in "iuf":
+        raise InvalidType("must be integers", argument="ids", got=f"a NumPy array of {ids.dtype}")
     return torch.from_numpy(ids.astype(ids.dtype.newbyteorder("="), order="C"))
 
 

@@ -437,7 +437,8 @@ def test_example_writes_a_config_that_fit_runs_and_replaces_no_file(tmp_path, mo
     main(["example", "glyphs"])
     assert capsys.readouterr().out == "Run it with: lightning-retrieval fit --config glyphs.yaml\n"
     assert run(capsys, "fit", "--config", "glyphs.yaml", "--print_config")[0] == 0
-    main(["example", "glyphs", "--output", "other.yaml"])
+    main(["example", "glyphs", "--output=-other file.yaml"])
+    assert capsys.readouterr().out == "Run it with: lightning-retrieval fit --config './-other file.yaml'\n"
     Path("glyphs.yaml").write_text("of the user")
     Path("folder").mkdir()
     for options, sentence in (
@@ -453,7 +454,7 @@ def test_example_writes_a_config_that_fit_runs_and_replaces_no_file(tmp_path, mo
             main(["example", "glyphs", *options])
         assert capsys.readouterr().err.startswith(sentence)
     assert Path("glyphs.yaml").read_text() == "of the user"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "glyphs.yaml", "other.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["-other file.yaml", "folder", "glyphs.yaml"]
 
 
 def test_env_shows_what_a_bug_report_needs(capsys):
@@ -467,6 +468,12 @@ def test_env_shows_what_a_bug_report_needs(capsys):
     assert values["GPUs"] == str(torch.cuda.device_count())
     assert values["Python"].startswith("3.")
     assert "ruff" not in values  # of those who work on the library
+
+
+def test_env_may_be_read_in_part():
+    command = f"set -o pipefail; '{sys.executable}' -m lightning_retrieval.cli env | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_env_names_packages_that_are_not_installed(capsys, monkeypatch):

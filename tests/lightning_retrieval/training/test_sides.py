@@ -545,7 +545,7 @@ def test_the_report_counts_both_sides(tmp_path, caplog):
     memory = CrossBatchMemory(50, start_step=9)
     module = module_of(SmoothAPLoss(), "both", chunk_size={"queries": 2, "candidates": None}, memory=memory)
     fit(module, pairs(), logger=CSVLogger(tmp_path, "", 0))
-    lists = "lists of 10 images and up to 50 of the memory, from step 9 on, and lists of 7 queries for each candidate"
+    lists = "lists of 10 images and up to 50 of the memory, from step 10 on, and lists of 7 queries for each candidate"
     batches = "batches of 7 queries and 10 candidates of P = 3 classes"
     assert f"RetrievalModule: {batches}, {lists}." in caplog.messages
     settings = yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["batch"]

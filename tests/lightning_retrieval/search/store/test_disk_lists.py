@@ -101,10 +101,10 @@ def fail_together(rank, world_size, folder, failing):
     set_block(50)
     real = disk_lists.write_verified
 
-    def fails(owner, path, write):
+    def fails(path, write):
         if path.name.startswith(failing):
-            raise NotWritten(f"{path.name} cannot be written (No space left on device)", owner)
-        return real(owner, path, write)
+            raise NotWritten(f"{path.name} cannot be written (No space left on device)")
+        return real(path, write)
 
     disk_lists.write_verified = fails
     if failing == "vectors":

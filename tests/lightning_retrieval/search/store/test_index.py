@@ -246,6 +246,7 @@ def test_invalid_input_raises_and_changes_nothing():
         (index.add, (np.zeros((2, 8)),), r"`embeddings` must have shape \(rows, 16\).*got \(2, 8\)"),
         (index.add, (np.full((2, 16), np.nan),), "NaN or inf in 2 of 2 rows"),
         (index.add, (TWO, np.array([1.0, 2.0])), "`ids` must be integers, got torch.float64"),
+        (index.add, (TWO, np.array(["1", "2"])), "`ids` must be integers, got a NumPy array of <U1"),
         (index.add, (TWO, np.array([1, 1], ">i2")), "`ids` must differ, got 1 for several rows"),
         (index.remove, (torch.tensor([999, 3]),), "`ids` must be in the index, got 3, which is not"),
         (index.paths, (torch.tensor([5000]),), "`ids` must be in the index, got 5000, which is not"),
