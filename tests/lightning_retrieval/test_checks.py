@@ -51,7 +51,8 @@ INVALID = {
     TypeError: [
         (integer, np.float64(3.0), r"an integer >= 1, got .*3\.0.*"),
         (integer, torch.tensor(3), r"an integer >= 1, got tensor\(3\) \(Tensor\)"),
-        (checks.check_tensor, np.ones(2), "a tensor, got a NumPy array; torch.from_numpy converts it"),
+        (checks.check_tensor, np.ones(2), "a tensor, got a NumPy array of float64; torch.from_numpy converts it"),
+        (checks.check_tensor, np.array(["a"]), "a tensor, got a NumPy array of <U1"),
         (
             checks.check_tensor,
             np.ones(2, ">f4"),
