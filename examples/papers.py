@@ -328,7 +328,7 @@ Each value of each config has one of three marks, in the tables below and in the
 
 `python examples/papers.py` writes this page, the comments of the configs and the table in `examples/README.md` from
 `examples/papers.yaml`. A test builds each config and compares what was built with that file.
-`python examples/figures.py` draws the figures, each in less than a minute on two cores.
+`python examples/figures.py` draws the figures, each in less than a minute of CPU time.
 
 To check a copy of a data set before training: `lightning-retrieval check --data NAME --root FOLDER`. The directory
 structures are in [Data sets](data-sets.md), and the hours that a training takes in [Scaling](scaling.md).
