@@ -445,6 +445,18 @@ def options_of(row):
     return {option: value for option, value in zip(words[::2], words[1::2], strict=True) if option != "--ckpt_path"}
 
 
+def test_converted_epochs_have_the_batches_of_the_code():
+    pattern = re.compile(r"(\d+)(?: epochs)?(?: \(.*?\))? of (\d+) batches, of which an epoch has (\d+) here")
+    found = 0
+    for config, entry in CONFIGS.items():
+        epochs, *notes = entry["values"].get("epochs", [None])
+        if numbers := pattern.search(" ".join(notes)):
+            epochs_of_code, batches_of_code, batches = map(int, numbers.groups())
+            assert epochs == round(epochs_of_code * batches_of_code / batches), config
+            found += 1
+    assert found == 6
+
+
 TABLES = [published for paper in TABLE["papers"].values() for published in paper.get("tables", {}).values()]
 
 
