@@ -8,13 +8,16 @@ from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.evaluation import results_table, update_best
 from lightning_retrieval.checks import check_finite_number, check_instance, check_string
 
+NOTE = "(the published results are those of this source, also if the settings of the run were changed)"
+
 
 class PublishedResults(pl.Callback):
     """Prints published results beside those of the run, when training ends and after each validation or test.
 
     After training, the table has the best and the last value of each metric over all validations of the run, also over
     those before it was resumed. Papers often report the best value on the test set. A metric that the run has not
-    logged is shown as `nan`.
+    logged is shown as `nan`. The published values are the ones that are passed, whatever the settings of the run are: a
+    run with other settings than those of `source` needs other `results`. The table says so.
 
     Args:
         source: where the results were published, such as `"Smooth-AP (ECCV 2020), Table 2"`.
@@ -76,7 +79,8 @@ class PublishedResults(pl.Callback):
 
     def _print(self, trainer: pl.Trainer, columns: dict[str, dict[str, float]]) -> None:
         if trainer.is_global_zero:
-            print(f"\n{self.source}\n{results_table({'published': self.results, **columns})}", flush=True)
+            table = results_table({"published": self.results, **columns})
+            print(f"\n{self.source}\n{NOTE}\n{table}", flush=True)
 
 
 def _check_results(results: dict[str, float]) -> dict[str, float]:

@@ -12,13 +12,13 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 EXAMPLES = Path(__file__).parent
 DOCS = EXAMPLES.parent / "docs"
-STUDY_PAGES = ("index.md", "losses.md")
+STUDY_PAGES = ("index.md", "losses.md", "memory.md", "pairs.md")
 WIDTH = 120
 BEGIN, END = "<!-- examples/papers.py writes this table -->\n\n", "\n<!-- end of the table -->"
 MODEL, DATA = "model.init_args", "data.init_args"
@@ -193,14 +193,15 @@ def header(table: Table, config: str, text: str, absent: Iterable[str]) -> Itera
     entry = table["configs"][config]
     paper = table["papers"][entry["paper"]]
     about = f"{paper['name']} on {table['data'][dataset(config)]['name']}: {described(paper)}"
+    words = config
     if "table" in entry:
         name, row = entry["table"]
         published = paper["tables"][name]
-        *values, _ = published["rows"][row]
+        *values, words = published["rows"][row]
         pairs = zip(published["columns"], values)
         about += f" {published['title']}, {row}: {', '.join(f'{column} {value}' for column, value in pairs)}."
     yield from comment(about)
-    yield f"#   {command(config)}"
+    yield f"#   {command(words)}"
     if "timm" in text or "voc" in config:
         yield "# Needs timm: pip install 'lightning-retrieval[timm]'."
     for note in entry.get("notes", ()):
@@ -249,14 +250,61 @@ def cells(*values: Any) -> str:
     return f"| {' | '.join(map(str, values))} |"
 
 
-def study_claims() -> list[tuple[str, str, str]]:
-    """Return (link, claim, verdict) of each line in the overviews of the study."""
+class Claim(NamedTuple):
+    """A claim that a study has examined."""
+
+    text: str
+    verdict: str
+    data: str
+    link: str
+
+
+def data_of(section: str, claim: str) -> str:
+    """Return what the networks of a study were trained on, given the title of its section and its claim."""
+    if "frozen features" in section or "fine-tuning" in section:
+        return "emoji, a pretrained network"
+    if "emoji" in f"{section} {claim}":
+        return "emoji"
+    return "Glyphs"
+
+
+def study_claims() -> list[Claim]:
+    """Return the claims in the overviews of the studies, and those of the study of detectors."""
     found = []
     for page in STUDY_PAGES:
         text = (DOCS / "study" / page).read_text(encoding="utf-8")
         for title, anchor, claim, verdict in re.findall(r"^\| \[(.*?)\]\((#.*?)\) \| (.*) \| (.*) \|$", text, re.M):
-            found.append((f"[{title}](study/{page}{anchor})", claim, verdict))
+            found.append(Claim(claim, verdict, data_of(title, claim), f"[{title}](study/{page}{anchor})"))
+    return [*found, *detection_claims()]
+
+
+def detection_claims() -> list[Claim]:
+    """Return the claims of the study of detectors, two for each line of its table: the networks begin differently."""
+    _, _, findings = (DOCS / "study" / "detection.md").read_text(encoding="utf-8").partition("\n## Findings\n")
+    titles, _, *rows = [line.strip("| ").split(" | ") for line in findings.splitlines() if line.startswith("|")]
+    found = []
+    for claim, *verdicts in rows:
+        for begin, verdict in zip(titles[1:], verdicts, strict=True):
+            found.append(
+                Claim(claim, verdict, f"GlyphScenes, {begin}", "[A study of detectors](study/detection.md#findings)")
+            )
     return found
+
+
+def claims_section(published: Mapping[str, Any]) -> list[str]:
+    """Return the lines about what the studies have found on a table or a figure of a paper."""
+    titles = {
+        "study": "Run here, with small networks:",
+        "opposite": "On claims against the paper (**same direction** means that the paper's claim does not hold here):",
+    }
+    lines = []
+    for key, title in titles.items():
+        parts = published.get(key, ())
+        claims = [claim for claim in study_claims() if any(part in claim.text for part in parts)]
+        if claims:
+            here = [f"- {claim.text}: **{claim.verdict}** ({claim.data}; {claim.link})" for claim in claims]
+            lines += [title, "", *here, ""]
+    return lines or ["Run here: not shown.", ""]
 
 
 def results_section(table: Table, published: Mapping[str, Any]) -> list[str]:
@@ -269,21 +317,17 @@ def results_section(table: Table, published: Mapping[str, Any]) -> list[str]:
         if words != "none":
             line = f"`{command(words)}`"
         lines.append(cells(row, *values, line))
-    source = table["data"][published["data"]]
-    lines += ["", f"Data: {source['name']} ({source['from']}). {published.get('note', '')}".strip(), ""]
-    claims = study_claims()
-    here = [
-        f"- {claim}: **{verdict}** ({link})"
-        for link, claim, verdict in claims
-        if any(part in claim for part in published.get("study", ()))
-    ]
-    if "page" in published:
-        here.append(f"- see [the study of detectors]({published['page']})")
-    if here:
-        lines += ["Run here, on Glyphs and emoji:", "", *here, ""]
-    else:
-        lines += ["Run here: not shown.", ""]
-    return lines
+    if "then" in published:
+        lines += [
+            "",
+            "Then test the checkpoint of a row:",
+            "",
+            *(f"- `{command(words)}`" for words in published["then"]),
+        ]
+    sources = [table["data"][name] for name in published["data"]]
+    named = "; ".join(f"{source['name']} ({source['from']})" for source in sources)
+    lines += ["", f"Data: {named}. {published.get('note', '')}".strip(), ""]
+    return lines + claims_section(published)
 
 
 def grouped_values(table: Table, paper: str) -> list[str]:
@@ -317,8 +361,14 @@ PAGE = """# Reproduce the papers
 
 Each config in `examples/` repeats a line of a paper's tables. For each table and figure of the papers, this page has
 the published numbers in percent, the command, the data, what differs, and what was run here. We have not trained any of
-the configs on the published data sets: the studies here train small networks on Glyphs and emoji, and show a direction
-at best. At the end of a run, the callback `PublishedResults` prints the published numbers beside those of the run.
+the configs on the published data sets, nor any network on photographs: the studies here train small networks on Glyphs,
+emoji and drawn scenes, and show a direction at best. The lines with "a pretrained network" begin with ImageNet weights.
+A line says whether its claim holds: **same direction**, **not the same direction** or **no difference beyond the spread
+of seeds**.
+
+At the end of a run, the callback `PublishedResults` prints the published numbers beside those of the run. It has the
+numbers of one row, which the first lines of the config name, and does not know of further options: after a command that
+changes other settings, compare with its row on this page.
 
 Each value of each config has one of three marks, in the tables below and in the comments of the config:
 
@@ -328,7 +378,7 @@ Each value of each config has one of three marks, in the tables below and in the
 
 `python examples/papers.py` writes this page, the comments of the configs and the table in `examples/README.md` from
 `examples/papers.yaml`. A test builds each config and compares what was built with that file.
-`python examples/figures.py` draws the figures, each in less than a minute on two cores.
+`python examples/figures.py` draws the figures, each in less than a minute of CPU time.
 
 To check a copy of a data set before training: `lightning-retrieval check --data NAME --root FOLDER`. The directory
 structures are in [Data sets](data-sets.md), and the hours that a training takes in [Scaling](scaling.md).

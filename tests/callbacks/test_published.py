@@ -13,6 +13,8 @@ def printed_table(capsys):
     """{first word of each line after the source, or the title line: the other words}."""
     _, found, table = capsys.readouterr().out.rpartition(f"\n{SOURCE}\n")
     assert found
+    note, table = table.split("\n", 1)
+    assert "if the settings of the run were changed" in note
     titles, *rows = [line.split() for line in table.splitlines() if line.split()]
     return titles, {name: list(map(float, values)) for name, *values in rows[: len(PUBLISHED)]}
 

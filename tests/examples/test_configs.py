@@ -123,7 +123,7 @@ BACKBONE = f"{DETECTOR}.backbone_name"
 VARIANTS = {
     "fast_ap/online_products_resnet18.yaml": (
         "fast_ap/online_products.yaml",
-        {f"{EMBEDDER}.backbone": "resnet18", "model.init_args.chunk_size": None},
+        {f"{EMBEDDER}.backbone": "resnet18", "model.init_args.chunk_size": None, "trainer.max_epochs": 28},
     ),
     "fast_ap/online_products_128.yaml": (
         "fast_ap/online_products.yaml",

@@ -6,6 +6,7 @@ from parameter groups, from the rates that the scheduler sets, and from a batch 
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -432,16 +433,59 @@ def test_a_config_prints_the_results_of_its_row(config):
     (of_config,) = printed
     assert of_config["results"] == {k: pytest.approx(v / 100) for k, v in zip(published["columns"], values)}
     assert of_config["source"].startswith(f"{paper['name']} (")
-    assert published["title"].partition(",")[0] in of_config["source"]
+    assert f" {published['title'].partition(',')[0]}, " in of_config["source"]
+    assert row in of_config["source"]
+    for option, value in options_of(command).items():  # the name of the row says what the config has not
+        assert f"{option.rpartition('.')[2]} {value}" in row
 
 
-COMMANDS = {
-    row[-1]
-    for paper in TABLE["papers"].values()
-    for published in paper.get("tables", {}).values()
-    for row in published["rows"].values()
-    if row[-1] != "none"
-}
+def options_of(row):
+    """{option: value} of the options of a row that change what is trained or tested."""
+    _, *words = row.split()
+    return {option: value for option, value in zip(words[::2], words[1::2], strict=True) if option != "--ckpt_path"}
+
+
+def test_converted_epochs_have_the_batches_of_the_code():
+    pattern = re.compile(r"(\d+)(?: epochs)?(?: \(.*?\))? of (\d+) batches, of which an epoch has (\d+) here")
+    found = 0
+    for config, entry in CONFIGS.items():
+        epochs, *notes = entry["values"].get("epochs", [None])
+        if numbers := pattern.search(" ".join(notes)):
+            epochs_of_code, batches_of_code, batches = map(int, numbers.groups())
+            assert epochs == round(epochs_of_code * batches_of_code / batches), config
+            found += 1
+    assert found == 6
+
+
+TABLES = [published for paper in TABLE["papers"].values() for published in paper.get("tables", {}).values()]
+
+
+def commands_of(published):
+    rows = [row[-1] for row in published["rows"].values() if row[-1] != "none"]
+    return [*rows, *published.get("then", ())]
+
+
+COMMANDS = {row for published in TABLES for row in commands_of(published)}
+
+
+def test_a_command_has_one_published_result():
+    """So that the header of a config and the command on the page name the same number."""
+    for metric in ("AP50", "R@1"):
+        results = {}
+        for published in TABLES:
+            if metric not in published["columns"]:
+                continue
+            place = published["columns"].index(metric)
+            for row in published["rows"].values():
+                results.setdefault(row[-1], set()).add(row[place])
+        assert results
+        assert {row: values for row, values in results.items() if len(values) > 1} == {}
+
+
+@pytest.mark.parametrize("published", TABLES, ids=lambda published: published["title"].partition(",")[0])
+def test_a_table_names_the_data_of_its_commands(published, papers):
+    used = {papers.dataset(row.split()[0]) for row in commands_of(published)}
+    assert used - set(published["data"]) == set()
 
 
 @pytest.mark.parametrize("row", sorted(COMMANDS))
@@ -476,6 +520,32 @@ def test_a_comment_follows_the_table(papers):
     assert "  max_epochs: 174 # ours: a reason\n" in changed
     assert yaml.safe_load(changed) == yaml.safe_load(text)
     assert papers.commented(TABLE, config, changed) == text
+
+
+def test_every_claim_of_a_study_about_a_paper_is_on_the_page():
+    """A claim that names a table, a figure, a section or a number of a paper, with its verdict and its data."""
+    page = (EXAMPLES.parent / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    cites = re.compile(r"Table \d|Fig\. \d|section \d|[Aa]bstract|SOP, R@1")
+    of_detectors = 0
+    for path in sorted((EXAMPLES.parent / "docs" / "study").glob("*.md")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            claim, *verdicts = [part.strip() for part in line.strip("|").split(" | ") if not part.startswith(" [")]
+            if not line.startswith("|") or not cites.search(claim):
+                continue
+            of_detectors += path.stem == "detection"
+            for verdict in verdicts:
+                kinds = "GlyphScenes, " if path.stem == "detection" else "Glyphs;|emoji;|emoji, a pretrained network;"
+                assert re.search(rf"^- {re.escape(claim)}: \*\*{verdict}\*\* \(({kinds})", page, re.M), (path, claim)
+    assert of_detectors == 5
+    assert "Glyphs and emoji" not in page
+
+
+def test_results_against_a_paper_are_on_its_page():
+    """A larger temperature is better for a head on frozen features; FastAP is above Smooth-AP in one comparison."""
+    page = (EXAMPLES.parent / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    (smooth_ap,) = re.findall(r"^## Smooth-AP$.*?^## ", page, re.M | re.S)
+    for claim in ("Smooth-AP: 0.1 is above 0.01", "FastAPLoss is better than Smooth-AP, without a memory"):
+        assert f"- {claim}: **same direction**" in smooth_ap
 
 
 def test_every_page_of_a_paper_has_its_published_numbers():

@@ -1,6 +1,9 @@
-"""examples/figures.py: each figure is drawn in less than a minute, with named axes, and shows what its text says."""
+"""examples/figures.py: each figure is drawn in less than a minute of CPU time, with named axes, and shows what its text
+says. What is written on the page is what the code draws."""
 
+import itertools
 import json
+import re
 import time
 from pathlib import Path
 
@@ -34,6 +37,11 @@ def numbers(drawn, column):
     return [float(row[column].replace(",", "").split()[0]) for row in drawn.table[1:]]
 
 
+def shows_indicator(drawn):
+    for tau, width in zip((0.01, 0.05, 0.1), numbers(drawn, 1), strict=True):
+        assert width == pytest.approx(12 * tau, rel=0.01)  # not cut by the end of the interval
+
+
 def shows_ap_error(drawn):
     errors = numbers(drawn, 1)
     assert errors[:5] == sorted(errors[:5], reverse=True)  # of falling temperatures
@@ -51,8 +59,10 @@ def shows_collapse(drawn):
 
 
 def shows_bins_and_margin(drawn):
-    margins = numbers(drawn, 1)
+    widths, margins = numbers(drawn, 1), numbers(drawn, 2)
     assert margins == sorted(margins, reverse=True)
+    for width, margin in zip(widths, margins, strict=True):
+        assert 0.99 <= margin / width <= 2.01
 
 
 def shows_interpolation(drawn):
@@ -60,9 +70,24 @@ def shows_interpolation(drawn):
 
 
 def shows_decomposability(drawn):
-    alone, both = (list(map(float, row[3:])) for row in drawn.table[1:3])
-    assert sum(one < other for one, other in zip(both, alone)) >= 5
-    assert alone == sorted(alone, reverse=True)
+    for first in (1, 3):  # training images, other classes
+        alone, both = (torch.tensor(list(map(float, row[3:]))) for row in drawn.table[first : first + 2])
+        assert (alone.diff() < 0).all()
+        gain = alone - both
+        assert gain[0] > 0
+        assert gain[4:].abs().max() < 0.0065  # from 256 images on
+
+
+def shows_classes_in_a_batch(drawn):
+    values = numbers(drawn, 1)
+    assert values[:4] == sorted(values[:4])
+    assert max(values) == values[3]  # 64 classes
+
+
+def shows_list_length(drawn):
+    seconds = numbers(drawn, 1)
+    for shorter, longer in itertools.pairwise(seconds):
+        assert 5 < longer / shorter < 40
 
 
 def shows_triplets(drawn):
@@ -74,6 +99,9 @@ def shows_triplets(drawn):
 
 
 SHOWS = {
+    "indicator": shows_indicator,
+    "list_length": shows_list_length,
+    "classes_in_a_batch": shows_classes_in_a_batch,
     "ap_error": shows_ap_error,
     "batch_ap": shows_batch_ap,
     "collapse": shows_collapse,
@@ -82,6 +110,25 @@ SHOWS = {
     "decomposability": shows_decomposability,
     "triplets": shows_triplets,
 }
+
+
+def split_numbers(text):
+    """A text without its decimal fractions and times, and the fractions."""
+    text = re.sub(r"[\d.]+ s\b", "TIME", text)
+    fraction = r"\d*\.\d+"
+    return re.sub(fraction, "FRACTION", text), [float(number) for number in re.findall(fraction, text)]
+
+
+def check_written(drawn, written):
+    """The finding and the table are those that are written, up to the rounding of another processor, and times."""
+    shape = [len(row) for row in drawn.table]
+    assert shape == [len(row) for row in written["table"]]
+    found_texts = [drawn.finding, *(cell for row in drawn.table for cell in row)]
+    written_texts = [written["finding"], *(cell for row in written["table"] for cell in row)]
+    for found, expected in zip(found_texts, written_texts, strict=True):
+        (words, fractions), (expected_words, expected_fractions) = split_numbers(found), split_numbers(expected)
+        assert words == expected_words, "draw it again: python examples/figures.py"
+        assert fractions == pytest.approx(expected_fractions, abs=0.005), (found, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,7 +142,8 @@ def test_a_figure_has_named_axes_and_shows_what_its_text_says(name, figures):
     colours = {line.get_color() for part in axes for line in part.get_lines()}
     assert len(colours) > 1 or name in ("classes_in_a_batch", "interpolation")
     assert {len(row) for row in drawn.table} == {len(drawn.table[0])}
-    SHOWS.get(name, lambda _: None)(drawn)
+    SHOWS[name](drawn)
+    check_written(drawn, json.loads((WRITTEN / "figures.json").read_text(encoding="utf-8"))[name])
 
 
 def test_all_figures_are_written_and_on_the_page(figures):
