@@ -103,9 +103,9 @@ def _is_same_config(path: Path, config: str) -> bool:
         saved = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
-    if format_of_config(saved) < FORMAT:
-        return _section(saved, "data") == _section(config, "data") and _is_same_model(saved, config)
-    return all(_section(saved, name) == _section(config, name) for name in COMPARED)
+    if all(_section(saved, name) == _section(config, name) for name in COMPARED):
+        return True
+    return _has_settings_of(saved, config)
 
 
 def format_of_config(text: str) -> int:
@@ -116,17 +116,29 @@ def format_of_config(text: str) -> int:
     return int(found[1])
 
 
-def _is_same_model(saved: str, config: str) -> bool:
-    """Whether a saved config of format 1 has the model of the present config, which has all arguments of the model."""
-    present = yaml.safe_load(config)["model"]
+def _has_settings_of(saved: str, config: str) -> bool:
+    """Whether a config that an earlier release may have saved has the present model and data.
+
+    Both have all arguments of their release. An argument that has been added since counts as None in the saved config.
+    """
+    present = yaml.safe_load(config)
     try:
-        model = yaml.safe_load(saved)["model"]
-        arguments = upgraded(model["init_args"], present["init_args"])
-        missing = dict.fromkeys(present["init_args"])
-        is_same: bool = {**model, "init_args": {**missing, **arguments}} == present
-        return is_same
+        earlier = yaml.safe_load(saved)
+        if format_of_config(saved) < FORMAT:
+            arguments = upgraded(earlier["model"]["init_args"], present["model"]["init_args"])
+            earlier["model"]["init_args"] = arguments
+        return all(_agree(earlier[name], present[name]) for name in COMPARED)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError, yaml.YAMLError):  # no config of a run
         return False
+
+
+def _agree(saved: Any, present: Any) -> bool:
+    """Whether a saved value is the present one. An entry that a saved dict lacks counts as None."""
+    if isinstance(saved, dict) and isinstance(present, dict):
+        return saved.keys() <= present.keys() and all(_agree(saved.get(name), present[name]) for name in present)
+    if isinstance(saved, list) and isinstance(present, list):
+        return len(saved) == len(present) and all(map(_agree, saved, present))
+    return bool(saved == present)
 
 
 def _section(config: str, name: str) -> list[str]:
