@@ -14,7 +14,7 @@ little time, because there are few ranks compared with scores.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -23,6 +23,8 @@ from torch.linalg import vector_norm
 
 from lightning_retrieval.checks import is_traced
 from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_into, gather_parts
+
+AnyRows = TypeVar("AnyRows", bound="Rows")
 
 _GATHERED_ROWS = 1 << 14  # number of rows gathered at a time, if all rows are gathered
 
@@ -131,7 +133,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+    def map(self: AnyRows, function: Callable[[Tensor], Tensor]) -> AnyRows:
         """The rows with a function applied to the labels, to any ids and to each further column."""
         ids = self.ids
         if ids is not None:
@@ -139,7 +141,7 @@ class Rows:
         columns = {name: function(column) for name, column in self.columns.items()}
         return replace(self, labels=function(self.labels), ids=ids, columns=columns)
 
-    def select(self, chosen: Shaped[Tensor, " row"]) -> Self:
+    def select(self: AnyRows, chosen: Shaped[Tensor, " row"]) -> AnyRows:
         """The rows that a mask or a tensor of indices selects."""
         return self.map(lambda column: column[chosen])
 
