@@ -45,8 +45,8 @@ class CUB200(ImageDataModule):
         >>> CUB200("CUB_200_2011", boxes=True).splits
         Traceback (most recent call last):
             ...
-        FileNotFoundError: CUB200: `root` must be a folder that contains images.txt, got CUB_200_2011, which does not
-        exist.
+        lightning_retrieval.invalid.MissingFile: CUB200: `root` must be a folder that contains images.txt, got
+        CUB_200_2011, which does not exist.
 
     Relations:
         CUB has few classes with many images each; `StanfordOnlineProducts` has many classes with few images.

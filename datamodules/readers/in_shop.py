@@ -61,7 +61,7 @@ class InShop(ImageDataModule):
         >>> InShop("In-shop", num_workers=4).splits
         Traceback (most recent call last):
             ...
-        FileNotFoundError: InShop: `root` must be a folder that contains list_eval_partition.txt or
+        lightning_retrieval.invalid.MissingFile: InShop: `root` must be a folder that contains list_eval_partition.txt or
         Eval/list_eval_partition.txt or Anno/list_eval_partition.txt, got In-shop, which does not exist.
 
     Relations:

@@ -459,8 +459,8 @@ class RevisitedParis(_Revisited):
         >>> RevisitedParis("rparis6k", num_workers=4).splits
         Traceback (most recent call last):
             ...
-        FileNotFoundError: RevisitedParis: `root` must be a folder that contains gnd_rparis6k.pkl, got rparis6k, which
-        does not exist.
+        lightning_retrieval.invalid.MissingFile: RevisitedParis: `root` must be a folder that contains gnd_rparis6k.pkl,
+        got rparis6k, which does not exist.
 
     Source:
         Radenović, Iscen, Tolias, Avrithis and Chum, CVPR 2018.
