@@ -61,8 +61,8 @@ class InShop(ImageDataModule):
         >>> InShop("In-shop", num_workers=4).splits
         Traceback (most recent call last):
             ...
-        lightning_retrieval.invalid.MissingFile: InShop: `root` must be a folder that contains list_eval_partition.txt or
-        Eval/list_eval_partition.txt or Anno/list_eval_partition.txt, got In-shop, which does not exist.
+        lightning_retrieval.invalid.MissingFile: InShop: `root` must be a folder that contains list_eval_partition.txt
+        or Eval/list_eval_partition.txt or Anno/list_eval_partition.txt, got In-shop, which does not exist.
 
     Relations:
         Queries and gallery have no image in common, unlike in `StanfordOnlineProducts`.
