@@ -504,8 +504,12 @@ def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
 
 def _monitored_by(trainer: pl.Trainer) -> set[str]:
     """The names of the metrics that callbacks of a Trainer monitor."""
-    names = (getattr(callback, "monitor", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    return {name for name in names if isinstance(name, str)}
+    monitored = set()
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = getattr(callback, "monitor", None)
+        if isinstance(name, str):
+            monitored.add(name)
+    return monitored
 
 
 def _ranked_images(prefix: str, metrics: RetrievalMetrics) -> dict[str, int]:

@@ -149,8 +149,10 @@ def is_known_convolutional(name: str | None, module: nn.Module) -> bool:
         module: the backbone. A vision transformer has a single convolution, that of its patches.
     """
     is_known = name is not None or type(module).__module__.partition(".")[0] in KNOWN_LIBRARIES
-    convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
-    return is_known and len(convolutions) > 1
+    convolutions = 0
+    for part in module.modules():
+        convolutions += isinstance(part, nn.Conv2d)
+    return is_known and convolutions > 1
 
 
 def check_no_weights(weights: str | None, backbone: str) -> None:
