@@ -87,7 +87,7 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         if error.errno in NO_SPACE:
             cure = FREE_SPACE
         return f"{command}: {shown} cannot be used ({reason(error)}); {cure}."
-    if isinstance(error, Invalid) and error.owner in (command, *OWNERS):
+    if isinstance(error, Invalid) and error.owner in OWNERS:
         options = {name: _option(name) for name in arguments}
         error = error.of(command, index_images="lightning-retrieval index", **options)
     return str(error)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_retrieval.command_line import HELP_WIDTH, CommandParser, command_line_message
 from lightning_retrieval.files import new_file, writing
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue
 
 EXAMPLES = ("glyphs",)  # each is a file of this package; `examples/` in the repository has the same file
 DESCRIPTION = (
@@ -62,7 +62,7 @@ def write_example(name: str, path: Path) -> None:
     """
     if os.path.lexists(path):
         got = f"{path}, which exists"
-        raise InvalidValue("must be a new file", "example", "output", got=got, cure="give another name")
+        raise InvalidValue("must be a new file", argument="output", got=got, cure="give another name")
     content = files("lightning_retrieval.cli").joinpath(f"{name}.yaml").read_bytes()
-    with owned_by("example"), writing(path), new_file(path) as file:
+    with writing(path), new_file(path) as file:
         file.write(content)
