@@ -12,18 +12,19 @@ import pickle
 import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from benchmarks.timing import launcher_variables
 
 REPOSITORY = Path(__file__).parents[1]
 LOCK = threading.Lock()  # threads start processes too, and only one may read the code of one that has ended
@@ -166,19 +167,8 @@ def start_processes(function, world_size, *args, folder, backend=None):
 
 def launcher_environments(world_size):
     """The environment variables of each process, as a launcher such as torchrun sets them."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common = {**address, "WORLD_SIZE": str(world_size), "NODE_RANK": "0"}
+    common = launcher_variables(world_size)
     return [{**common, "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-
-
-def free_port():
-    """A free port of this machine, below those that systems give to connections, which could take it before its use."""
-    dice = random.SystemRandom()
-    while True:
-        port = dice.randrange(20_000, 30_000)
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
 
 
 def wait_for(processes, timeout):

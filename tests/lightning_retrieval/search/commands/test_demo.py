@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.timing import free_port
 from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss, TwoNetworks
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.models import FrozenEmbedder, TextEmbedder
@@ -34,7 +35,7 @@ from lightning_retrieval.search.commands.demo import (
 from lightning_retrieval.search.commands.search_images import Hit
 from tests.browser import Browser
 from tests.lightning_retrieval.search.commands.glyph_commands import command, error_of, paths_of, run, save_checkpoint
-from tests.processes import free_port, start_processes
+from tests.processes import start_processes
 
 EXAMPLES = "document.querySelectorAll('#examples .thumbnail-item')"
 INDEXED = "40 images of the folder images are indexed."

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.timing import free_port
 from lightning_retrieval import MilvusStore, RetrievalIndex, progress
 from lightning_retrieval.search.store import milvus_connection, milvus_store
 from lightning_retrieval.search.store.milvus_connection import (
@@ -36,7 +37,7 @@ from tests.lightning_retrieval.search.store.vectors import (
     search_while_edited,
     vectors,
 )
-from tests.processes import StartedCommand, free_port, start_processes
+from tests.processes import StartedCommand, start_processes
 
 pymilvus = pytest.importorskip("pymilvus")
 pytest.importorskip("milvus_lite")
