@@ -333,10 +333,10 @@ def draw_list_length() -> Drawn:
         scores = torch.randn(1, length, requires_grad=True)
         relevant = torch.rand(1, length) < 0.01
         times = []
-        for _ in range(2):
-            start = time.perf_counter()
+        for _ in range(3):
+            start = time.process_time()  # the paper's is of one core; another program's work does not count
             loss.from_scores(scores, relevant).backward()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         seconds[length] = min(times)
     published = {"Xeon Gold, one core": (0.033, 0.331, 3.86), "Tesla V100": (0.0013, 0.007, 0.061)}
     figure, axes = new_figure()
@@ -344,7 +344,7 @@ def draw_list_length() -> Drawn:
     for number, (name, values) in enumerate(published.items()):
         axes.plot(list(seconds), values, color=PAPER, linestyle=(":", "--")[number], marker="s", label=f"paper, {name}")
     axes.set(xscale="log", yscale="log")
-    name_axes(axes, "length of the list", "seconds, forward and backward")
+    name_axes(axes, "length of the list", "CPU seconds, forward and backward")
     table = [["length", "here", *(f"paper, {name}" for name in published)]]
     for number, (length, value) in enumerate(seconds.items()):
         table.append([f"{length:,}", f"{value:.3g} s", *(f"{values[number]:g} s" for values in published.values())])

@@ -1,7 +1,6 @@
 """examples/figures.py: each figure is drawn in less than a minute of CPU time, with named axes, and shows what its text
 says. What is written on the page is what the code draws."""
 
-import itertools
 import json
 import re
 import time
@@ -85,9 +84,8 @@ def shows_classes_in_a_batch(drawn):
 
 
 def shows_list_length(drawn):
-    seconds = numbers(drawn, 1)
-    for shorter, longer in itertools.pairwise(seconds):
-        assert 5 < longer / shorter < 40
+    shortest, _, longest = numbers(drawn, 1)
+    assert 30 < longest / shortest < 1000  # of 100 times the length, on a machine that may do other work
 
 
 def shows_triplets(drawn):
