@@ -26,8 +26,8 @@ which other work on the machine hardly changes. "mAP" is printed in full, becaus
 With `--rules` one set is evaluated by labels and by shared tags. A label has 500 images. An image has three tags of 500
 images each, the first of which is its label. The times are CPU times of one thread, in turn.
 
-With `--classes` sets with large classes are evaluated: one of which half of the images are one class, and sets of 2,000,
-20, 2 classes and one. The times are CPU times of one thread.
+With `--classes` sets with large classes are evaluated: one of which half of the images are one class, and sets of 2,000
+classes, 20, two and one. The times are CPU times of one thread.
 """
 
 import gc
