@@ -122,7 +122,8 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.example import example
 
         return example(args)
-    options = import_module(f"{SEARCH_COMMANDS}.options").parse(command, args)
+    parsing = import_module(f"{SEARCH_COMMANDS}.options")
+    options = parsing.parse(command, args)
     work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
 
     from lightning_retrieval.plain_data import import_named_module
@@ -133,7 +134,8 @@ def _run(command: str, args: Sequence[str]) -> int:
         del options.import_module
         unreadable = work(options)
     except EXPECTED_ERRORS as error:
-        print(command_line_message(command, error, vars(options)), file=sys.stderr)
+        names = [action.dest for action in parsing.make_parser(command)._actions]
+        print(command_line_message(command, error, names), file=sys.stderr)
         return 2
     for image in unreadable:
         print(f"{command}: {image}; skipped.", file=sys.stderr)

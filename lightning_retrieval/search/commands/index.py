@@ -1,6 +1,6 @@
 """`lightning-retrieval index`: build an index of the images in a folder, or of embeddings written by `embed`.
 
-For a folder of images, the embeddings are kept in memory, not in files. The index records its checkpoint and the
+For a folder of images, the embeddings are kept in memory, not in files. The index records its model and the
 preparation of its images, so that queries are embedded in the same way.
 """
 
@@ -30,7 +30,7 @@ from lightning_retrieval.search.commands.embedding import (
     images_in_folder,
 )
 from lightning_retrieval.search.commands.of_checkpoint import shown_choice
-from lightning_retrieval.search.commands.options import EMBEDDINGS_OPTIONS
+from lightning_retrieval.search.commands.options import EMBEDDINGS_OPTIONS, PretrainedBackbone
 from lightning_retrieval.search.commands.stores import (
     THRESHOLD,
     IndexSettings,
@@ -100,7 +100,7 @@ def _summary(made: EmbeddingStore) -> str:
 
 @owned_by("index_images")
 def index_images(
-    checkpoint: Path,
+    checkpoint: Path | PretrainedBackbone,
     images: Path,
     output: Path,
     *,
@@ -122,7 +122,8 @@ def index_images(
     """Embed all images below a folder, and save an index of them.
 
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used; or a
+            pretrained backbone, whose pooled features are the embeddings.
         images: folder of the images. All files at any depth with the suffix of a format that Pillow decodes are
             indexed, except hidden files. Symbolic links to folders are followed, see `image_files`.
         output: folder of the index, or its name in the store.
@@ -131,7 +132,7 @@ def index_images(
             the preparation is a function. If `transform` is None, the preparation is that of the checkpoint, else
             that of the model's `Embedder`, else `"plain"` for a model of colour images and `"glyphs"` for a model of
             grey images. `about["preparation"]` of the index is the preparation used; `about["preparation_from"]` is
-            `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
+            `"argument"`, `"checkpoint"`, `"backbone"`, `"model"` or `"default"`.
         store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
         factory: faiss' factory string, or type of Milvus' index.
         parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
