@@ -33,6 +33,7 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.search.commands.options import COMMANDS, parse
 from tests.source_tree import PACKAGES, REPOSITORY, module_name, syntax_trees
 from tests.test_surface import public_objects
 
@@ -193,6 +194,18 @@ def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     for name in set(sys.modules) - modules_before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+@pages
+def test_commands_that_need_a_network_or_a_browser_have_valid_options(page):
+    """Blocks of the language `text` are not run; commands of a search that are in them can at least be parsed."""
+    for block in blocks_of(page.read_text(encoding="utf-8")):
+        if block.language != "text":
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True) if "lightning-retrieval " in line else []
+            if words[:1] == ["lightning-retrieval"] and words[1] in COMMANDS:
+                parse(words[1], words[2:])
 
 
 @pages
