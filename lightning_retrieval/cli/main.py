@@ -52,7 +52,14 @@ SHELLS = ("bash", "zsh", "tcsh")
 COMPLETION_EXAMPLE = """\
 lightning-retrieval completion bash \\
   > ~/.local/share/bash-completion/completions/lightning-retrieval"""
-FILE_OPTIONS = ("--config", "--ckpt_path", "--run_folder", "--output", "--root", "--weights")  # take a path, but have another type
+FILE_OPTIONS = (
+    "--config",
+    "--ckpt_path",
+    "--run_folder",
+    "--output",
+    "--root",
+    "--weights",
+)  # take a path, but have another type
 
 
 def main(args: Any = None) -> None:

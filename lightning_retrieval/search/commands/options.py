@@ -25,6 +25,7 @@ MODEL_OPTIONS = ("checkpoint", "transform", "batch_size", "num_workers", "device
 EMBEDDINGS_OPTIONS = (
     "embeddings",
     "output",
+    "checkpoint",
     "store",
     "factory",
     "parameters",
@@ -33,6 +34,7 @@ EMBEDDINGS_OPTIONS = (
     "overwrite",
     "update",
     "metadata",
+    "missing",
     "validation",
     "false_match_rate",
     "devices",
@@ -149,7 +151,7 @@ def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Name
             parser.error("--devices must be given with --embeddings; embed the images first, with `embed --devices`")
         return
     for name, value in vars(options).items():
-        if name not in EMBEDDINGS_OPTIONS and value != parser.get_default(name):
+        if name not in (*EMBEDDINGS_OPTIONS, "import_module") and value != parser.get_default(name):
             parser.error(f"--{name} must not be given with --embeddings, because no image is embedded")
 
 
@@ -255,7 +257,10 @@ def _add_index_options(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("--images", type=Path, metavar="DIR", help="folder of images, searched at any depth")
     parser.add_argument(
-        "--embeddings", type=Path, metavar="DIR", help="instead of a model and --images: folder that `embed` wrote"
+        "--embeddings",
+        type=Path,
+        metavar="DIR",
+        help="instead of --images: folder that `embed` wrote, which also records the model",
     )
     parser.add_argument(
         "--output",
@@ -294,6 +299,12 @@ def _add_metadata(parser: argparse.ArgumentParser) -> None:
     """Add the options for what an index stores for searches: metadata and a threshold."""
     parser.add_argument(
         "--metadata", type=Path, metavar="TABLE", help="table of image and further columns, for search --where"
+    )
+    parser.add_argument(
+        "--missing",
+        choices=("error", "keep"),
+        default="error",
+        help="with --metadata: whether images that have no row are an error, the default, or kept without metadata",
     )
     parser.add_argument(
         "--validation", type=Path, metavar="DIR", help="labelled embeddings of the same model, to choose a threshold on"
