@@ -332,6 +332,13 @@ def test_every_page_is_in_the_navigation():
     assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in pages)
 
 
+def test_the_sidebar_has_few_entries():
+    """Material shows the first level alone until a section is opened, unless sections are always open."""
+    config = yaml.load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
+    assert len(config["nav"]) <= 8
+    assert not {"navigation.sections", "navigation.expand"} & set(config["theme"]["features"])
+
+
 def referenced():
     """{entry: object} of the reference pages; an entry that does not exist fails."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE)
