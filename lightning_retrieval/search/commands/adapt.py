@@ -90,7 +90,7 @@ def _summary(done: AdaptedHead) -> str:
     )
     if low <= 0:
         text += (
-            "\nnot shown to be better than the features: adapt embeddings of more classes, or use the checkpoint that "
+            "\nnot shown to be better than the features: adapt embeddings of more classes, or use the model that "
             "made the embeddings"
         )
     return text

@@ -78,7 +78,11 @@ def shown_backbone(record: Any) -> str:
     """The network that embeddings record, for messages."""
     if not isinstance(record, Mapping):
         return short_repr(record)
-    return f"{short_repr(record.get('backbone'))} with the weights {short_repr(record.get('weights'))}"
+    shown = f"{short_repr(record.get('backbone'))} with the weights {short_repr(record.get('weights'))}"
+    preparation = record.get("preparation")
+    if isinstance(preparation, Mapping):
+        shown += f" for images of the size {short_repr(preparation.get('image_size'))}"
+    return shown
 
 
 def _described(record: Any) -> Embedder:

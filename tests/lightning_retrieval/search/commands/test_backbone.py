@@ -134,6 +134,8 @@ def test_an_index_is_rebuilt_where_its_weights_are_found_and_with_no_others(phot
     query = photos / "class-0" / "0.png"
     searching = ["search", query, f"--index={indexed}"]
     different = "search: `--backbone` must be the one that the index was made with"
+    error = error_of(capsys, *searching, *of_backbone(moved)[:2], "--image_size=96")
+    assert f"got another, 'squeezenet1_1' with the weights '{moved}' for images of the size 96;" in error
     for args in ([*of_backbone(other)[:2]], [*of_backbone(moved)[:2], "--image_size=96"]):
         assert error_of(capsys, *searching, *args).startswith(different)
     of_index = RetrievalIndex.load(indexed)
