@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -507,6 +508,6 @@ def test_a_model_may_be_given_with_embeddings_if_it_made_them(glyphs, embeddings
     assert (code, out, err.count("\n"), err.startswith(error)) == (2, "", 1, True)
     assert not (tmp_path / "index").exists()
     assert run(capsys, *args, f"--checkpoint={moved}")[::2] == (0, "")
-    assert RetrievalIndex.load(tmp_path / "index").about["checkpoint"] == str(moved)
+    assert RetrievalIndex.load(tmp_path / "index").about["checkpoint"] == Path(moved).as_posix()
     code, _, err = run(capsys, *args, "--checkpoint=none.ckpt", "--overwrite")
     assert (code, err.count("\n")) == (2, 1)
