@@ -79,24 +79,30 @@ _OF_DIMS = re.compile(r"/\d+d$")  # end of the name of a metric of the first dim
 # The table of metrics that is printed at the end of an evaluation.
 
 _COLUMN_WIDTH = 12
+_INTERVAL, _INTERVAL_WIDTH = "95 % interval", 20
 _DIGITS = 4
 # Titles of the columns to the left of the trained network, and descriptions of the networks in these columns.
 _BEFORE = {"backbone": "the pooled features of its backbone", "untrained": "the untrained network"}
 
 
-def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
+def results_table(
+    columns: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float]] | None = None
+) -> str:
     """Format metrics as a table with one row for each metric.
 
     Args:
         columns: maps the title of each column to its metrics. Only metrics of the last column are shown. Titles are
             shown only if there are several columns.
+        intervals: the 95 % intervals of metrics of the last column; None for a table without intervals.
     """
     names = list(list(columns.values())[-1])
     width = max(map(len, names))
-    lines = []
-    if len(columns) > 1:
-        titles = [f"{title:>{_COLUMN_WIDTH}}" for title in columns]
-        lines.append(" " * width + "".join(titles))
+    titles = list(columns)
+    if len(columns) == 1:
+        titles = [""]
+    lines = [" " * width + "".join(f"{title:>{_COLUMN_WIDTH}}" for title in titles)]
+    if intervals:
+        lines[0] += f"{_INTERVAL:>{_INTERVAL_WIDTH}}"
     for name in names:
         digits = _DIGITS
         if is_count(name):
@@ -105,7 +111,13 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
         for values in columns.values():
             value = values.get(name, float("nan"))
             line += f"{value:>{_COLUMN_WIDTH}.{digits}f}"
+        if intervals and name in intervals:
+            low, high = intervals[name]
+            interval = f"{low:.{_DIGITS}f} to {high:.{_DIGITS}f}"
+            line += f"{interval:>{_INTERVAL_WIDTH}}"
         lines.append(line)
+    if not lines[0].strip():
+        lines.pop(0)
     return "\n".join(lines)
 
 
@@ -274,6 +286,7 @@ class RetrievalEvaluation(pl.Callback):
         self.sets: list[EvaluationSet] = []  # these hold embeddings only during an evaluation
         # The results of the last evaluation, for "val", "test", "untrained" and "backbone".
         self.results: dict[str, dict[str, float]] = {}
+        self._intervals: dict[str, tuple[float, float]] = {}  # of the metrics of the last test
         self.best: dict[str, float] = {}
         self._untrained: UntrainedNetwork | None = None  # from the start of a run to the end of its first epoch
 
@@ -381,6 +394,9 @@ class RetrievalEvaluation(pl.Callback):
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._log_results("test", pl_module, trainer.num_test_batches)
+        self._intervals = {}
+        for evaluation_set in self.sets:
+            self._intervals |= evaluation_set.intervals()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.sets = []  # free the embeddings, which no callback needs any more
@@ -458,10 +474,12 @@ class RetrievalEvaluation(pl.Callback):
         if not trainer.is_global_zero or stage not in self.results:
             return
         columns: dict[str, dict[str, float]] = {}
+        intervals = None
         if stage == "test":
             columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
+            intervals = self._intervals
         columns["trained"] = self.results[stage]
-        print("\n" + results_table(columns), flush=True)
+        print("\n" + results_table(columns, intervals), flush=True)
         warning = worse_than_before(columns)
         if warning is not None:
             print(f"\n{warning}", flush=True)
