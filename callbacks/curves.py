@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from lightning_retrieval.arguments import PositiveInt, Several, checked
 from lightning_retrieval.backend import TensorBoardLogger, pl

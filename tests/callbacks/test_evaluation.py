@@ -329,7 +329,7 @@ def test_before_fit_is_logged_at_step_0_and_printed_beside_the_trained_results(t
     run.test(module, verbose=False)
     trained = expected_metrics(module, 3, "test")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines if line.strip()][0] == ["untrained", "trained", "95", "%", "interval"]
+    assert next(line.split() for line in lines if line.strip()) == ["untrained", "trained", "95", "%", "interval"]
     assert [line.split()[:3] for line in lines if line.strip()][1:] == [
         *(
             [name, *(f"{table[name]:.{0 if 'skipped' in name else 4}f}" for table in (untrained, trained))]
