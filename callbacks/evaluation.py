@@ -286,7 +286,6 @@ class RetrievalEvaluation(pl.Callback):
         self.sets: list[EvaluationSet] = []  # these hold embeddings only during an evaluation
         # The results of the last evaluation, for "val", "test", "untrained" and "backbone".
         self.results: dict[str, dict[str, float]] = {}
-        self._intervals: dict[str, tuple[float, float]] = {}  # of the metrics of the last test
         self.best: dict[str, float] = {}
         self._untrained: UntrainedNetwork | None = None  # from the start of a run to the end of its first epoch
 
@@ -394,9 +393,6 @@ class RetrievalEvaluation(pl.Callback):
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._log_results("test", pl_module, trainer.num_test_batches)
-        self._intervals = {}
-        for evaluation_set in self.sets:
-            self._intervals |= evaluation_set.intervals()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.sets = []  # free the embeddings, which no callback needs any more
@@ -404,8 +400,11 @@ class RetrievalEvaluation(pl.Callback):
             self._print(trainer, "val")
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        intervals: dict[str, tuple[float, float]] = {}
+        for evaluation_set in self.sets:
+            intervals |= evaluation_set.intervals()
         self.sets = []
-        self._print(trainer, "test")
+        self._print(trainer, "test", intervals)
 
     def _create_sets(self, stage: str, loaders: Any, pl_module: pl.LightningModule) -> None:
         self.sets = []
@@ -470,14 +469,14 @@ class RetrievalEvaluation(pl.Callback):
         self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
 
-    def _print(self, trainer: pl.Trainer, stage: str) -> None:
+    def _print(
+        self, trainer: pl.Trainer, stage: str, intervals: Mapping[str, tuple[float, float]] | None = None
+    ) -> None:
         if not trainer.is_global_zero or stage not in self.results:
             return
         columns: dict[str, dict[str, float]] = {}
-        intervals = None
         if stage == "test":
             columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
-            intervals = self._intervals
         columns["trained"] = self.results[stage]
         print("\n" + results_table(columns, intervals), flush=True)
         warning = worse_than_before(columns)

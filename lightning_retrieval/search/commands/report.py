@@ -235,14 +235,15 @@ def _of_folder(listed: ListedImages) -> LabelledImages:
     tops = {folder.parts[:1] for folder in folders}
     splits = None
     if {(EVALUATED,), (TRAINING,)} <= tops:
-        splits = [folder.parts[0] if folder.parts else "" for folder in folders]
+        splits = [path.partition("/")[0] for path in listed.paths]
         folders = [PurePosixPath(*folder.parts[1:]) for folder in folders]
-    outside = [path for path, folder in zip(listed.paths, folders) if not folder.parts]
-    if outside:
+    labels, names = class_numbers(list(map(str, folders)))
+    outside = np.flatnonzero(np.array(names)[labels] == ".")
+    if len(outside):
         rule = "must have each image in the folder of its class"
-        got = f"{listed.root}, where {len(outside):,} images are in none, such as {printable(outside[0])}"
+        shown = printable(listed.paths[outside[0]])
+        got = f"{listed.root}, where {len(outside):,} images are in none, such as {shown}"
         raise InvalidValue(rule, argument="images", got=got)
-    labels, names = class_numbers([folder.as_posix() for folder in folders])
     return LabelledImages(ListedImages(listed.root, ImageIndex(listed.paths, labels), listed.labels), names, splits)
 
 
@@ -254,8 +255,10 @@ def _of_table(path: Path, root: Path | None) -> LabelledImages:
     paths = image_table.parse_images(table)
     roles, distractors = image_table.parse_roles(table)
     texts = table.columns["label"]
-    unlabelled = [row for row in image_table.find_rows(texts, image_table.is_empty) if not distractors[row]]
-    table.check(unlabelled, "`label` must not be empty in any row")
+    unlabelled = set(image_table.find_rows(texts, image_table.is_empty)).difference(
+        np.flatnonzero(distractors).tolist()
+    )
+    table.check(sorted(unlabelled), "`label` must not be empty in any row")
     boxes = image_table.parse_boxes(table)
     image_table.check_unique_images(table, paths, boxes)
     labels = np.full(len(paths), DISTRACTOR)
