@@ -242,9 +242,8 @@ class RetrievalEvaluation(pl.Callback):
     Relations:
         `RetrievalGallery` draws the evaluation sets that this callback collects, and `RetrievalReport` reports what is
         wrong in them. The table that is printed after a test has the intervals of `RetrievalMetrics.intervals`. The
-        highest value of each metric of a
-        training run is logged as `best/val/mAP` and so on: to `hparams.yaml` by `CSVLogger`, as a scalar by
-        `TensorBoardLogger`, and to the summary of the run by `WandbLogger`.
+        highest value of each metric of a training run is logged as `best/val/mAP` and so on: to `hparams.yaml` by
+        `CSVLogger`, as a scalar by `TensorBoardLogger`, and to the summary of the run by `WandbLogger`.
     """
 
     def __init__(
