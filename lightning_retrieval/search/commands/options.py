@@ -425,7 +425,7 @@ COMMANDS = {
     ),
     "report": Command(
         "Show what a model gets wrong on labelled images: a page, and a table to correct the labels with.",
-        "lightning-retrieval report --checkpoint best.ckpt --images photos --output report.html",
+        "lightning-retrieval report --checkpoint best.ckpt --images test --output a.html",
         _add_report_options,
     ),
     "search": Command(
