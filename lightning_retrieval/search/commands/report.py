@@ -25,8 +25,10 @@ from lightning_retrieval.search.commands.embedding import (
     ListedImages,
     UnreadableImage,
     list_images,
+    shown_model,
 )
 from lightning_retrieval.search.commands.of_checkpoint import shown_choice
+from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.report.files import check_output, table_of, write_report
 from lightning_retrieval.search.report.findings import Findings, find_errors
@@ -110,7 +112,7 @@ def report(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 
 @owned_by(OWNER)
 def report_images(
-    checkpoint: Path,
+    checkpoint: Path | PretrainedBackbone,
     images: Path,
     output: Path,
     *,
@@ -127,7 +129,8 @@ def report_images(
     those of its images; wrong labels and near-duplicates are searched in the images of all splits.
 
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used; or a
+            pretrained backbone.
         images: a folder of class folders, in which the folders `train` and `test` may be splits; or a table in the
             format of `ImageTable` with the columns `image` and `label` and, optionally, `split`, `role`, `camera` and
             `box`.
@@ -170,7 +173,7 @@ def report_images(
     found = find_in(labelled, embedded, false_match_rate)
     about = (
         f"{len(embedded.positions):,} images of {printable(str(images))}, embedded by "
-        f"{printable(embedder.about['checkpoint'])}; images are prepared with {shown_choice(embedder.about)}."
+        f"{printable(shown_model(embedder.about))}; images are prepared with {shown_choice(embedder.about)}."
     )
     missing = write_report(output, found, labelled.as_reported(), title=printable(images.name), about=about)
     return found, embedded.unreadable, missing
