@@ -50,7 +50,7 @@ class Extent(NamedTuple):
     begin: int
     end: int
     width: int
-    is_shared: int = False
+    is_shared: bool = False
 
 
 class BlockPositives(NamedTuple):
