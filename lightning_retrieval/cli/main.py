@@ -6,6 +6,7 @@
     lightning-retrieval embed --checkpoint C --images DIR --output DIR
     lightning-retrieval export --checkpoint C --output DIR
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
+    lightning-retrieval report --checkpoint C --images DIR --output FILE
     lightning-retrieval search --index INDEX IMAGE...
     lightning-retrieval demo --index INDEX
     lightning-retrieval completion SHELL
@@ -41,6 +42,7 @@ OTHER_COMMANDS = {
     "embed": "Embed images into Parquet files: --checkpoint C --images DIR --output DIR",
     "export": "Export a model to ONNX and torch.export: --checkpoint C --output DIR",
     "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
+    "report": "Show what a model gets wrong: --checkpoint C --images DIR --output FILE",
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
     "demo": "Search an index in the browser: --index INDEX",
     "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
