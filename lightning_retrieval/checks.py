@@ -290,7 +290,7 @@ def check_no_transform(owner: str, **values: Any) -> None:
                 owner,
                 name,
                 got="such a tensor",
-                cure=f"call {owner} for each batch, and torch.autograd.grad for its gradient",
+                cure="call the function for each batch, and torch.autograd.grad for its gradient",
             )
 
 
@@ -307,6 +307,14 @@ def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False)
     if value.dtype not in FLOAT_TYPES:
         listed = ", ".join(map(str, FLOAT_TYPES))
         raise InvalidType(f"must have one of the dtypes {listed}", owner, name, got=str(value.dtype))
+
+
+def check_normalized(owner: str, images: Tensor) -> None:
+    """Raise unless a batch of images is floating point; images of uint8 have not been normalised."""
+    if images.dtype == torch.uint8:
+        cure = "normalise them, as `Preparation.normalize` does"
+        raise InvalidType("must be floating point", owner, "images", got="torch.uint8", cure=cure)
+    check_float(owner, "images", images, may_be_meta=True)
 
 
 def check_maps(owner: str, name: str, value: Any) -> None:

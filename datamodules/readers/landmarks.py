@@ -91,7 +91,7 @@ class LandmarksClean(ImageDataModule):
         while below:
             folder = below.popleft()
             folders.add(folder)
-            below += [inner for inner in list_folder("LandmarksClean", folder).folders if not inner.is_symlink()]
+            below += [inner for inner in list_folder(folder).folders if not inner.is_symlink()]
         for file in lists:
             for row in file.rows(2, more=True):
                 if not _is_url(row[0]):

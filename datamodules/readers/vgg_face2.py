@@ -85,7 +85,7 @@ class VGGFace2(ImageDataModule):
                 continue
             folder = find_file("VGGFace2", self.root, split)
             found.append(folder)
-            found += list_folder("VGGFace2", folder).folders
+            found += list_folder(folder).folders
         if self.boxes:
             found += map(self._boxes_file, SPLITS)
         return found
@@ -161,8 +161,8 @@ def _read_folder(folder: Path, split: str) -> _Images:
     suffixes = image_suffixes()
     people: list[str] = []
     paths: list[str] = []
-    for person in list_folder("VGGFace2", folder).folders:
-        entries = list_folder("VGGFace2", person)
+    for person in list_folder(folder).folders:
+        entries = list_folder(person)
         if entries.special:
             warnings.warn(
                 f"VGGFace2: skipped FIFOs, sockets or devices in {person}: {first_of(entries.special)}.", stacklevel=2

@@ -129,7 +129,7 @@ def _run(command: str, args: Sequence[str]) -> int:
 
     try:
         for name in options.import_module:
-            import_named_module(command, "--import_module", name)
+            import_named_module("--import_module", name)
         del options.import_module
         unreadable = work(options)
     except EXPECTED_ERRORS as error:
