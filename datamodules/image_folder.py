@@ -11,7 +11,7 @@ from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
 from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
 
 OWNER = "ImageFolder"
@@ -233,6 +233,7 @@ class ImageFolder(ImageDataModule):
         self.categories = checked(self, categories=categories)
         self.split_seed = checked(self, split_seed=split_seed)
 
+    @owned
     def sources(self) -> list[Path]:
         """The root and the folders below it. If a file is added or removed, the modification time of one changes."""
         if not self.root.is_dir():
@@ -247,6 +248,7 @@ class ImageFolder(ImageDataModule):
             level = below
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of all class folders and split the classes."""
         if not self.root.is_dir():

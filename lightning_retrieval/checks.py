@@ -251,6 +251,7 @@ def _check_lengths(owner: str, name: str, path: str) -> None:
 
 def check_tensor(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
+    check_unmasked(owner, name, value)
     check_byte_order(owner, name, value)
     if isinstance(value, np.ndarray):
         cure = ""
@@ -265,6 +266,13 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
         )
     if value.device.type == "meta":
         raise InvalidValue("must hold numbers", owner, name, got="a tensor on the device meta, which has none")
+
+
+def check_unmasked(owner: str, name: str, value: Any) -> None:
+    """Raise if an array has masked values, which would otherwise be taken as they are below the mask."""
+    if np.ma.is_masked(value):
+        cure = "leave these rows out, or give the values with array.filled(...)"
+        raise InvalidValue("must have no masked values", owner, name, got="a masked NumPy array", cure=cure)
 
 
 def check_byte_order(owner: str, name: str, value: Any) -> None:

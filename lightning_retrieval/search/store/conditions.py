@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_mapping, check_string, short_repr
+from lightning_retrieval.checks import check_mapping, check_string, check_unmasked, short_repr
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
@@ -132,6 +132,7 @@ def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Co
 def _column(name: str, values: Values, rows: int) -> Column:
     import pyarrow
 
+    check_unmasked(CALLER, "columns", values)
     listed: Any = values
     if isinstance(values, (Tensor, np.ndarray)):
         listed = values.tolist()
