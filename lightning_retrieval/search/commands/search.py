@@ -26,7 +26,7 @@ from lightning_retrieval.search.commands.options import model_settings
 from lightning_retrieval.search.commands.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 # The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
 PAGE = Path(__file__).with_name("page.html")
