@@ -18,6 +18,7 @@ from PIL import Image
 
 from lightning_retrieval.arguments import PositiveInt, Several, checked
 from lightning_retrieval.backend import TensorBoardLogger, pl
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
@@ -72,7 +73,7 @@ def _as_image(drawing: Drawing) -> Image.Image:
     return open_image(file).convert("RGB")
 
 
-class EvaluationFigure(pl.Callback, ABC):
+class EvaluationFigure(Callback, ABC):
     """Base class of the callbacks that draw each evaluation set collected by `RetrievalEvaluation`.
 
     The PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights &
@@ -268,7 +269,7 @@ def range_of_axis(values: Iterable[float]) -> tuple[float, float] | None:
     return centre - half, centre + half
 
 
-class TrainingCurve(pl.Callback):
+class TrainingCurve(Callback):
     """Plots a logged metric and the training loss against the optimizer steps: `curve.png` in the run's log folder.
 
     The figure is redrawn after each validation, and sent to every logger that accepts images (TensorBoard, Weights &

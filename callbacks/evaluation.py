@@ -17,6 +17,7 @@ from lightning_retrieval.backend import (
     rank_zero_warn,
     sized_len,
 )
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.before_training import (
     UntrainedNetwork,
     collect_test_set,
@@ -179,7 +180,7 @@ def rule_of_module(pl_module: pl.LightningModule) -> Relevance | None:
     return None
 
 
-class RetrievalEvaluation(pl.Callback):
+class RetrievalEvaluation(Callback):
     """Computes `RetrievalMetrics` over each validation and test set, and logs `val/mAP`, `test/R@1` and so on.
 
     The module's `validation_step` and `test_step` return a dict with `embeddings`, `labels` and, if the batches have

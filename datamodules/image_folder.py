@@ -11,7 +11,7 @@ from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
 from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
 
 OWNER = "ImageFolder"
@@ -79,20 +79,20 @@ class ClassFolders:
 
     def _list_class_folders(self, top: Path) -> tuple[list[Path], list[Path]]:
         """Return the class folders, and the files that are in the folders above the class folders."""
-        entries = list_folder(OWNER, top)
+        entries = list_folder(top)
         files = entries.files + entries.special
         if not self.categories:
             return entries.folders, files
         class_folders: list[Path] = []
         for category in entries.folders:
-            of_category = list_folder(OWNER, category)
+            of_category = list_folder(category)
             class_folders += of_category.folders
             files += of_category.files + of_category.special
         return class_folders, files
 
     def _images_of_class(self, folder: Path) -> list[str]:
         """Return the images in a class folder, and record other files and folders in this folder as ignored."""
-        entries = list_folder(OWNER, folder)
+        entries = list_folder(folder)
         self.ignored += map(self._relative, entries.special)
         images: list[str] = []
         for file in entries.files:
@@ -133,10 +133,10 @@ class ClassFolders:
 
     def _cure_for_images_above(self, top: Path) -> str:
         """Return a suggestion for the user if the images are in a folder above the class folders."""
-        entries = list_folder(OWNER, top)
+        entries = list_folder(top)
         if self.categories:
             for folder in entries.folders:
-                if list_folder(OWNER, folder).files:
+                if list_folder(folder).files:
                     return "the images are one folder higher: set categories=False"
         images = sum(map(self._is_image, entries.files))
         if images:
@@ -145,8 +145,8 @@ class ClassFolders:
 
     def _has_images_below(self, folder: Path) -> bool:
         """Whether a subfolder of a folder contains an image."""
-        for inner in list_folder(OWNER, folder).folders:
-            if any(map(self._is_image, list_folder(OWNER, inner).files)):
+        for inner in list_folder(folder).folders:
+            if any(map(self._is_image, list_folder(inner).files)):
                 return True
         return False
 
@@ -233,6 +233,7 @@ class ImageFolder(ImageDataModule):
         self.categories = checked(self, categories=categories)
         self.split_seed = checked(self, split_seed=split_seed)
 
+    @owned
     def sources(self) -> list[Path]:
         """The root and the folders below it. If a file is added or removed, the modification time of one changes."""
         if not self.root.is_dir():
@@ -242,11 +243,12 @@ class ImageFolder(ImageDataModule):
         for _ in range(1 + is_split(self.root) + self.categories):
             below: list[Path] = []
             for folder in level:
-                below += list_folder(OWNER, folder).folders
+                below += list_folder(folder).folders
             found += below
             level = below
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of all class folders and split the classes."""
         if not self.root.is_dir():
@@ -266,7 +268,7 @@ class ImageFolder(ImageDataModule):
         names = list(SPLITS)
         if (self.root / "val").is_dir():
             names.append("val")
-        entries = list_folder(OWNER, self.root)
+        entries = list_folder(self.root)
         for file in entries.files + entries.special:
             folders.ignored.append(file.name)
         for folder in entries.folders:

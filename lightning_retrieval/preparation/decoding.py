@@ -73,11 +73,10 @@ class FolderEntries(NamedTuple):
     special: list[Path]
 
 
-def list_folder(owner: str, folder: Path) -> FolderEntries:
+def list_folder(folder: Path) -> FolderEntries:
     """List a folder.
 
     Args:
-        owner: prefix of error messages.
         folder: the folder; if it does not exist, the lists are empty.
 
     Raises:
@@ -91,16 +90,16 @@ def list_folder(owner: str, folder: Path) -> FolderEntries:
         with os.scandir(folder) as found:
             for entry in found:
                 if not entry.name.startswith("."):
-                    _list_of(owner, entry, entries).append(Path(entry.path))
+                    _list_of(entry, entries).append(Path(entry.path))
     except FileNotFoundError:
         raise
     except OSError as error:
         rule = f"the folder {folder} cannot be listed ({error.strerror}), so its images would be lost"
-        raise Failed(rule, owner, cure="give the right to read it, or move it away") from None
+        raise Failed(rule, cure="give the right to read it, or move it away") from None
     return FolderEntries(*map(sorted, entries))
 
 
-def _list_of(owner: str, entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
+def _list_of(entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
     """The list that an entry belongs to."""
     try:
         if entry.is_dir():
@@ -117,7 +116,6 @@ def _list_of(owner: str, entry: "os.DirEntry[str]", entries: FolderEntries) -> l
         raise MissingFile(
             f"the link {entry.path} leads to {os.readlink(entry.path)}, which does not exist, so images would be "
             "lost if it was a folder",
-            owner,
             cure="restore the folder, or remove the link",
         )
     return entries.files
@@ -135,14 +133,13 @@ class ImageFiles(NamedTuple):
     special: list[str]
 
 
-def image_files(owner: str, top: Path) -> ImageFiles:
+def image_files(top: Path) -> ImageFiles:
     """Find the image files in a folder at any depth, without hidden files and folders.
 
     Symbolic links to folders are followed, but each folder is listed once: under its own path if it is in the top
     folder, and under the first link to it otherwise. Links to a folder around the top folder are not followed.
 
     Args:
-        owner: prefix of error messages.
         top: an existing folder.
 
     Raises:
@@ -159,7 +156,7 @@ def image_files(owner: str, top: Path) -> ImageFiles:
         if real in listed:
             continue
         listed.add(real)
-        entries = list_folder(owner, folder)
+        entries = list_folder(folder)
         for inner in entries.folders:
             (links if inner.is_symlink() else folders).append(inner)
         for names, files in ((paths, entries.files), (special, entries.special)):

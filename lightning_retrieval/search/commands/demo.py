@@ -27,7 +27,7 @@ from lightning_retrieval.search.commands.search_images import Hit, ImageSearcher
 from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.html_page import FONTS
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

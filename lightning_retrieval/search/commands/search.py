@@ -25,7 +25,7 @@ from lightning_retrieval.search.commands.search_images import Hit, QueryResult, 
 from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.html_page import embedded_picture, page_target, shared_style
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 # The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
 PAGE = Path(__file__).with_name("page.html")
