@@ -175,16 +175,21 @@ class Embedder(PretrainedModule):
         self._has_head = True
         self._recorded: list[Tensor] | None = None  # the pooled features of the calls in `recorded_features`
         self._given: Iterator[Tensor] | None = None  # the pooled features of the calls in `without_head`
-        self.head = nn.Sequential()
-        if layer_norm:
-            self.head.add_module("norm", nn.LayerNorm(feature_dim))
-        if embedding_dim is not None:
-            self.head.add_module("linear", nn.Linear(feature_dim, embedding_dim))
+        self.head = self._new_head()
         keep_plain_names(self)
         for part in (self, self.backbone):
             part.register_load_state_dict_post_hook(note_loaded_weights)
         self._prepare_backbone()
         self._freeze()
+
+    def _new_head(self) -> nn.Sequential:
+        """The layers between the pooled features and the embedding; none if the features are the embedding."""
+        head = nn.Sequential()
+        if self.layer_norm:
+            head.add_module("norm", nn.LayerNorm(self.feature_dim))
+        if self.embedding_dim is not None:
+            head.add_module("linear", nn.Linear(self.feature_dim, self.embedding_dim))
+        return head
 
     def forward(self, images: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch dim"]:
         """Embed a batch.

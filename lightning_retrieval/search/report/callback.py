@@ -10,6 +10,7 @@ from PIL import Image
 
 from lightning_retrieval.arguments import Fraction, checked
 from lightning_retrieval.backend import pl
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
@@ -26,7 +27,7 @@ from lightning_retrieval.search.report.images import ReportedImages
 OWNER = "RetrievalReport"
 
 
-class RetrievalReport(pl.Callback):
+class RetrievalReport(Callback):
     """Writes a page and a table of what the model gets wrong, at the end of a test.
 
     The page is one HTML file that needs no other file: the metrics with their 95 % intervals, the scores of positive
