@@ -7,15 +7,14 @@ against the optimizer steps.
 """
 
 import io
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
-from jaxtyping import Float, Int
 from PIL import Image
-from torch import Tensor
 
 from lightning_retrieval.arguments import PositiveInt, Several, checked
 from lightning_retrieval.backend import TensorBoardLogger, pl
@@ -26,7 +25,7 @@ from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.metrics.curves import mean_precision, pair_counts
+from lightning_retrieval.metrics.curves import FINE_BINS, mean_precision, occupied_bins, pair_counts
 from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.ranking.rows import to_float64
 
@@ -184,29 +183,7 @@ class PrecisionRecallCurve(EvaluationFigure):
         return figure
 
 
-_FINE_BINS = 20_000  # number of bins from -1 to 1 in which pairs are counted first
 _COLOURS = {"positive": "tab:green", "negative": "tab:red"}
-
-
-def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor, "2 bins"], Float[Tensor, " edge"]]:
-    """Merge fine bins into at most `bins` equal bins over the occupied range; return their counts and their edges.
-
-    Args:
-        counts: numbers of positive and of negative pairs in equal bins from -1 to 1.
-        bins: maximum number of merged bins.
-    """
-    occupied = counts.sum(0).nonzero()[:, 0].tolist()
-    if not occupied:
-        occupied = [0]
-    first = occupied[0]
-    length = occupied[-1] + 1 - first
-    width = -(-length // bins)  # number of fine bins in a merged bin, rounded up
-    number = -(-length // width)
-    positions = first + width * torch.arange(number + 1, dtype=torch.float64)
-    edges = -1 + positions * (2 / counts.shape[1])
-    padded = torch.nn.functional.pad(counts[:, first:], (0, width * number))
-    merged = padded[:, : width * number].reshape(2, number, width).sum(2)
-    return merged, edges
 
 
 class ScoreHistogram(EvaluationFigure):
@@ -247,7 +224,7 @@ class ScoreHistogram(EvaluationFigure):
     def draw(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: RetrievalMetrics, dataset: Any, prefix: str
     ) -> Drawing:
-        counts, edges = occupied_bins(pair_counts(metrics, _FINE_BINS), self.bins)
+        counts, edges = occupied_bins(pair_counts(metrics, FINE_BINS), self.bins)
         pairs_of_bin = to_float64(counts)
         fractions = pairs_of_bin / pairs_of_bin.sum(1, keepdim=True)  # NaN if there are no pairs
         overlap = fractions.amin(0).sum()
@@ -267,11 +244,38 @@ class ScoreHistogram(EvaluationFigure):
         return figure
 
 
+LEAST_RANGE = 0.1  # of an axis: for values from 0 to 1 this difference, for others this fraction of the largest one
+MARGIN = 0.05  # fraction of the range that an axis shows beyond the values
+
+
+def range_of_axis(values: Iterable[float]) -> tuple[float, float] | None:
+    """The ends of an axis on which a difference that does not matter looks small; None if no value is finite.
+
+    Args:
+        values: the values that are drawn.
+    """
+    finite = list(filter(math.isfinite, values))
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    is_fraction = low >= 0 and high <= 1
+    least = LEAST_RANGE
+    if not is_fraction:
+        least *= max(abs(low), abs(high))
+    centre, half = (low + high) / 2, max(high - low, least) / 2
+    if is_fraction:
+        centre = min(max(centre, half), 1 - half)  # no range that no value can have
+    half *= 1 + 2 * MARGIN
+    return centre - half, centre + half
+
+
 class TrainingCurve(Callback):
     """Plots a logged metric and the training loss against the optimizer steps: `curve.png` in the run's log folder.
 
     The figure is redrawn after each validation, and sent to every logger that accepts images (TensorBoard, Weights &
-    Biases). The checkpoint contains the points of the curve, so a resumed run continues it.
+    Biases). Its axes show a range of at least 0.1 for values from 0 to 1, and of a tenth of the largest value for
+    others, so that small differences look small. The checkpoint contains the points of the curve, so a resumed run
+    continues it.
 
     Args:
         metric: name of the logged metric.
@@ -322,6 +326,7 @@ class TrainingCurve(Callback):
         axes = figure.subplots()
         steps, values = zip(*self.points)
         axes.plot(steps, values, color="tab:green", marker="o", markersize=4, label=self.metric)
+        axes.set_ylim(range_of_axis(values))
         axes.set_xlabel("optimizer steps")
         axes.set_ylabel(self.metric, color="tab:green")
         axes.grid(alpha=0.3)
@@ -329,6 +334,7 @@ class TrainingCurve(Callback):
             loss_axes = axes.twinx()
             loss_steps, losses = zip(*self.losses)
             loss_axes.plot(loss_steps, losses, color="tab:gray", linewidth=0.8, alpha=0.7)
+            loss_axes.set_ylim(range_of_axis(losses))
             loss_axes.set_ylabel("train/loss", color="tab:gray")
             # The metric is drawn above the loss.
             axes.set_zorder(loss_axes.get_zorder() + 1)

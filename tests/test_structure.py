@@ -75,6 +75,7 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/search/commands/adapt.py",
     "lightning_retrieval/search/commands/embed.py",
     "lightning_retrieval/search/embedding_writer.py",
+    "lightning_retrieval/search/report/callback.py",
     "lightning_retrieval/cli/fit.py",
 }
 MAY_IMPORT_BY_NAME = {
@@ -163,7 +164,7 @@ def imports():
     """
     found = {name: library_imports(tree) - {name} for name, tree in modules().items()}
     del found["lightning_retrieval"]
-    # The table of lazy names, which imports nothing by itself, has the embedding writer of the search product.
+    # The table of lazy names, which imports nothing by itself, has the callbacks of the search product.
     found["lightning_retrieval.callbacks"] = library_imports(modules()["lightning_retrieval.callbacks"], at_import_time)
     return found
 

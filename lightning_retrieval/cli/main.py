@@ -6,6 +6,7 @@
     lightning-retrieval embed --checkpoint C --images DIR --output DIR
     lightning-retrieval export --checkpoint C --output DIR
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
+    lightning-retrieval report --checkpoint C --images DIR --output FILE
     lightning-retrieval search --index INDEX IMAGE...
     lightning-retrieval demo --index INDEX
     lightning-retrieval completion SHELL
@@ -41,6 +42,7 @@ OTHER_COMMANDS = {
     "embed": "Embed images into Parquet files: --checkpoint C --images DIR --output DIR",
     "export": "Export a model to ONNX and torch.export: --checkpoint C --output DIR",
     "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
+    "report": "Show what a model gets wrong: --checkpoint C --images DIR --output FILE",
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
     "demo": "Search an index in the browser: --index INDEX",
     "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
@@ -53,7 +55,14 @@ SHELLS = ("bash", "zsh", "tcsh")
 COMPLETION_EXAMPLE = """\
 lightning-retrieval completion bash \\
   > ~/.local/share/bash-completion/completions/lightning-retrieval"""
-FILE_OPTIONS = ("--config", "--ckpt_path", "--run_folder", "--output", "--root")  # take a path, but have another type
+FILE_OPTIONS = (
+    "--config",
+    "--ckpt_path",
+    "--run_folder",
+    "--output",
+    "--root",
+    "--weights",
+)  # take a path, but have another type
 
 
 def main(args: Any = None) -> None:
@@ -139,7 +148,8 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.example import example
 
         return example(args)
-    options = import_module(f"{SEARCH_COMMANDS}.options").parse(command, args)
+    parsing = import_module(f"{SEARCH_COMMANDS}.options")
+    options = parsing.parse(command, args)
     work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
 
     from lightning_retrieval.plain_data import import_named_module
@@ -150,7 +160,8 @@ def _run(command: str, args: Sequence[str]) -> int:
         del options.import_module
         unreadable = work(options)
     except EXPECTED_ERRORS as error:
-        print(command_line_message(command, error, vars(options)), file=sys.stderr)
+        names = [action.dest for action in parsing.make_parser(command)._actions]
+        print(command_line_message(command, error, names), file=sys.stderr)
         return 2
     for image in unreadable:
         print(f"{command}: {image}; skipped.", file=sys.stderr)

@@ -23,6 +23,7 @@ from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import CollectedRows, Images, merge_duplicates
+from lightning_retrieval.metrics.intervals import bootstrap_intervals
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
@@ -253,6 +254,7 @@ class RetrievalMetrics(EmbeddingMetric):
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
         self.ranked_queries = 0  # number of queries in the longest list of the other direction
         self._reverse_values: dict[str, Tensor] = {}  # like `_cached_values`, for the other direction
+        self._means_of_values: dict[str, str] = {}  # the name of the mean of each value in the last `compute`
         self.has_one_label = False  # whether all images of the last `compute` had the same label
 
     @owned
@@ -321,6 +323,24 @@ class RetrievalMetrics(EmbeddingMetric):
             return dict(self._reverse_values)
         return dict(self._cached_values or {})
 
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The 95 % interval of each mean over queries, by its name in the results of `compute`.
+
+        It is found by bootstrap over classes, or over queries if `relevance` is a rule without classes, with a fixed
+        seed. It is NaN if only one class has a value. `dims` has no intervals. All processes must call this method,
+        unless they have already called `compute`, and all get the same intervals.
+        """
+        tables = {"": self.per_query()}
+        if self.reverse:
+            tables[REVERSE] = self.per_query(reverse=True)
+        intervals = {}
+        for prefix, table in tables.items():
+            names = [name for name in self._means_of_values if name in table]
+            ends = bootstrap_intervals(torch.stack([table[name] for name in names]), table.get("labels", table["ids"]))
+            for name, (low, high) in zip(names, ends.tolist()):
+                intervals[prefix + self._means_of_values[name]] = (low, high)
+        return intervals
+
     def extra_repr(self) -> str:
         at_k = f"ks={self.ks}, map_ks={self.map_ks}, map_divisor={self.map_divisor!r}"
         settings = f"{at_k}, extra_metrics={self.extra_metrics}, alpha={self.alpha}, dims={self.dims}"
@@ -344,6 +364,7 @@ class RetrievalMetrics(EmbeddingMetric):
             if metric.level not in with_value:
                 with_value[metric.level] = (~of_queries.isnan()).nonzero()[:, 0]
             if metric.mean is not None:
+                self._means_of_values[metric.per_query] = metric.mean
                 means[metric.mean] = of_queries[with_value[metric.level]].mean()
         return means
 
