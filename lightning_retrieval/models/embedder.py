@@ -155,8 +155,6 @@ class Embedder(PretrainedModule):
         feature_dim = checked(self, feature_dim=feature_dim)
         with owned_by("Embedder"):
             wanted = wanted_settings(preparation, image_size)
-        if backbone_args is None:
-            backbone_args = {}
         self._set_backbone(without_wrappers(backbone), pooling, wanted, backbone_args)
         has_maps = True
         if feature_dim is None:
@@ -334,9 +332,15 @@ class Embedder(PretrainedModule):
             raise InvalidValue("must be a batch (N, ...)", "Embedder", "images", got=f"shape {tuple(images.shape)}")
 
     def _set_backbone(
-        self, backbone: str | nn.Module, pooling: Any, wanted: Mapping[str, Any], backbone_args: Mapping[str, Any]
+        self,
+        backbone: str | nn.Module,
+        pooling: Any,
+        wanted: Mapping[str, Any],
+        backbone_args: Mapping[str, Any] | None,
     ) -> None:
         """Use a module, or build the backbone with this name; set the attributes that depend on the backbone."""
+        if backbone_args is None:
+            backbone_args = {}
         check_mapping("Embedder", "backbone_args", backbone_args)
         if not isinstance(backbone, (str, nn.Module)):
             raise InvalidType(

@@ -64,7 +64,7 @@ def rebuild_backbone(record: Any, *, made: str) -> RetrievalNetwork:
         ModuleNotFoundError: if the library of the backbone is not installed.
     """
     try:
-        with without_downloads(), limited_to(CALLER, _tensors_of_file(record)):
+        with without_downloads(), limited_to(_tensors_of_file(record)):
             return _network(_described(record))
     except ModuleNotFoundError:
         raise
@@ -90,7 +90,7 @@ def _described(record: Any) -> Embedder:
     if not isinstance(record, Mapping) or not isinstance(record.get("weights"), str):
         raise InvalidValue("must record a backbone with its weights", got=short_repr(record))
     description = {"class_path": class_path(Embedder), "init_args": dict(record)}
-    return rebuild(CALLER, "backbone", description, Embedder)
+    return rebuild("backbone", description, Embedder)
 
 
 def _tensors_of_file(record: Any) -> Mapping[str, Tensor] | None:
