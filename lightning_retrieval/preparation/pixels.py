@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import check_float, check_integer, check_tensor, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
-from lightning_retrieval.preparation.prepare import Box, Size, colour
+from lightning_retrieval.preparation.prepare import FIT, Box, Fill, Size, colour, padded
 
 Pixels = UInt8[Tensor, "channel height width"]
 PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
@@ -93,6 +93,18 @@ def cropped(pixels: Pixels, box: Box) -> PixelsOfNewSize:
     return pixels[:, top:bottom, left:right]
 
 
+def padded_pixels(pixels: Pixels, frame: Size, fill: Fill) -> PixelsOfNewSize:
+    """The image in the middle of a frame, see `padded`.
+
+    Args:
+        pixels: the image, not larger than the frame.
+        frame: height and width of the frame.
+        fill: as for `padded`.
+    """
+    framed = padded(pixels.permute(1, 2, 0).numpy(), frame, fill)
+    return torch.from_numpy(framed).permute(2, 0, 1)
+
+
 def check_pixels(owner: str, name: str, pixels: Any) -> None:
     """Raise unless a tensor holds the pixels of one colour image.
 
@@ -137,3 +149,19 @@ def check_size(owner: str, name: str, value: Any) -> int | Size | None:
         raise InvalidValue("must be one number of pixels or a pair (height, width)", owner, name, got=short_repr(value))
     height, width = (check_integer(owner, name, side, 1, MOST_PIXELS) for side in value)
     return height, width
+
+
+def check_resize(owner: str, name: str, value: Any) -> int | Size | Literal["fit"] | None:
+    """Check a size as `check_size` does; it may also be `"fit"`.
+
+    Args:
+        owner: prefix of error messages.
+        name: name of the argument.
+        value: the size.
+    """
+    if not isinstance(value, str):
+        return check_size(owner, name, value)
+    if value != FIT:
+        rule = "must be a number of pixels, a pair (height, width) or 'fit'"
+        raise InvalidValue(rule, owner, name, got=short_repr(value))
+    return "fit"

@@ -186,6 +186,8 @@ def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
     assert (module.embedder.preparation.image_size, module.embedder.preparation.resize) == (48, 48)
     module = script["make_module"](**settings, preparation=script["image_settings"](None))
     assert module.embedder.preparation == Preparation()
+    module = script["make_module"](**settings, preparation=script["image_settings"](48, fill="black"))
+    assert module.embedder.preparation == Preparation(48, resize="fit", fill="black")
 
     (tmp_path / "own_transforms_of_a_user.py").write_text("def evaluate(image):\n    return image\n")
     monkeypatch.syspath_prepend(tmp_path)
