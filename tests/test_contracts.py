@@ -300,7 +300,7 @@ TABLE = {
     "CUB200": Entry({"root": "CUB_200_2011", "boxes": True, "val_fraction": 0.1}),
     "IJBC": Entry({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
     "INaturalist": Entry({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
-    "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "categories": True, "split_seed": 2}),
+    "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "classes": 2, "categories": True, "split_seed": 2}),
     "TextTable": Entry({"table": "captions.csv", "test_fraction": 0.4, "split_seed": 2}),
     "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"}),
     "HuggingFaceImages": Entry(

@@ -138,6 +138,7 @@ def folder_settings():
     return {
         "root": folder("images", lambda root: write_folders(root, names)),
         "test_fraction": 0.5,
+        "classes": "top",
         "transform": "plain",
         "train_transform": SMALL,
         "eval_transform": SMALL,

@@ -36,7 +36,7 @@ from lightning_retrieval.files import TOO_MANY_FILES
 from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.sides import Side, side_of_module
-from lightning_retrieval.preparation.decoding import image_files
+from lightning_retrieval.preparation.decoding import image_files, is_unread_picture, shown_suffixes
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
 from lightning_retrieval.progress import Progress
@@ -136,7 +136,14 @@ def images_in_folder(folder: Path) -> ListedImages:
         shown = printable(first_of(found.special))
         print(f"Skipped files that are not regular files, but FIFOs, sockets or devices: {shown}.", file=sys.stderr)
     if not found.paths:
-        raise InvalidValue("must be a folder of images", argument="images", got=f"{folder}, which holds no image")
+        got = f"{folder}, which holds no image"
+        if found.others:
+            got += f", but other files: {shown_suffixes(found.others)}"
+        raise InvalidValue("must be a folder of images", argument="images", got=got)
+    pictures = list(filter(is_unread_picture, found.others))
+    if pictures and rank() == 0:
+        shown = printable(shown_suffixes(pictures))
+        print(f"Skipped {len(pictures):,} pictures that are not decoded: {shown}.", file=sys.stderr)
     return ListedImages.of_paths(folder, found.paths)
 
 

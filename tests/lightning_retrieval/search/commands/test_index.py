@@ -108,6 +108,23 @@ def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, ca
     assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
 
 
+def test_pictures_that_are_not_decoded_are_counted_by_their_suffix(glyphs, tmp_path, capsys):
+    """By all commands that read a folder, at any depth; texts beside images are none."""
+    for number in (1, 2):
+        write_image(tmp_path / f"images/deep/er/{number}.png", seed=number)
+    for name in ("2.heic", "deep/3.HEIC", "deep/er/4.jxl", "notes.txt"):
+        (tmp_path / "images" / name).write_text("")
+    left_out = ".heic 2, .jxl 1; convert pictures that Pillow does not decode, to PNG or JPEG"
+    args = ["--checkpoint", glyphs[0] / "model.ckpt", "--images", tmp_path / "images", "--output"]
+    for name in ("index", "embed"):
+        code, _, err = command(capsys, name, *args, tmp_path / name)
+        assert (code, f"Skipped 3 pictures that are not decoded: {left_out}.\n" in err) == (0, True)
+    for number in (1, 2):
+        (tmp_path / f"images/deep/er/{number}.png").unlink()
+    printed = error_of(capsys, "index", *args, tmp_path / "none")
+    assert "which holds no image, but other files: .heic 2, .jxl 1, .txt 1; convert" in printed
+
+
 def test_images_are_padded_as_in_the_evaluation_of_the_checkpoint(tmp_path, capsys):
     module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss()).eval()
     preparation = dataclasses.replace(Preparation.named("glyphs"), resize="fit", fill="black")
