@@ -300,7 +300,7 @@ class ImageDataModule(RetrievalDataModule):
             return self._read_and_check()
         settings: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, Path)):
+            if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, dict, Path)):
                 settings[name] = value
         owner = type(self).__name__
         return read_cached(

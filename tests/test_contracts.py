@@ -48,6 +48,7 @@ from tests.quiet_trainer import quiet_trainer
 from tests.test_surface import public_objects
 
 TRANSFORM = Preparation()
+TABLE_FORMAT = {"columns": {"label": "class"}, "delimiter": ";"}
 OBJECTS = [([[1.0, 2.0, 3.0, 4.0]], [1], [False])]
 
 
@@ -301,8 +302,8 @@ TABLE = {
     "IJBC": Entry({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
     "INaturalist": Entry({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
     "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "classes": 2, "categories": True, "split_seed": 2}),
-    "TextTable": Entry({"table": "captions.csv", "test_fraction": 0.4, "split_seed": 2}),
-    "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"}),
+    "TextTable": Entry({"table": "captions.csv", "test_fraction": 0.4, "split_seed": 2} | TABLE_FORMAT),
+    "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"} | TABLE_FORMAT),
     "HuggingFaceImages": Entry(
         {"path": "pets", "label_column": "kind", "split_names": {"train": "train"}, "test_fraction": 0.3}
         | {"split_seed": 2}

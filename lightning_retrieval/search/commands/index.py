@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, check_integer
 from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
-from lightning_retrieval.datamodules.table_file import TableColumns, find_missing, read_table
+from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, TableColumns, find_missing, read_table
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
@@ -113,6 +114,8 @@ def index_images(
     overwrite: bool = False,
     update: bool = False,
     metadata: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     validation: Path | None = None,
     false_match_rate: float | None = None,
     batch_size: int = 32,
@@ -144,6 +147,8 @@ def index_images(
             its old embedding and metadata. If there is no index, build one.
         metadata: CSV or Parquet table with the path of each image in the column `image`. All other columns are stored
             in the index, and a search can filter and group by them.
+        columns: the names of the columns of `metadata`, if they differ, as for `ImageTable`.
+        delimiter: the character that separates the fields of `metadata`, if it is a CSV file.
         validation: embeddings of labelled images, on which a threshold is chosen: a folder written by `embed_images`
             with the same model. A search shows nothing below the threshold; `about["threshold"]` of the index records
             it.
@@ -166,10 +171,13 @@ def index_images(
     Cost:
         A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
+    table_format = TableFormat.checked(CALLER, columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
-    rows = NewRows(torch.arange(len(paths)), paths, read_metadata(metadata, paths))
+    rows = NewRows(
+        torch.arange(len(paths)), paths, read_metadata(metadata, paths, root=images, table_format=table_format)
+    )
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -199,6 +207,8 @@ def index_embeddings(
     overwrite: bool = False,
     update: bool = False,
     metadata: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     validation: Path | None = None,
     false_match_rate: float | None = None,
     devices: int = 1,
@@ -222,6 +232,8 @@ def index_embeddings(
         update: update an existing index of the same model and images: add new rows, with ids after the largest id, and
             remove rows that are not in the folder. If there is no index, build one.
         metadata: as for `index_images`, with the paths of the images in the folder of embeddings.
+        columns: as for `index_images`.
+        delimiter: as for `index_images`.
         validation: as for `index_images`.
         false_match_rate: as for `index_images`.
         devices: number of processes that add rows, all on this machine; with several, the index is built on disk, with
@@ -249,6 +261,7 @@ def index_embeddings(
         start = functools.partial(launch, fabric)
         if fabric.global_rank > 0:
             return _help(start, embeddings, output)
+    table_format = TableFormat.checked(CALLER, columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
     folder = EmbeddingFolder.load(embeddings)
     manifest = folder.manifest
@@ -259,7 +272,9 @@ def index_embeddings(
     new.check_dim(manifest.dim)
     rows = FolderRows(folder)  # reads and checks all files
     new.check_paths(rows.paths)
-    new_rows = NewRows(rows.ids, rows.paths, read_metadata(metadata, rows.paths))
+    root = Path(str(manifest.about["images"])) if "images" in manifest.about else None
+    columns_of_rows = read_metadata(metadata, rows.paths, root=root, table_format=table_format)
+    new_rows = NewRows(rows.ids, rows.paths, columns_of_rows)
     unreadable = [UnreadableImage(*image) for image in rows.unreadable]
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
@@ -329,7 +344,13 @@ def choose_threshold(
 
 
 def read_image_rows(
-    name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
+    name: str,
+    table: Path,
+    required: Sequence[str] = ("image",),
+    *,
+    all_columns: bool = False,
+    root: Path | None = None,
+    table_format: TableFormat = COMMON_FORMAT,
 ) -> tuple[TableColumns, dict[str, int]]:
     """Read a table that has a single row for each image.
 
@@ -338,6 +359,8 @@ def read_image_rows(
         table: CSV or Parquet table.
         required: as for `read_table`.
         all_columns: as for `read_table`.
+        root: as for `parse_images`.
+        table_format: as for `read_table`.
 
     Returns:
         The table, and the row of each image by its path.
@@ -348,13 +371,19 @@ def read_image_rows(
     """
     if not table.is_file():
         raise MissingFile("must be a CSV or Parquet table", argument=name, got=f"{table}, which is not a file")
-    read = read_table(table, required, all_columns=all_columns)
-    images = parse_images(read)
+    read = read_table(table, required, all_columns=all_columns, table_format=table_format)
+    images = parse_images(read, root)
     check_unique_images(read, images, None)
     return read, {image: row for row, image in enumerate(images)}
 
 
-def read_metadata(table: Path | None, paths: Sequence[str]) -> dict[str, list[Any]]:
+def read_metadata(
+    table: Path | None,
+    paths: Sequence[str],
+    *,
+    root: Path | None = None,
+    table_format: TableFormat = COMMON_FORMAT,
+) -> dict[str, list[Any]]:
     """The metadata of images: for the name of each column of a table, the values of all images.
 
     A column holds numbers if each of its texts is a number below 2**53, written without leading zeros. Otherwise it
@@ -363,6 +392,8 @@ def read_metadata(table: Path | None, paths: Sequence[str]) -> dict[str, list[An
     Args:
         table: CSV or Parquet table with the column `image` and further columns; if None, there is no metadata.
         paths: the paths of the images.
+        root: the folder of the images, in which absolute paths lie.
+        table_format: the names of the table's columns, and the separator of its fields.
 
     Raises:
         FileNotFoundError: if the table does not exist.
@@ -371,7 +402,7 @@ def read_metadata(table: Path | None, paths: Sequence[str]) -> dict[str, list[An
     """
     if table is None:
         return {}
-    read, row_of = read_image_rows("metadata", table, all_columns=True)
+    read, row_of = read_image_rows("metadata", table, all_columns=True, root=root, table_format=table_format)
     missing = find_missing(paths, row_of)
     if missing:
         got = f"{table}, in which {len(missing)} of {len(paths)} images are missing, such as {missing[0]!r}"
