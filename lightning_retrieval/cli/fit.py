@@ -8,8 +8,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+import torch
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import DefaultHelpFormatter, get_loader, set_loader
 
@@ -188,12 +189,22 @@ class RetrievalCLI(LightningCLI):
             default=None,
             help="Folder of the run: fit logs and saves there, and continues what is there when it is started again.",
         )
+        parser.add_argument(
+            "--matmul_precision",
+            type=Literal["highest", "high", "medium"] | None,
+            default=None,
+            help="Precision of the network's float32 products; high lets GPUs use TF32. Rankings keep the highest.",
+        )
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the run log to the folder `--run_folder`, and show `RunProgressBar` if the config has no progress bar.
 
-        Checkpoints are saved in the folder of the first logger.
+        Checkpoints are saved in the folder of the first logger. `--matmul_precision` is set here, before the Trainer
+        looks for a GPU and advises a precision.
         """
+        precision = self._get(self.config_init, "matmul_precision")
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
         settings = self._get(self.config_init, "trainer")
         given = settings.callbacks or []
         if isinstance(given, pl.Callback):

@@ -57,7 +57,7 @@ def average_precision(ranks: PositiveRanks) -> Float[Tensor, " query"]:
 def average_precision_at_r(ranks: PositiveRanks) -> Float[Tensor, " query"]:
     """AP@R: AP in which positives with a rank above R count as 0."""
     within = ranks.rank <= ranks.count[:, None]
-    return (ranks.precision * within).sum(1) / ranks.count.double()
+    return torch.where(within, ranks.precision, 0.0).sum(1) / ranks.count.double()
 
 
 def average_precision_at_k(ranks: PositiveRanks, k: int, divisor: Divisor = "min(k, R)") -> Float[Tensor, " query"]:
@@ -72,7 +72,7 @@ def average_precision_at_k(ranks: PositiveRanks, k: int, divisor: Divisor = "min
     """
     within = ranks.is_positive & (ranks.rank <= k)
     divisors = {"min(k, R)": ranks.count.clamp(max=k), "hits": within.sum(1).clamp(min=1), "R": ranks.count}
-    return (ranks.precision * within).sum(1) / divisors[divisor].double()
+    return torch.where(within, ranks.precision, 0.0).sum(1) / divisors[divisor].double()
 
 
 def inverse_negative_penalty(ranks: PositiveRanks) -> Float[Tensor, " query"]:
@@ -132,8 +132,8 @@ def discounted_sum(gains: Float[Tensor, "query pos"], position: Int[Tensor, "...
 
     Terms are added from the first position to the last, so equal lists have equal sums whatever their padding.
     """
-    discounted = gains / torch.log2(1.0 + position.clamp(min=1).double())
-    return discounted.flip(1).cumsum(1)[:, -1]
+    discount = position.clamp(min=1).double().add_(1).log2_()
+    return (gains / discount).flip(1).cumsum(1)[:, -1]
 
 
 def _hits(ranks: PositiveRanks, k: int) -> Bool[Tensor, "query pos"]:
@@ -144,8 +144,9 @@ def _hits(ranks: PositiveRanks, k: int) -> Bool[Tensor, "query pos"]:
 def _ideal_gain(ranks: PositiveRanks, hits: Int[Tensor, " query"]) -> Float[Tensor, " query"]:
     """The discounted gain of a list that begins with `hits` positives."""
     position = torch.arange(1, ranks.rank.shape[1] + 1, device=ranks.rank.device)
-    ideal_list = (position <= hits[:, None]).double()
-    return discounted_sum(ideal_list.flip(1), position.flip(0))
+    rows = min(2, len(hits))  # accelerators add up a single row in another order than the rows of `discounted_sum`
+    gain_of_hits = (1 / torch.log2(1.0 + position.double())).expand(rows, -1).cumsum(1)
+    return torch.where(hits > 0, gain_of_hits[-1, hits.clamp(min=1) - 1], 0.0)
 
 
 def h_ap(ranks: PositiveRanks, alpha: float) -> Float[Tensor, " query"]:
@@ -178,8 +179,9 @@ def average_set_intersection(ranks: PositiveRanks) -> Float[Tensor, " query"]:
     finer = torch.zeros_like(ranks.count)  # number of images of finer levels, which come first in an ideal list
     for level in range(ranks.levels, 0, -1):
         of_this_level = (ranks.level == level) & (ranks.position <= length)
-        column = ranks.position.clamp(1, length) - 1
-        in_list = torch.zeros_like(ranks.rank).scatter_add_(1, column, of_this_level.long()).cumsum(1)
+        column = ranks.position.clamp(1, length).long() - 1
+        in_list = torch.zeros_like(ranks.rank).scatter_add_(1, column, of_this_level.int())
+        in_list = in_list.cumsum(1, dtype=in_list.dtype)
         size = level_sizes[:, level - 1]
         in_ideal_list = torch.minimum((n - finer[:, None]).clamp(min=0), size[:, None])
         intersection += torch.minimum(in_list, in_ideal_list)

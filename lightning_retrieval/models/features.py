@@ -73,7 +73,8 @@ def _gem(
         p = p.to(x.dtype)
     # GeM is homogeneous (a feature map scaled by 2 has a mean scaled by 2), so `largest` needs no gradient.
     largest = x.detach().amax((-2, -1), keepdim=True)
-    mean = (x / largest).pow(p).mean((-2, -1))  # (batch, channel)
+    powers = ((x / largest).log() * p).exp()  # in less time than `pow`, whose gradients are further powers
+    mean = powers.mean((-2, -1))  # (batch, channel)
     return (largest[..., 0, 0] * mean.pow(1 / p)).to(features.dtype)
 
 

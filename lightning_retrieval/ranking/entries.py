@@ -44,11 +44,13 @@ class Extent(NamedTuple):
             coarsest label of a query.
         end: index after the last such image.
         width: the largest number of images that are listed for one query, at least 1, or a bound of this number.
+        is_shared: whether each query lists all images of this range, or none, as in a block of queries of one class.
     """
 
     begin: int
     end: int
     width: int
+    is_shared: bool = False
 
 
 class BlockPositives(NamedTuple):
@@ -113,7 +115,7 @@ class Entries(ABC):
 
         Args:
             queries: indices of the queries of a block.
-            width: the width of the block's extent.
+            width: the width of the block's extent. If the extent is shared, the columns are those of its images.
         """
 
     @cached_property
@@ -164,9 +166,12 @@ class LabelEntries(Entries):
         rows = self.block_rows
         missing = -len(self.first) % rows
         first = pad(self.first, (0, missing), value=self.lists.gallery).view(-1, rows)
+        highest_first = pad(self.first, (0, missing)).view(-1, rows).amax(1)
         last = pad(self.last, (0, missing)).view(-1, rows)
-        extents = torch.stack([first.amin(1), last.amax(1), (last - first).amax(1).clamp(min=1)], 1)
-        return [Extent(*extent) for extent in extents.tolist()]
+        begin, end, width = first.amin(1), last.amax(1), (last - first).amax(1).clamp(min=1)
+        is_shared = (begin == highest_first) & (width == end - begin)
+        extents = torch.stack([begin, end, width, is_shared], 1)
+        return [Extent(*extent[:3], is_shared=bool(extent[3])) for extent in extents.tolist()]
 
     def of_block(self, queries: Int[Tensor, " query"], width: int) -> ListedBlock:
         return _LabelBlock(self, queries, width, excludes_several=not isinstance(self.rule, SameLabel))
@@ -186,17 +191,19 @@ class _LabelBlock(ListedBlock):
         return self.entries.first[self.queries, None] + torch.arange(self.width, device=self.queries.device)
 
     def positives(self) -> BlockPositives:
-        entries, queries, column = self.entries, self.queries, self.columns()
-        lists, is_padding = entries.lists, column >= entries.last[queries, None]
-        is_excluded = column == entries.self_index[queries, None]
+        entries, queries = self.entries, self.queries
+        lists, first = entries.lists, entries.first[queries]
+        offset = torch.arange(self.width, device=queries.device)  # from the first image; columns need more memory
+        is_padding = offset >= (entries.last[queries] - first)[:, None]
+        is_excluded = offset == (entries.self_index[queries] - first)[:, None]
         if lists.columns.shape[1] == 1:  # the images that are not padding share the only label
-            level = torch.ones_like(column, dtype=torch.int8)
+            level = torch.ones_like(is_padding, dtype=torch.int8)
         else:
-            images = lists.ref_columns[column.clamp(max=lists.gallery - 1)]  # (query, pos, column)
+            images = lists.ref_columns[self.columns().clamp(max=lists.gallery - 1)]  # (query, pos, column)
             level, candidate = entries.rule.of_pairs(lists.columns[queries, None], images)
             if candidate is not None:
                 is_excluded |= ~candidate & ~is_padding
-        return BlockPositives(level.masked_fill(is_excluded | is_padding, 0), is_excluded)
+        return BlockPositives(level.masked_fill_(is_excluded | is_padding, 0), is_excluded)
 
 
 class RuleEntries(Entries):

@@ -105,20 +105,33 @@ class ScoreTiles:
             begin: lower bound of the columns that matter.
             end: upper bound (exclusive) of the columns that matter.
         """
-        starts = self._starts(begin, end)
         found = self._queries.new_zeros(column.shape)
-        keep = self.begin <= begin and end <= self.end and len(starts) <= _KEPT_TILES
-        for number, start in enumerate(starts):
-            scores = self._scores(start, number if keep else 0)
-            if keep:
-                self._kept[start] = scores
+        for start, scores in self._kept_tiles(begin, end):
             inside = (column >= start) & (column < min(start + self._columns, self.end))
             column_of_tile = (column - start).clamp_(0, scores.shape[1] - 1)
             found = torch.where(inside, scores.gather(1, column_of_tile), found)
         return found
 
+    def gather_range(self, begin: int, end: int) -> Float[Tensor, "query column"]:
+        """The scores of each query with the images from `begin` to `end`, 0 outside the gallery block."""
+        found = self._queries.new_zeros(self._number, end - begin)
+        for start, scores in self._kept_tiles(begin, end):
+            first, last = max(start, begin), min(start + self._columns, self.end, end)
+            found[:, first - begin : last - begin] = scores[:, first - start : last - start]
+        return found
+
+    def _kept_tiles(self, begin: int, end: int) -> Iterator[tuple[int, Float[Tensor, "query column"]]]:
+        """The positions and scores of the tiles with these columns; keeps the scores if there are few tiles."""
+        starts = self._starts(begin, end)
+        keep = self.begin <= begin and end <= self.end and len(starts) <= _KEPT_TILES
+        for number, start in enumerate(starts):
+            scores = self._scores(start, number if keep else 0)
+            if keep:
+                self._kept[start] = scores
+            yield start, scores
+
     def kept(self) -> dict[int, Float[Tensor, "query column"]]:
-        """Map the position of each tile of the last `gather` to its scores.
+        """Map the position of each tile of the last `gather` or `gather_range` to its scores.
 
         The mapping is empty if there are too many tiles, or if the gallery block lacks some of the columns.
         """
@@ -258,24 +271,41 @@ class RankedBlock:
 
     def find_positives(self, tiles: ScoreTiles) -> None:
         """Collect the scores of positives in a gallery block; if all are known, count the candidates in kept tiles."""
-        begin, end, _ = self._extent
+        begin, end = self._extent.begin, self._extent.end
         if end <= tiles.begin or tiles.end <= begin:
             return
         tiles.start_queries(self._queries)
-        self._scores += tiles.gather(self._listed.columns(), begin, end)
+        if self._extent.is_shared:
+            self._scores += tiles.gather_range(begin, end)
+        else:
+            self._scores += tiles.gather(self._listed.columns(), begin, end)
         kept = tiles.kept()
         if kept:
             self._sort_positives()
             self._counted = frozenset(kept)
-            for tile in kept.values():
-                self._rank += count_at_least(tile, self._positives)
+            for start, tile in kept.items():
+                self._count_tile(start, tile, tiles.end)
 
     def count(self, tiles: ScoreTiles) -> None:
         """Count the candidates in a gallery block whose scores reach each positive."""
         if not self._is_sorted:
             self._sort_positives()
         tiles.start_queries(self._queries)
-        for _, tile in tiles.others(self._counted):
+        for start, tile in tiles.others(self._counted):
+            self._count_tile(start, tile, tiles.end)
+
+    def _count_tile(self, start: int, tile: Float[Tensor, "query column"], stop: int) -> None:
+        """Count the candidates of a tile: the images from `start` on. The images of a shared extent are left out.
+
+        Args:
+            start: index of the first image of the tile.
+            tile: scores, -inf at padding.
+            stop: end of the gallery block; the columns of later images are padding.
+        """
+        begin, end, width = self._extent.begin - start, self._extent.end - start, min(tile.shape[1], stop - start)
+        if self._extent.is_shared and begin < width and end > 0:
+            tile = torch.cat([tile[:, : max(begin, 0)], tile[:, end:width]], dim=1)
+        if tile.shape[1] > 0:
             self._rank += count_at_least(tile, self._positives)
 
     def ranks(self) -> Iterator[PositiveRanks]:
@@ -285,7 +315,10 @@ class RankedBlock:
         rows = max(1, positives // self._listed.width)
         columns = (self._index, self._positives, self._rank, self._level)
         for index, scores, rank, level in zip(*(column.split(rows) for column in columns)):
-            ranks = PositiveRanks(index, rank.long(), first_of_equal(scores), level.long(), self._levels)
+            first_tied = first_of_equal(scores)
+            if self._extent.is_shared:  # only the other images have been counted
+                rank = rank + ((level > 0).sum(1, keepdim=True) - first_tied).int()
+            ranks = PositiveRanks(index, rank, first_tied, level.long(), self._levels)
             yield ranks.to(float64_device(device))
 
     def _sort_positives(self) -> None:
@@ -294,7 +327,9 @@ class RankedBlock:
         self._positives, level = _worst_first(scores, found.level, self._levels)
         self._level = level.to(torch.int8)
         excluded = self._scores.masked_fill(~found.is_excluded, -torch.inf)
-        if self._listed.excludes_several:
+        if self._extent.is_shared:  # images of the extent are not counted
+            self._rank = torch.zeros_like(self._positives, dtype=torch.int32)
+        elif self._listed.excludes_several:
             self._rank = count_at_least(excluded, self._positives).int().neg_()
         else:
             self._rank = (excluded.amax(1, keepdim=True) >= self._positives).int().neg_()

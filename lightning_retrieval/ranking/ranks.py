@@ -62,8 +62,8 @@ def _number_below(
 
 
 def sum_from_here(values: Shaped[Tensor, "query pos"]) -> Shaped[Tensor, "query pos"]:
-    """For each column, the sum of the row from this column to the last."""
-    return values.flip(1).cumsum(1).flip(1)
+    """For each column, the sum of the row from this column to the last, in the dtype of the values."""
+    return values.flip(1).cumsum(1, dtype=values.dtype).flip(1)
 
 
 def ascending(scores: Float[Tensor, "query gallery"]) -> Float[Tensor, "query gallery"]:
@@ -227,7 +227,7 @@ class PositiveRanks:
     @cached_property
     def precision(self) -> Float[Tensor, "query pos"]:
         """For each positive, the fraction of positives among candidates that score at least as high; 0 at padding."""
-        precision = self.rank_among_positives.double() / self.rank.clamp(min=1)
+        precision = self.rank_among_positives.double().div_(self.rank)  # 0 / 0 is possible at padding
         return torch.where(self.is_positive, precision, 0.0)
 
     @cached_property
@@ -244,7 +244,7 @@ class PositiveRanks:
     @cached_property
     def _positives_from_here(self) -> Int[Tensor, "query pos"]:
         """For each column, the number of positives of the row from this column to the last."""
-        return sum_from_here(self.is_positive)
+        return sum_from_here(self.is_positive.int())
 
     @cached_property
     def _irrelevant_before(self) -> Int[Tensor, "query pos"]:

@@ -244,6 +244,18 @@ def test_a_rule_of_relevance_of_ones_own_in_a_config(tmp_path, monkeypatch):
     assert RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True).relevance.size == 2
 
 
+def test_the_precision_of_products_is_set_and_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_float32_matmul_precision()
+    try:
+        main(["fit", "--config", str(write_example(tmp_path)), *SMALL, *SHORT, "--matmul_precision=high"])
+        assert torch.get_float32_matmul_precision() == "high" != before
+    finally:
+        torch.set_float32_matmul_precision(before)
+    (config,) = tmp_path.glob("glyphs/*/config.yaml")
+    assert yaml.safe_load(config.read_text())["matmul_precision"] == "high"
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def trained(request, tmp_path_factory):
     """The name of a family, and the folder in which its backbone was trained."""

@@ -57,6 +57,7 @@ def by_loops(queries, gallery, query_labels, gallery_labels, self_index, query_c
         ("sorted", 2, 1, torch.float32),
         ("default", 30, 1, torch.float32),
         ("default", 12, 2, torch.float64),
+        ("default", 1, 2, torch.float32),  # all queries of a block have the same positives
     ],
 )
 def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
@@ -67,7 +68,8 @@ def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
     own = torch.where(torch.rand(70) < 0.5, torch.randint(0, 90, (70,)), -1)
     gallery, queries = quarters(90, dtype) / 2, quarters(70, dtype) / 2
     gallery_labels = torch.randint(0, classes, (90,)).sort().values
-    query_labels = torch.where(own >= 0, gallery_labels[own], torch.randint(0, classes + 1, (70,)))
+    highest = 0 if classes == 1 else classes  # the gallery has no image of label `classes`
+    query_labels = torch.where(own >= 0, gallery_labels[own], torch.randint(0, highest + 1, (70,)))
     coarser = 3 ** torch.arange(levels)
     labels = query_labels[:, None] // coarser, gallery_labels[:, None] // coarser, own
     of_gallery = torch.randint(0, 3, (90,)) - 1
@@ -82,8 +84,11 @@ def test_against_loops(path, classes, levels, dtype, with_cameras, monkeypatch):
     else:
         of_queries += 10  # no image has their camera
     expected = by_loops(queries, gallery, *labels, of_queries, of_gallery)
-    assert ranked(queries, gallery, Lists(*rows, rule, self_index=own)) == expected
-    assert any(not positives for positives in expected.values())  # queries without a positive are among them
+    lists = Lists(*rows, rule, self_index=own)
+    assert ranked(queries, gallery, lists) == expected
+    assert any(extent.is_shared for extent in entries_of(lists).extents()) == (classes == 1)
+    without_positive = [query for query, positives in expected.items() if not positives]
+    assert without_positive or classes == 1
 
 
 @pytest.mark.parametrize("path", [*PATHS, "accelerator", "searched by NumPy"])
