@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from lightning_retrieval.backend import rank_zero_info
-
 LEAST_STEPS = 2  # measured steps of an epoch, below which nothing is said
 MUCH = 0.1  # part of the time from which on something is advised
 
@@ -71,24 +69,23 @@ class LoaderWait:
             return None
         return self._waited / self._total
 
-    def report(self, owner: str, loader: Any) -> None:
-        """Print one line about the steps so far, if there are enough of them.
+    def line(self, loader: Any) -> str | None:
+        """One sentence about the steps so far; None if there are too few of them.
 
         Args:
-            owner: prefix of the message.
             loader: the loader of the training images.
         """
         fraction = self.fraction
         if fraction is None or self.steps < LEAST_STEPS:
-            return
-        line = f"{owner}: the network waited for images in {100 * fraction:.0f} % of the time of the first epoch"
+            return None
+        line = f"the network waited for images in {100 * fraction:.0f} % of the time of the first epoch"
         if fraction >= MUCH:
             workers, cores = getattr(loader, "num_workers", None), _cores()
             cures = ["smaller images, which `lightning-retrieval shrink PHOTOS SMALL --size 288` writes"]
             if isinstance(workers, int) and workers < cores:
                 cures.insert(0, f"more workers (num_workers={workers} now, {cores} cores)")
             line += f"; what helps: {', or '.join(cures)}"
-        rank_zero_info(f"{line}.")
+        return f"{line}."
 
 
 def _now(device: torch.device) -> Any:

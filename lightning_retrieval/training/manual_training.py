@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, TrainerFn, pl, rank_zero_warn, to_uncompiled
+from lightning_retrieval.backend import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    TrainerFn,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+    to_uncompiled,
+)
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
@@ -449,7 +457,9 @@ class ManualTraining(OptimizedModule):
         They are stepped here in a run without validation only.
         """
         if self.current_epoch == self._first_epoch:
-            self._loader_wait.report(type(self).__name__, self.trainer.train_dataloader)
+            line = self._loader_wait.line(self.trainer.train_dataloader)
+            if line is not None:
+                rank_zero_info(f"{type(self).__name__}: {line}")
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
 
