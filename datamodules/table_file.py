@@ -740,7 +740,8 @@ def _check_header(
         sides = ""
         if "image" in required:
             sides = f", and all of {', '.join(SIDES)} or none"
-        rule = f"line 1 of {path} must name the columns {columns}{sides}, separated by commas"
+        separator = "commas" if table_format.delimiter == "," else repr(table_format.delimiter)
+        rule = f"line 1 of {path} must name the columns {columns}{sides}, separated by {separator}"
         got = f"{','.join(named)!r}, which lacks {', '.join(missing)}"
         raise InvalidValue(rule, owner, got=got, cure=table_format.cure(named))
     for name in wanted:
