@@ -5,6 +5,7 @@
     python benchmarks/losses.py --processes  # the work of one of many processes, about two minutes
     python benchmarks/losses.py --classes  # with few and large classes, half a minute
     python benchmarks/losses.py --rounding  # with embeddings in half precision, a few seconds
+    python benchmarks/losses.py --compile  # compiled by torch.compile, ten minutes
 
 The peer is the loss of the same name in pytorch-metric-learning if there is one, else a direct implementation of the
 formula with a tensor of shape (B, B, B) or (B, bins, B); for the black-box losses it is one argsort of the (B, B) score
@@ -23,6 +24,9 @@ loss, with one thread; the processes need not exist for this.
 
 With `--classes`, the time of losses over soft ranks is divided by the time of log rank, which counts negatives only.
 CPU time, one thread, in turn. "One large" is a batch with one class of 300 images and classes of 4.
+
+With `--compile`, each loss and `torch.compile(loss, dynamic=True)` run in turn, after two compiled steps. CPU time, one
+thread.
 
 With `--rounding`, unit rows are rounded to half precision, as if processes sent them so, and the loss is computed in
 float32, as always. The errors are those of the loss and of the norm of its gradient for the embeddings, relative to
@@ -298,6 +302,27 @@ def with_large_classes(device: str, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def compare_compiled(quick: bool) -> list[dict[str, Any]]:
+    """Each loss as it is, and compiled."""
+    batch, runs, names = (32, 1, ["CalibrationLoss"]) if quick else (384, 9, list(LOSSES))
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        torch._dynamo.reset()
+        loss = LOSSES[name]()
+        compiled = torch.compile(loss, dynamic=True)
+        has_levels = name == "HAPLoss"
+        functions = {
+            "plain": step(loss, batch, "cpu", has_levels),
+            "compiled": step(compiled, batch, "cpu", has_levels),
+        }
+        turns = timed_in_turn(functions, runs, "cpu", warm_up=2, clock=cpu_clock("cpu"))
+        ratio = range_of("compiled over plain", [turn["compiled"] / turn["plain"] for turn in turns])
+        rows.append({"loss": name, "batch": batch} | ratio | {"runs": runs})
+    return rows
+
+
 # The lengths of the vectors that all images, the images of a class and a single image have in common.
 ROUNDED_BATCHES = {"one direction": (3.0, 0.3, 0.3), "unrelated": (0.0, 0.0, 1.0), "in classes": (0.0, 1.0, 2.2)}
 ROUNDED_LOSSES = ("SmoothAPLoss", "SupAPLoss", "FastAPLoss", "QuantizedAPLoss", "ROADMAPLoss", "BlackboxAPLoss")
@@ -349,11 +374,16 @@ def main() -> None:
         classes="compare losses over soft ranks with log rank, with few and large classes, instead",
         processes="measure the work of one of many processes instead",
         rounding="measure the errors of embeddings in half precision instead",
+        compile="compare them with themselves, compiled, instead",
     )
     device, quick = options.device, options.quick
     if options.rounding:
         title = f"Errors of losses whose embeddings are rounded, K = {PER_CLASS}, D = {DIM}; largest of the batches"
         report(title, environment("cpu"), compare_rounded(quick), options.json)
+        return
+    if options.compile:
+        title = f"Compiled losses over plain ones, K = {PER_CLASS}, D = {DIM}; CPU time"
+        report(title, environment("cpu"), compare_compiled(quick), options.json)
         return
     if options.classes:
         title = f"Losses over soft ranks, over log rank, D = {DIM}; CPU time on a CPU"

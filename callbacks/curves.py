@@ -7,6 +7,7 @@ against the optimizer steps.
 """
 
 import io
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -266,11 +267,38 @@ class ScoreHistogram(EvaluationFigure):
         return figure
 
 
+LEAST_RANGE = 0.1  # of an axis: for values from 0 to 1 this difference, for others this fraction of the largest one
+MARGIN = 0.05  # fraction of the range that an axis shows beyond the values
+
+
+def range_of_axis(values: Iterable[float]) -> tuple[float, float] | None:
+    """The ends of an axis on which a difference that does not matter looks small; None if no value is finite.
+
+    Args:
+        values: the values that are drawn.
+    """
+    finite = list(filter(math.isfinite, values))
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    is_fraction = low >= 0 and high <= 1
+    least = LEAST_RANGE
+    if not is_fraction:
+        least *= max(abs(low), abs(high))
+    centre, half = (low + high) / 2, max(high - low, least) / 2
+    if is_fraction:
+        centre = min(max(centre, half), 1 - half)  # no range that no value can have
+    half *= 1 + 2 * MARGIN
+    return centre - half, centre + half
+
+
 class TrainingCurve(pl.Callback):
     """Plots a logged metric and the training loss against the optimizer steps: `curve.png` in the run's log folder.
 
     The figure is redrawn after each validation, and sent to every logger that accepts images (TensorBoard, Weights &
-    Biases). The checkpoint contains the points of the curve, so a resumed run continues it.
+    Biases). Its axes show a range of at least 0.1 for values from 0 to 1, and of a tenth of the largest value for
+    others, so that small differences look small. The checkpoint contains the points of the curve, so a resumed run
+    continues it.
 
     Args:
         metric: name of the logged metric.
@@ -321,6 +349,7 @@ class TrainingCurve(pl.Callback):
         axes = figure.subplots()
         steps, values = zip(*self.points)
         axes.plot(steps, values, color="tab:green", marker="o", markersize=4, label=self.metric)
+        axes.set_ylim(range_of_axis(values))
         axes.set_xlabel("optimizer steps")
         axes.set_ylabel(self.metric, color="tab:green")
         axes.grid(alpha=0.3)
@@ -328,6 +357,7 @@ class TrainingCurve(pl.Callback):
             loss_axes = axes.twinx()
             loss_steps, losses = zip(*self.losses)
             loss_axes.plot(loss_steps, losses, color="tab:gray", linewidth=0.8, alpha=0.7)
+            loss_axes.set_ylim(range_of_axis(losses))
             loss_axes.set_ylabel("train/loss", color="tab:gray")
             # The metric is drawn above the loss.
             axes.set_zorder(loss_axes.get_zorder() + 1)

@@ -122,12 +122,16 @@ def summary_of(before: Mapping[str, Mapping[str, float]]) -> str:
     return "; ".join(parts)
 
 
-def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
+def worse_than_before(columns: Mapping[str, Mapping[str, float]], *, weights: str | None = None) -> str | None:
     """Return a warning with advice if training has made a network worse; None if it has not.
 
     Args:
         columns: the argument of `results_table`: optionally `"backbone"` and `"untrained"`, then the trained network.
+        weights: the pretrained weights that training began with; None if there were none, or they are not known.
     """
+    advice = "train for more epochs, try another learning rate, or begin with pretrained weights if it did not"
+    if weights is not None:
+        advice = "train for more epochs, or try another learning rate"
     trained = list(columns.values())[-1]
     for name in _leading_metrics(trained):
         after = round(trained[name], _DIGITS)
@@ -136,8 +140,7 @@ def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
             if after < before:
                 return (
                     f"The trained network is worse than {meaning}: {name} is {after:.{_DIGITS}f}, and was "
-                    f"{before:.{_DIGITS}f}; train for more epochs, try another learning rate, or begin with "
-                    "pretrained weights if it did not."
+                    f"{before:.{_DIGITS}f}; {advice}."
                 )
     return None
 
@@ -462,7 +465,8 @@ class RetrievalEvaluation(pl.Callback):
             columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
         columns["trained"] = self.results[stage]
         print("\n" + results_table(columns), flush=True)
-        warning = worse_than_before(columns)
+        embedder = getattr(trainer.lightning_module, "embedder", None)
+        warning = worse_than_before(columns, weights=getattr(embedder, "weights", None))
         if warning is not None:
             print(f"\n{warning}", flush=True)
 

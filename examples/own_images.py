@@ -6,13 +6,15 @@ python examples/own_images.py photos --size 64 --backbone resnet50 --loss roadma
 Half of the classes are used for training. `val/mAP` is measured on the other half, where each image is a query against
 all others. The table at the end compares the trained network with the pooled features of its backbone (`backbone`),
 which are what the pretrained weights are worth without training, and with the new, untrained head; a sentence below it
-says so if the trained network is worse. Figures and metrics are written to logs/own_images/version_*. Its subfolder
-checkpoints has best.ckpt, which has the best val/mAP, and last.ckpt, which is that of the last epoch. Ctrl-C completes
-the step and leaves a checkpoint. The same command with --resume continues the newest run in its folder.
+says so if the trained network is worse. The last lines are the commands that search with the trained network or, if it
+is no better than the pretrained backbone, with that. Figures and metrics are written to logs/own_images/version_*. Its
+subfolder checkpoints has best.ckpt, which has the best val/mAP, and last.ckpt, which is that of the last epoch. Ctrl-C
+completes the step and leaves a checkpoint. The same command with --resume continues the newest run in its folder.
 """
 
 import argparse
 import importlib
+import json
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -185,6 +187,56 @@ def is_worse(results: dict[str, dict[str, float]]) -> bool:
     return results["test"]["test/mAP"] < max(before, default=0.0)
 
 
+def is_backbone_enough(results: dict[str, dict[str, float]], weights: str) -> bool:
+    """Return whether the pooled features of pretrained weights have as high an mAP as the trained network."""
+    if weights == "none" or "backbone" not in results:
+        return False
+    digits = 4  # of the table
+    return round(results["test"]["test/mAP"], digits) <= round(results["backbone"]["test/mAP"], digits)
+
+
+def options_of_backbone(options: argparse.Namespace) -> list[str]:
+    """Return the options of `lightning-retrieval index` for the pretrained backbone as it was evaluated."""
+    given = ["--backbone", options.backbone, "--weights", options.weights]
+    if options.eval_transform is not None:
+        return given
+    settings = settings_of(options)
+    size = settings.pop("image_size", None)
+    if size is not None:
+        given += ["--image_size", str(size)]
+    if settings:
+        given += ["--preparation", json.dumps(settings)]
+    return given
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the images that the options give."""
+    return image_settings(
+        options.size,
+        options.resize,
+        fill=options.fit,
+        mean=options.mean,
+        std=options.std,
+        interpolation=options.interpolation,
+    )
+
+
+def print_commands(options: argparse.Namespace, results: dict[str, dict[str, float]]) -> None:
+    """Print the commands that search the images with the better one of the trained network and its backbone."""
+    title, model = "To search with the trained network:", ["--checkpoint", str(RUNS)]
+    if is_backbone_enough(results, options.weights):
+        title, model = "To search with the pretrained backbone, which needs no training:", options_of_backbone(options)
+    elif is_worse(results):
+        title = "To search with the trained network all the same:"
+    print(f"\n{title}")
+    command = ["lightning-retrieval", "index", *model, "--images", str(options.folder)]
+    if options.eval_transform is not None:
+        command += ["--transform", options.eval_transform]
+    print(shlex.join([*command, "--output", "photos.index"]))
+    print("lightning-retrieval search --index photos.index IMAGE --html results.html")
+    print("lightning-retrieval demo --index photos.index")
+
+
 def parse_options() -> tuple[CommandParser, argparse.Namespace]:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
@@ -250,14 +302,7 @@ def main() -> None:
             lr=options.lr,
             backbone=options.backbone,
             weights=options.weights,
-            preparation=image_settings(
-                options.size,
-                options.resize,
-                fill=options.fit,
-                mean=options.mean,
-                std=options.std,
-                interpolation=options.interpolation,
-            ),
+            preparation=settings_of(options),
         )
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
         parser.error(with_options(str(error)))
@@ -281,16 +326,7 @@ def main() -> None:
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     best = trainer.checkpoint_callback.best_model_path
     trainer.test(module, data, ckpt_path=best, verbose=False, weights_only=True)
-    title = "To search with the trained network:"
-    if is_worse(evaluation.results):
-        title = "To search with the trained network all the same:"
-    print(f"\n{title}")
-    command = ["lightning-retrieval", "index", "--checkpoint", str(RUNS), "--images", str(options.folder)]
-    if options.eval_transform is not None:
-        command += ["--transform", options.eval_transform]
-    print(shlex.join([*command, "--output", "photos.index"]))
-    print("lightning-retrieval search --index photos.index IMAGE --html results.html")
-    print("lightning-retrieval demo --index photos.index")
+    print_commands(options, evaluation.results)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning_retrieval.command_line import did_you_mean, null_for_none, one_line, printable, unknown_option
 
 PROGRAM = "lightning-retrieval check"
+HELP = frozenset({"-h", "--help"})
 # The help lists these names instead of importing the data modules, which takes seconds. A test compares the names with
 # the package.
 DATA_MODULES = (
@@ -86,6 +87,7 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     if named.data is None:
         parser.add_argument("--data", required=True, metavar="NAME", help="the data module")
         parser.parse_args(args)  # this call ends the program with the help or an error
+    _print_start(named.data, rest)
     known = data_modules()
     if named.data not in known:
         meant = did_you_mean(named.data, list(known)) or f"; --data is one of {', '.join(sorted(known))}"
@@ -97,6 +99,14 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     settings: dict[str, Any] = parser.instantiate_classes(parsed).as_dict()
     del settings["data"]
     return data_module, settings
+
+
+def _print_start(data: str, rest: Sequence[str]) -> None:
+    """Say what the command does if libraries are imported first, which takes seconds."""
+    is_imported = "torch" in sys.modules
+    if is_imported or data not in DATA_MODULES or not HELP.isdisjoint(rest):
+        return
+    print(f"check: loading {data}, then its images are read ...", file=sys.stderr, flush=True)
 
 
 class _Parser(ArgumentParser):

@@ -54,7 +54,14 @@ SHELLS = ("bash", "zsh", "tcsh")
 COMPLETION_EXAMPLE = """\
 lightning-retrieval completion bash \\
   > ~/.local/share/bash-completion/completions/lightning-retrieval"""
-FILE_OPTIONS = ("--config", "--ckpt_path", "--run_folder", "--output", "--root")  # take a path, but have another type
+FILE_OPTIONS = (
+    "--config",
+    "--ckpt_path",
+    "--run_folder",
+    "--output",
+    "--root",
+    "--weights",
+)  # take a path, but have another type
 
 
 def main(args: Any = None) -> None:
@@ -128,7 +135,8 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.shrink import shrink
 
         return shrink(args)
-    options = import_module(f"{SEARCH_COMMANDS}.options").parse(command, args)
+    parsing = import_module(f"{SEARCH_COMMANDS}.options")
+    options = parsing.parse(command, args)
     work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
 
     from lightning_retrieval.plain_data import import_named_module
@@ -139,7 +147,8 @@ def _run(command: str, args: Sequence[str]) -> int:
         del options.import_module
         unreadable = work(options)
     except EXPECTED_ERRORS as error:
-        print(command_line_message(command, error, vars(options)), file=sys.stderr)
+        names = [action.dest for action in parsing.make_parser(command)._actions]
+        print(command_line_message(command, error, names), file=sys.stderr)
         return 2
     for image in unreadable:
         print(f"{command}: {image}; skipped.", file=sys.stderr)

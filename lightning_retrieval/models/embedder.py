@@ -54,7 +54,8 @@ class Embedder(PretrainedModule):
             (`"timm/vit_small_patch14_dinov2.lvd142m"`), `"hf/"` followed by a Hugging Face hub id or a local folder
             (`"hf/facebook/dinov2-small"`), or `"glyph_net"`, for `GlyphNet()`. Instead of a name, it can be a module
             that maps images to feature maps (N, C, H, W) or vectors (N, C).
-        embedding_dim: dimension of the embeddings, from 1 to 2^20.
+        embedding_dim: dimension of the embeddings, from 1 to 2^20; None for no linear layer, so that the embeddings are
+            the pooled features of the backbone.
         pooling: `"gem"` (`GeM`, p = 3, learned; negative values count as 0), `"avg"` and `"max"` pool feature maps, or
             the patch tokens of a transformer of timm or Hugging Face. `"class_token"` takes the class token. `"own"` is
             the pooling of the backbone itself, such as class token, average or attention pooling. If None, the pooling
@@ -129,7 +130,7 @@ class Embedder(PretrainedModule):
     def __init__(
         self,
         backbone: str | nn.Module,
-        embedding_dim: Dim = 512,
+        embedding_dim: Dim | None = 512,
         *,
         pooling: Pooling | None = None,
         normalize: bool = True,
@@ -177,7 +178,8 @@ class Embedder(PretrainedModule):
         self.head = nn.Sequential()
         if layer_norm:
             self.head.add_module("norm", nn.LayerNorm(feature_dim))
-        self.head.add_module("linear", nn.Linear(feature_dim, embedding_dim))
+        if embedding_dim is not None:
+            self.head.add_module("linear", nn.Linear(feature_dim, embedding_dim))
         keep_plain_names(self)
         for part in (self, self.backbone):
             part.register_load_state_dict_post_hook(note_loaded_weights)
@@ -319,7 +321,7 @@ class Embedder(PretrainedModule):
 
     def _check_images(self, images: Tensor) -> None:
         """Raise unless the images are a batch of floating-point numbers. The backbone checks everything else."""
-        weight: Tensor = self.head.linear.weight  # type: ignore[union-attr, assignment]
+        weight = next(self.parameters(), images)
         if not weight.is_meta:  # with meta tensors, only the shapes of the embeddings matter
             check_tensor("Embedder", "images", images)
         check_normalized("Embedder", images)

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlparse
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ FORMAT, VERSION = "lightning-retrieval embedder", 1
 
 _rebuilding: ContextVar[bool] = ContextVar("rebuilding_from_a_file", default=False)
 _skipped: ContextVar[bool] = ContextVar("pretrained_weights_skipped", default=False)
+_downloaded: ContextVar[bool] = ContextVar("pretrained_weights_downloaded", default=True)
 
 
 @contextmanager
@@ -74,6 +76,37 @@ def with_pretrained_weights() -> Iterator[None]:
         yield
     finally:
         _skipped.reset(token)
+
+
+@contextmanager
+def without_downloads() -> Iterator[None]:
+    """Context in which a file names a backbone and its pretrained weights, which must be on this machine.
+
+    As in `without_pretrained_weights`, arguments of the backbone that would fetch data or run code are invalid.
+    """
+    tokens = _rebuilding.set(True), _downloaded.set(False)
+    try:
+        yield
+    finally:
+        _rebuilding.reset(tokens[0])
+        _downloaded.reset(tokens[1])
+
+
+def may_be_downloaded() -> bool:
+    """Whether pretrained weights that are not on this machine may be downloaded."""
+    return _downloaded.get()
+
+
+def check_cached(what: str, url: str) -> None:
+    """Raise if weights would have to be downloaded from an address, though they may not be.
+
+    Args:
+        what: the weights, for the error message.
+        url: address of the file, which PyTorch keeps under the last part of the address.
+    """
+    file = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
+    if not may_be_downloaded() and not file.is_file():
+        raise hub_error("weights", what, FileNotFoundError(f"{file} does not exist"))
 
 
 def are_skipped() -> bool:

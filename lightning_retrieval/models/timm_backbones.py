@@ -174,12 +174,22 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
         check_choice("Embedder", "weights", weights, (pretrained.DEFAULT_WEIGHTS, *tags))
         name = f"{plain_name}.{weights}"
     is_loaded = not pretrained.are_skipped()
+    if is_loaded:
+        _check_address(timm, name, weights)
     try:
-        with pretrained.hub_access(allowed=is_loaded):  # a file too may name these weights, since timm lists them
+        # A checkpoint of adapters too may name these weights, since timm lists them.
+        with pretrained.hub_access(allowed=is_loaded and pretrained.may_be_downloaded()):
             return _flexible_model(timm, request, name, {"pretrained": is_loaded})
     except (OSError, RuntimeError, ValueError) as error:
         _build_without_weights(timm, request)
         raise pretrained.hub_error("weights", f"{weights!r} of timm/{name}", error) from None
+
+
+def _check_address(timm: Any, name: str, weights: str) -> None:
+    """Raise if weights that are not on the Hugging Face hub may not be downloaded and are not on this machine."""
+    config = timm.get_pretrained_cfg(name)
+    if config is not None and config.url and not config.hf_hub_id:
+        pretrained.check_cached(f"{weights!r} of timm/{name}", config.url)
 
 
 def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from lightning_retrieval.models.backbone_request import (
     unknown_name,
 )
 from lightning_retrieval.models.features import height_and_width
-from lightning_retrieval.models.pretrained import are_skipped, hub_error, is_local_file, load_local_file
+from lightning_retrieval.models.pretrained import are_skipped, check_cached, hub_error, is_local_file, load_local_file
 
 POOLING_AND_CLASSIFIER = ("avgpool", "classifier", "fc")
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
@@ -61,6 +61,8 @@ def _get_model(request: BackboneRequest, weights: Any) -> nn.Module:
     loaded = weights
     if are_skipped():
         loaded = None
+    if loaded is not None:
+        check_cached(f"{request.weights!r} of {request.name}", loaded.url)
     try:
         model: nn.Module = models.get_model(request.name, weights=loaded, **_arguments(request, weights))
     except (AssertionError, ValueError) as error:

@@ -171,7 +171,7 @@ class LabelEntries(Entries):
         begin, end, width = first.amin(1), last.amax(1), (last - first).amax(1).clamp(min=1)
         is_shared = (begin == highest_first) & (width == end - begin)
         extents = torch.stack([begin, end, width, is_shared], 1)
-        return [Extent(*extent[:3], is_shared=bool(extent[3])) for extent in extents.tolist()]
+        return [Extent(*extent) for extent in extents.tolist()]
 
     def of_block(self, queries: Int[Tensor, " query"], width: int) -> ListedBlock:
         return _LabelBlock(self, queries, width, excludes_several=not isinstance(self.rule, SameLabel))

@@ -191,7 +191,7 @@ def network_digest(module: Any) -> str:
     """SHA-256 of everything that the embedding of a candidate depends on, except the preparation of images.
 
     Modules with the same digest give the same embeddings, such as a module and one that was trained with the first
-    one's `FrozenEmbedder`.
+    one's `FrozenEmbedder`. Where pretrained weights came from, a name or a file, does not matter.
 
     Args:
         module: a `RetrievalModule`.
@@ -204,6 +204,8 @@ def network_digest(module: Any) -> str:
         embedder = embedder.embedder
     parts["embedder"] = embedder
     described: dict[str, Any] = {name: describe(part) for name, part in parts.items()}
+    if isinstance(embedder, Embedder) and described["embedder"]["init_args"] is not None:
+        described["embedder"]["init_args"]["weights"] = None
     described["scales"] = [list(module.eval_scales), module.eval_scales_pooling]
     described["forward"] = [_defining_class(module, name) for name in ("forward", "embed")]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())

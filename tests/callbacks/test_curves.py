@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from PIL import Image
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -148,6 +149,51 @@ def test_the_training_curve_shows_the_metric_after_each_validation(tmp_path):
     assert [step for step, _ in curve.points] == [3, 6]
     assert curve.points[-1][1] == pytest.approx(run.callback_metrics["val/mAP"].item(), abs=1e-6)
     assert [step for step, _ in curve.losses] == [1, 2, 3, 4, 5, 6]
+
+
+class Logged(pl.LightningModule):
+    """Logs the next one of given values after each epoch."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values, self.layer = list(values), nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/mAP", self.values[self.current_epoch], batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "least", "most"),
+    [
+        ((0.520, 0.518, 0.515), 0.01, 0.15),
+        ((0.004, 0.002, 0.0), 0.01, 0.15),
+        ((1.0, 1.0, 0.998), 0.01, 0.15),
+        ((51.4, 51.2, 51.0), 0.01, 0.15),
+        ((0.52, 0.55, 0.62), 0.6, 0.95),
+        ((0.0, 0.7, 1.0), 0.6, 0.95),
+        ((float("nan"), 0.3, 0.3), 0.01, 0.15),
+        ((float("nan"),) * 3, 0, 0.15),
+    ],
+    ids=str,
+)
+def test_small_differences_look_small_in_the_training_curve(values, least, most, tmp_path):
+    """Measured in the picture: the fraction of its height over which the points and their line extend."""
+    trainer = make_trainer(TrainingCurve(), default_root_dir=tmp_path, max_epochs=3, num_sanity_val_steps=0)
+    loader = DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2)
+    trainer.fit(Logged(values), loader, loader)
+    with Image.open(tmp_path / "curve.png") as picture:
+        is_green = (np.asarray(picture) == GREEN).all(2)[:, 90:]  # without the label of the axis
+    rows = is_green.any(1).nonzero()[0]
+    extent = (rows.max() - rows.min()) / len(is_green) if len(rows) else 0
+    assert least <= extent <= most
 
 
 def test_resumed_run_continues_the_curve(tmp_path):

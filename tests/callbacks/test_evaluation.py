@@ -647,6 +647,8 @@ def test_a_network_that_training_made_worse(backbone, untrained, trained, named)
     assert (sentence is None) == (named is None)
     if named is not None:
         assert sentence.startswith(f"The trained network is worse than {named}")
+        assert "begin with pretrained weights" in sentence
+        assert "begin with" not in worse_than_before(columns, weights="DEFAULT")
     assert worse_than_before({"trained": columns["trained"]}) is None
 
 

@@ -75,6 +75,10 @@ def test_an_epoch_of_photographs_and_of_their_smaller_copies(results_of):
     ("name", "flag", "ratio", "others", "rows"),
     [
         ("losses", "--products", "over its products", {"loss", "batch", "threads"}, {"SmoothAPLoss", "HAPLoss"}),
+        pytest.param(
+            *("losses", "--compile", "compiled over plain", {"loss", "batch"}, {"CalibrationLoss"}),
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler of C++"),
+        ),
         ("large_batch", "--kept", "over the prediction", {"chunks", "keep_graphs", "over keeping all"}, {1}),
     ],
 )
@@ -101,8 +105,10 @@ def test_losses_of_rounded_embeddings_are_compared_with_exact_ones(results_of):
 
 
 def test_an_evaluation_with_a_large_class_is_compared_with_its_product(results_of):
-    ((row,), _) = results_of("metrics", "--classes")
-    assert row["ratio"] == row["evaluation"]["median"] / row["product alone"]["median"]
+    rows, _ = results_of("metrics", "--classes")
+    assert [row["set"] for row in rows] == ["half in one class", *(f"classes of {size}" for size in (1, 25, 250, 500))]
+    for row in rows:
+        assert row["ratio"] == row["evaluation"]["median"] / row["product alone"]["median"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler of C++")

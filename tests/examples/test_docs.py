@@ -33,6 +33,7 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.search.commands.options import COMMANDS, parse
 from tests.source_tree import PACKAGES, REPOSITORY, module_name, syntax_trees
 from tests.test_surface import public_objects
 
@@ -196,6 +197,18 @@ def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 
 
 @pages
+def test_commands_that_need_a_network_or_a_browser_have_valid_options(page):
+    """Blocks of the language `text` are not run; commands of a search that are in them can at least be parsed."""
+    for block in blocks_of(page.read_text(encoding="utf-8")):
+        if block.language != "text":
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True) if "lightning-retrieval " in line else []
+            if words[:1] == ["lightning-retrieval"] and words[1] in COMMANDS:
+                parse(words[1], words[2:])
+
+
+@pages
 def test_every_block_of_a_page_is_found_and_every_file_is_used(page):
     """A fence that is indented or starts in another way would not be run."""
     text = page.read_text(encoding="utf-8")
@@ -317,6 +330,13 @@ def test_every_page_is_in_the_navigation():
     nav = targets(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     pages = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
     assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in pages)
+
+
+def test_the_sidebar_has_few_entries():
+    """Material shows the first level alone until a section is opened, unless sections are always open."""
+    config = yaml.load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
+    assert len(config["nav"]) <= 8
+    assert not {"navigation.sections", "navigation.expand"} & set(config["theme"]["features"])
 
 
 def referenced():

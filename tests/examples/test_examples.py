@@ -23,7 +23,9 @@ import torch
 import torchvision
 import yaml
 from PIL import Image
+from torch.nn.functional import normalize
 
+from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
@@ -172,6 +174,47 @@ def error_of_own_images(folder, monkeypatch, capsys):
 def script_of_own_images():
     """The functions of the script."""
     return runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="own_images")
+
+
+def test_own_images_offers_the_pretrained_backbone_where_training_did_not_help(tmp_path, monkeypatch, capsys):
+    """The printed command makes an index of the features that the table calls `backbone`."""
+    script = script_of_own_images()
+    weights = tmp_path / "weights.pth"
+    torch.save(torchvision.models.get_model("squeezenet1_1").state_dict(), weights)
+    write_noise(tmp_path / "photos", 2, 3)
+    arguments = [
+        "photos",
+        "--backbone=squeezenet1_1",
+        f"--weights={weights}",
+        "--size=40",
+        "--mean",
+        "0.5",
+        "0.5",
+        "0.4",
+    ]
+    monkeypatch.setattr(sys, "argv", ["own_images.py", *arguments])
+    monkeypatch.chdir(tmp_path)
+    options = script["parse_options"]()[1]
+    before, after = {"test/mAP": 0.52}, {"test/mAP": 0.51}
+    script["print_commands"](options, {"backbone": after, "untrained": after, "test": before})
+    assert "--checkpoint logs/own_images" in capsys.readouterr().out
+    script["print_commands"](options, {"backbone": before, "untrained": after, "test": after})
+    index, *others = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lightning-retrieval ")]
+    assert "--checkpoint" not in index
+    assert len(others) == 2
+    main(shlex.split(index)[1:])
+    made = RetrievalIndex.load("photos.index")
+    embedder = script["make_embedder"](options.backbone, options.weights, script["settings_of"](options)).eval()
+    images = [embedder.preparation(Image.open(tmp_path / "photos" / path)) for path in made.paths(made.ids)]
+    with torch.no_grad():
+        expected = normalize(embedder.pooled_features(torch.stack(images)))
+    assert torch.allclose(made.embeddings(made.ids), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("weights", "offered"), [("none", False), ("DEFAULT", True)])
+def test_own_images_offers_no_backbone_without_pretrained_weights(weights, offered):
+    worse = {"backbone": {"test/mAP": 0.5}, "untrained": {"test/mAP": 0.4}, "test": {"test/mAP": 0.3}}
+    assert script_of_own_images()["is_backbone_enough"](worse, weights) == offered
 
 
 def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):

@@ -24,13 +24,14 @@ from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.commands.embedding import (
+    LoadedModel,
     UnreadableImage,
-    load_checkpoint,
     print_guess,
-    recorded_checkpoint,
-    restored_retrieval_module,
+    recorded_model,
+    shown_model,
 )
 from lightning_retrieval.search.commands.index import read_image_rows
+from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
 from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
 from lightning_retrieval.training.module import RetrievalModule
@@ -90,7 +91,7 @@ def _summary(done: AdaptedHead) -> str:
     )
     if low <= 0:
         text += (
-            "\nnot shown to be better than the features: adapt embeddings of more classes, or use the checkpoint that "
+            "\nnot shown to be better than the features: adapt embeddings of more classes, or use the model that "
             "made the embeddings"
         )
     return text
@@ -134,7 +135,7 @@ def adapt_head(
     *,
     loss: nn.Module,
     labels: Path | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: Path | PretrainedBackbone | None = None,
     embedding_dim: int | None = None,
     hidden_dim: int | None = None,
     batch_size: int = 2048,
@@ -153,7 +154,8 @@ def adapt_head(
         output: file of the new checkpoint.
         loss: loss of this library or of pytorch-metric-learning.
         labels: CSV or Parquet table with the columns `image` and `label`; if None, the labels in the folder are used.
-        checkpoint: checkpoint that the embeddings were made with; if None, the path that the folder records.
+        checkpoint: checkpoint or pretrained backbone that the embeddings were made with; if None, the one that the
+            folder records. Weights of a backbone are downloaded only if it is given.
         embedding_dim: dimension of the new embeddings; if None, the dimension of the stored embeddings.
         hidden_dim: number of hidden units of the head; None for a linear head.
         batch_size: number of embeddings in a list, from 4 to 16,384, with at most 16 of each class.
@@ -165,7 +167,7 @@ def adapt_head(
     Raises:
         FileNotFoundError: if the embeddings, the table or the checkpoint do not exist.
         ValueError: if `output` exists and `overwrite` is False, an image has no label, there are too few classes, the
-            embeddings were not made by this checkpoint's network alone, or an argument is out of range.
+            embeddings were not made by this model's network alone, or an argument is out of range.
         OSError: if the checkpoint cannot be written; an earlier file at `output` is unchanged.
 
     Cost:
@@ -196,26 +198,33 @@ def adapt_head(
 
 
 def _embedding_module(
-    manifest: EmbeddingManifest, checkpoint: Path | None, output: Path, overwrite: bool
-) -> RetrievalModule:
-    """The module that made the embeddings; raises unless a head can follow it in another file."""
-    found = recorded_checkpoint(manifest.about, checkpoint, made="embeddings were")
-    if output.exists() and output.samefile(found):
+    manifest: EmbeddingManifest, given: Path | PretrainedBackbone | None, output: Path, overwrite: bool
+) -> Any:
+    """The network that made the embeddings; raises unless a head can follow it in another file."""
+    loaded = recorded_model(manifest.about, given, made="embeddings were")
+    if output.exists() and _is_of(output, loaded):
         rule = "must not be the checkpoint that made the embeddings"
         raise InvalidValue(rule, argument="output", got=output, cure="give another file")
     if output.exists() and not overwrite:
         cure = "give `overwrite` to replace it, or another path"
         raise InvalidValue("must be a new file", argument="output", got=f"{output}, which exists", cure=cure)
-    module: RetrievalModule = load_checkpoint(found, restored_retrieval_module)
+    module = loaded.module
     if module.query_embedder is not None:
         rule = "must be of a model with one network"
         cure = "train the network of queries with a FrozenEmbedder of the candidates instead"
-        raise InvalidValue(rule, argument="checkpoint", got=f"{found}, which has a `query_embedder`", cure=cure)
+        got = f"{shown_model(loaded.about)}, which has a `query_embedder`"
+        raise InvalidValue(rule, argument="checkpoint", got=got, cure=cure)
     is_whitened = module.whitening is not None and module.whitening.learned is not None
     if is_whitened or tuple(module.eval_scales) != (1,):
         rule = "must be of a model without whitening and with the scale 1 alone"
         raise InvalidValue(rule, argument="embeddings", got="another", cure="embed the images with such a model")
     return module
+
+
+def _is_of(output: Path, loaded: LoadedModel) -> bool:
+    """Whether a file is the checkpoint of a model."""
+    checkpoint = loaded.about.get("checkpoint")
+    return checkpoint is not None and output.samefile(checkpoint)
 
 
 def _labels_of_table(table: Path | None) -> Mapping[str, str] | None:
@@ -360,10 +369,10 @@ def _compare(head: Head, held_out: LabelledSet, epochs: int) -> AdaptedHead:
     return AdaptedHead(float(before.mean()), float(after.mean()), interval, len(differences), epochs)
 
 
-def _preparation(manifest: EmbeddingManifest, source: RetrievalModule) -> dict[str, Any] | None:
+def _preparation(manifest: EmbeddingManifest, source: Any) -> dict[str, Any] | None:
     """The preparation of images for the head: that of the embeddings; with a warning if it was a guess."""
     if source.preparation is not None:
-        return source.preparation
+        return dict(source.preparation)
     print_guess(manifest.about, made="embeddings")
     return dict(manifest.preparation or {}) or None
 

@@ -33,6 +33,7 @@ from lightning_retrieval.search.commands.embedding import (
     list_images,
     unusable_device,
 )
+from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
     FILE_FORMATS,
@@ -180,7 +181,7 @@ def _summary(done: EmbeddedFolder) -> str:
 
 @owned_by(OWNER)
 def embed_images(
-    checkpoint: Path,
+    checkpoint: Path | PretrainedBackbone,
     images: Path,
     output: Path,
     *,
@@ -207,7 +208,7 @@ def embed_images(
     the modification time of one of its images has changed.
 
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
+        checkpoint: as for `index_images`.
         images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
         output: folder of the embeddings: a new folder, or a folder begun by the same call. All nodes must share it.
         root: folder that the paths of a table are relative to; if None, the folder of the table.

@@ -1,4 +1,4 @@
-"""Embeds image files with the model of a checkpoint, for all commands.
+"""Embeds image files with the model of a checkpoint, or with a pretrained backbone, for all commands.
 
 `list_images` lists the images of a folder or of a table, `ImageEmbedder.load` loads the model and the preparation that
 its evaluation uses, and `ImageEmbedder.embed` returns the embeddings batch by batch. Unreadable files are reported, not
@@ -36,12 +36,21 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
 from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
+from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.sides import Side, side_of_module
 from lightning_retrieval.preparation.decoding import image_files, is_unread_picture, shown_suffixes
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
 from lightning_retrieval.progress import Progress
+from lightning_retrieval.search.commands.of_backbone import (
+    BACKBONE,
+    load_backbone,
+    rebuild_backbone,
+    record_of_backbone,
+    shown_backbone,
+)
 from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, warning_of_guess
+from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.shared_folder import RangeBatches
 from lightning_retrieval.search.store.rows import Rows
 from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
@@ -152,36 +161,107 @@ def images_in_folder(folder: Path) -> ListedImages:
     return ListedImages.of_paths(folder, found.paths)
 
 
-def recorded_checkpoint(about: Mapping[str, Any], given: Path | None, *, made: str) -> Path:
-    """The checkpoint that embeddings were made with: the given file, else the file that they record.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on the CPU, and what embeddings record of it.
+
+    Args:
+        module: a `RetrievalNetwork` or `RetrievalModule`.
+        about: plain values: the path of the checkpoint as `checkpoint`, or the arguments of a pretrained backbone as
+            `backbone`; and `checkpoint_sha256`, the digest of the checkpoint or of the network.
+    """
+
+    module: Any
+    about: dict[str, Any]
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path, sha256: str) -> "LoadedModel":
+        """The model of an existing checkpoint with this digest."""
+        about = {"checkpoint": checkpoint.absolute().as_posix(), "checkpoint_sha256": sha256}
+        return cls(load_checkpoint(checkpoint), about)
+
+    @classmethod
+    def of_backbone(cls, network: RetrievalNetwork) -> "LoadedModel":
+        """A pretrained backbone."""
+        sha256 = network_digest(network)
+        return cls(network, {BACKBONE: record_of_backbone(network), "checkpoint_sha256": sha256, NETWORK: sha256})
+
+
+def load_model(given: Path | PretrainedBackbone) -> LoadedModel:
+    """Load the model that a user has given.
+
+    Args:
+        given: checkpoint of a `RetrievalModule`, or the folder of its runs, see `find_checkpoint`; or a pretrained
+            backbone, whose weights may be downloaded.
+
+    Raises:
+        FileNotFoundError: if the checkpoint or the file of weights does not exist.
+        ValueError: if the checkpoint cannot be rebuilt, or there is no such backbone.
+    """
+    if isinstance(given, PretrainedBackbone):
+        return LoadedModel.of_backbone(load_backbone(given))
+    checkpoint = find_checkpoint(given)
+    return LoadedModel.of_checkpoint(checkpoint, checkpoint_digest(checkpoint))
+
+
+def shown_model(about: Mapping[str, Any]) -> str:
+    """The model that embeddings record, for messages."""
+    if BACKBONE in about:
+        return shown_backbone(about[BACKBONE])
+    return str(about.get("checkpoint"))
+
+
+def recorded_model(about: Mapping[str, Any], given: Path | PretrainedBackbone | None, *, made: str) -> LoadedModel:
+    """The model that embeddings were made with: the given one, else the one that they record.
 
     Args:
         about: metadata of the embeddings.
-        given: the checkpoint, or the folder of its runs.
-        made: what was made with the checkpoint, with a verb, for error messages.
+        given: as for `load_model`. A backbone without settings of its preparation is built for the recorded ones.
+        made: what was made with the model, with a verb, for error messages.
 
     Raises:
-        FileNotFoundError: if the recorded file does not exist.
-        ValueError: if the file is the checkpoint of another network, or images were prepared otherwise.
+        FileNotFoundError: if the recorded checkpoint does not exist.
+        ValueError: if the model has another network, or images were prepared otherwise.
     """
+    if isinstance(given, PretrainedBackbone) or (given is None and BACKBONE in about):
+        return _recorded_backbone(about, given, made=made)
     if given is None:
         given = Path(str(about.get("checkpoint")))
         if not is_checkpoint(given):
             rule = f"must be given, because the checkpoint that the {made} made with is no longer at {given}"
             raise MissingFile(rule, argument="checkpoint")
     checkpoint = find_checkpoint(given)
-    sha256 = checkpoint_digest(checkpoint)
-    if sha256 == about.get("checkpoint_sha256"):
-        return checkpoint
-    module = load_checkpoint(checkpoint)
-    prepared = json.loads(json.dumps(module.preparation))  # in the form that `about` has in a file
+    loaded = LoadedModel.of_checkpoint(checkpoint, checkpoint_digest(checkpoint))
+    if loaded.about["checkpoint_sha256"] == about.get("checkpoint_sha256"):
+        return loaded
+    prepared = json.loads(json.dumps(loaded.module.preparation))  # in the form that `about` has in a file
     is_prepared_alike = prepared in (None, about.get("preparation"))
-    network = {"checkpoint_sha256": sha256, NETWORK: network_digest(module)}
+    network = {**loaded.about, NETWORK: network_digest(loaded.module)}
     if not (is_prepared_alike and is_same_network(about, network)):
-        rule = f"must be the one that the {made} made with, because embeddings of different models cannot be compared"
-        cure = "give the right checkpoint, or embed the images again"
-        raise InvalidValue(rule, argument="checkpoint", got=f"another, {checkpoint.absolute()}", cure=cure)
-    return checkpoint
+        raise _another_model("checkpoint", checkpoint.absolute(), made)
+    return loaded
+
+
+def _recorded_backbone(about: Mapping[str, Any], given: Any, *, made: str) -> LoadedModel:
+    """The pretrained backbone that embeddings were made with, see `recorded_model`."""
+    record = about.get(BACKBONE)
+    if given is None:
+        network = rebuild_backbone(record, made=made)
+    else:
+        if isinstance(record, Mapping):
+            given = given.prepared_as(record.get("preparation"))
+        network = load_backbone(given)
+    loaded = LoadedModel.of_backbone(network)
+    if not is_same_network(about, loaded.about):
+        raise _another_model(BACKBONE, shown_backbone(loaded.about[BACKBONE]), made)
+    return loaded
+
+
+def _another_model(argument: str, got: object, made: str) -> InvalidValue:
+    """The error for a model that is not the one that embeddings were made with."""
+    rule = f"must be the one that the {made} made with, because embeddings of different models cannot be compared"
+    cure = f"give the right {argument}, or embed the images again"
+    return InvalidValue(rule, argument=argument, got=f"another, {got}", cure=cure)
 
 
 def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
@@ -215,13 +295,12 @@ def print_guess(about: Mapping[str, Any], *, made: str = "") -> None:
         print(warning, file=sys.stderr)
 
 
-def load_checkpoint(checkpoint: Path, restored: Callable[[Any], Any] = restored_network) -> Any:
+def load_checkpoint(checkpoint: Path) -> Any:
     """Load a network on the CPU, without downloading the pretrained weights that its training began with.
 
     Args:
         checkpoint: path of an existing file. Its objects are rebuilt from plain values, so loading runs no code of the
             file.
-        restored: rebuilds the network from the content of the file; if it returns None, `restored_module` does.
 
     Returns:
         The `RetrievalNetwork` or, for the checkpoint of a subclass, the `RetrievalModule`. Its attribute `preparation`
@@ -237,16 +316,16 @@ def load_checkpoint(checkpoint: Path, restored: Callable[[Any], Any] = restored_
         raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
     try:
         saved = read_checkpoint(checkpoint)
-        network = restored(saved)
+        network: Any = restored_network(saved)
         if network is None:
-            network = restored_retrieval_module(saved)
+            network = _restored_module(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
         raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint} ({first_line(error)})") from None
     network.steps_of_training = int(saved.get("global_step") or 0)
     return network
 
 
-def restored_retrieval_module(saved: Any) -> Any:
+def _restored_module(saved: Any) -> Any:
     """The whole `RetrievalModule` of a checkpoint, or the subclass that LightningCLI has recorded; needs Lightning."""
     from lightning_retrieval.training.checkpointed_module import restored_module
     from lightning_retrieval.training.module import RetrievalModule
@@ -330,10 +409,10 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ImageEmbedder:
-    """A model that is ready to embed image files; `load` makes it from a checkpoint.
+    """A model that is ready to embed image files; `load` makes it from a checkpoint or a pretrained backbone.
 
-    `about` describes the model with plain values: its checkpoint, its transform, and where the choice of the
-    transform came from (see `choose_transform`). It is saved with an index.
+    `about` describes the model with plain values: its checkpoint or backbone, its transform, and where the choice of
+    the transform came from (see `choose_transform`). It is saved with an index.
     """
 
     module: Any  # a `RetrievalNetwork` or `RetrievalModule`
@@ -348,24 +427,22 @@ class ImageEmbedder:
     @classmethod
     def load(
         cls,
-        checkpoint: Path,
+        model: Path | PretrainedBackbone | LoadedModel,
         *,
         transform: str | None,
         recorded: dict[str, Any] | None = None,
-        sha256: str | None = None,
         batch_size: int,
         num_workers: int,
         device: str | None,
         side: Side = "candidates",
     ) -> "ImageEmbedder":
-        """Load the model of a checkpoint.
+        """Load a model.
 
         Args:
-            checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, see `find_checkpoint`.
+            model: a loaded model, or what `load_model` loads.
             transform: name of the transform that the user gave, see `choose_transform`.
             recorded: the preparation recorded in an index; if None, or if queries have their own network, the
                 preparation recorded in the checkpoint.
-            sha256: digest of the checkpoint, if the caller has already computed it.
             batch_size: number of images embedded at a time; the number is 1 if images keep their sizes.
             num_workers: number of processes that read images.
             device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -378,8 +455,9 @@ class ImageEmbedder:
         """
         check_integer(CALLER, "batch_size", batch_size, least=1)
         check_integer(CALLER, "num_workers", num_workers, least=0)
-        checkpoint = find_checkpoint(checkpoint)
-        module = load_checkpoint(checkpoint)
+        if not isinstance(model, LoadedModel):
+            model = load_model(model)
+        module = model.module
         if side_of_module(module, "queries").tokenizer is not None:
             side = "candidates"
         of_side = side_of_module(module, side)
@@ -388,14 +466,12 @@ class ImageEmbedder:
         channels = image_channels(module)
         if module.query_embedder is not None:
             channels = image_channels(of_side.embedder)
-        prepare, serialised, source = choose_transform(checkpoint, of_side, transform, recorded, channels)
-        about = {
-            "checkpoint": checkpoint.absolute().as_posix(),
-            "checkpoint_sha256": sha256 or checkpoint_digest(checkpoint),
-            "preparation": serialised,
-            "preparation_from": source,
-            "channels": channels,
-        }
+        prepare, serialised, source = choose_transform(
+            f"the model of {shown_model(model.about)}", of_side, transform, recorded, channels
+        )
+        if BACKBONE in model.about and source == "model":
+            source = BACKBONE
+        about = {**model.about, "preparation": serialised, "preparation_from": source, "channels": channels}
         if module.steps_of_training > 0:
             print_guess(about)
         if isinstance(prepare, Preparation) and not prepare.gives_one_size:
@@ -406,6 +482,8 @@ class ImageEmbedder:
 
     def description(self) -> dict[str, Any]:
         """What is stored with embeddings: `about`, and the digest of the network, for which all weights are read."""
+        if NETWORK in self.about:
+            return self.about
         return {**self.about, NETWORK: network_digest(self.module)}
 
     def on(self, device: str) -> "ImageEmbedder":
@@ -533,7 +611,7 @@ class ImageEmbedder:
         tokenizer = side_of_module(self.module, "queries").tokenizer
         if tokenizer is None:
             rule = "must be given for a checkpoint whose network of queries embeds texts"
-            got = f"{self.about['checkpoint']}, whose queries are images"
+            got = f"{shown_model(self.about)}, whose queries are images"
             raise InvalidValue(rule, argument="text", got=got, cure="give images, or train with a TextEmbedder")
         rows = []
         for begin in range(0, len(texts), self.batch_size):

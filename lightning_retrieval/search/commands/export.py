@@ -21,7 +21,15 @@ from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation import prepare
 from lightning_retrieval.preparation.preparation import Preparation
-from lightning_retrieval.search.commands.embedding import ImageEmbedder, ListedImages, UnreadableImage, list_images
+from lightning_retrieval.search.commands.embedding import (
+    ImageEmbedder,
+    ListedImages,
+    UnreadableImage,
+    list_images,
+    shown_model,
+)
+from lightning_retrieval.search.commands.of_backbone import BACKBONE
+from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.export.onnx_file import METADATA, OnnxModel, load_onnx, write_onnx
 from lightning_retrieval.search.export.program import EmbeddingProgram, InputType, export_program, largest_difference
 from lightning_retrieval.search.export.quantization import quantize_onnx
@@ -108,7 +116,7 @@ def _megabytes(file: Path) -> str:
 
 @owned_by(OWNER)
 def export_model(
-    checkpoint: Path,
+    checkpoint: Path | PretrainedBackbone,
     output: Path,
     *,
     input_type: InputType = "uint8",
@@ -117,7 +125,7 @@ def export_model(
     root: Path | None = None,
     transform: str | None = None,
 ) -> ExportedModel:
-    """Export the model of a checkpoint to ONNX and to a program of `torch.export`, and compare both with the model.
+    """Export a model to ONNX and to a program of `torch.export`, and compare both with the model.
 
     The programs include the whitening and the scales of the model. `preparation.json` describes the preparation of
     images for the programs; the metadata of the programs hold the same values. `prepare.py` prepares an image as these
@@ -126,7 +134,7 @@ def export_model(
 
     Args:
         checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
-            LoRA adapters are merged first.
+            LoRA adapters are merged first. Or a pretrained backbone, whose pooled features are the embeddings.
         output: folder for the files.
         input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
         int8: also write an int8 ONNX file, and measure its cost.
@@ -195,16 +203,16 @@ def _check_not_of_others(output: Path) -> None:
 def _preparation(embedder: ImageEmbedder) -> Preparation:
     """The preparation of a model; raises unless it produces images of one size, for a single network."""
     if embedder.module.query_embedder is not None:
-        got = f"{embedder.about['checkpoint']}, which has a `query_embedder`"
+        got = f"{shown_model(embedder.about)}, which has a `query_embedder`"
         cure = "export the checkpoint of the candidates, and serve queries with `embed_queries`"
         raise InvalidValue("must be of a model with one network", argument="checkpoint", got=got, cure=cure)
     preparation = embedder.transform
     if not isinstance(preparation, Preparation):
-        rule = "the model of `checkpoint` must have been evaluated with a Preparation, which a program can include"
+        rule = "the model must have been evaluated with a Preparation, which a program can include"
         got = "another transform"
         raise InvalidValue(rule, got=got, cure="evaluate it with `image_size`, `mean` and `std` instead")
     if preparation.image_size is None:
-        rule = "the model of `checkpoint` must be one of images of one size"
+        rule = "the model must be one of images of one size"
         raise InvalidValue(rule, got="one that keeps the size of each image", cure="evaluate it with an `image_size`")
     return preparation
 
@@ -212,13 +220,18 @@ def _preparation(embedder: ImageEmbedder) -> Preparation:
 @torch.inference_mode()
 def _about(program: EmbeddingProgram, embedder: ImageEmbedder) -> dict[str, Any]:
     images = program.random_images(1)
+    model = {"checkpoint_sha256": embedder.about["checkpoint_sha256"]}
+    if BACKBONE in embedder.about:
+        record = embedder.about[BACKBONE]
+        # Others get the export, to whom the folder of a file of weights says nothing.
+        model[BACKBONE] = {"backbone": record["backbone"], "weights": Path(record["weights"]).name}
     return {
         "format": FORMAT,
         "preparation": program.preparation.as_dict(),
         "input": program.input_type,
         "input_shape": ["batch", *images.shape[1:]],
         "dim": program(images).shape[1],
-        "checkpoint_sha256": embedder.about["checkpoint_sha256"],
+        **model,
     }
 
 

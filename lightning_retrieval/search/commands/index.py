@@ -1,6 +1,6 @@
 """`lightning-retrieval index`: build an index of the images in a folder, or of embeddings written by `embed`.
 
-For a folder of images, the embeddings are kept in memory, not in files. The index records its checkpoint and the
+For a folder of images, the embeddings are kept in memory, not in files. The index records its model and the
 preparation of its images, so that queries are embedded in the same way.
 """
 
@@ -10,13 +10,13 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite_number, check_integer
+from lightning_retrieval.checks import check_choice, check_finite_number, check_integer
 from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, TableColumns, find_missing, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
@@ -29,9 +29,10 @@ from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
     UnreadableImage,
     images_in_folder,
+    recorded_model,
 )
 from lightning_retrieval.search.commands.of_checkpoint import shown_choice
-from lightning_retrieval.search.commands.options import EMBEDDINGS_OPTIONS
+from lightning_retrieval.search.commands.options import EMBEDDINGS_OPTIONS, PretrainedBackbone
 from lightning_retrieval.search.commands.stores import (
     THRESHOLD,
     IndexSettings,
@@ -50,6 +51,8 @@ from lightning_retrieval.search.store.index import RECALL_AT, RetrievalIndex
 from lightning_retrieval.search.store.milvus_store import EmbeddingStore
 from lightning_retrieval.search.store.rows import FolderRows
 
+Missing = Literal["error", "keep"]
+MISSING = get_args(Missing)
 # The texts of a column of numbers. A text with leading zeros is a code, not a number.
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
@@ -101,7 +104,7 @@ def _summary(made: EmbeddingStore) -> str:
 
 @owned_by("index_images")
 def index_images(
-    checkpoint: Path,
+    checkpoint: Path | PretrainedBackbone,
     images: Path,
     output: Path,
     *,
@@ -116,6 +119,7 @@ def index_images(
     metadata: Path | None = None,
     columns: ColumnNames = None,
     delimiter: str = ",",
+    missing: Missing = "error",
     validation: Path | None = None,
     false_match_rate: float | None = None,
     batch_size: int = 32,
@@ -125,7 +129,8 @@ def index_images(
     """Embed all images below a folder, and save an index of them.
 
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
+        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used; or a
+            pretrained backbone, whose pooled features are the embeddings.
         images: folder of the images. All files at any depth with the suffix of a format that Pillow decodes are
             indexed, except hidden files. Symbolic links to folders are followed, see `image_files`.
         output: folder of the index, or its name in the store.
@@ -134,7 +139,7 @@ def index_images(
             the preparation is a function. If `transform` is None, the preparation is that of the checkpoint, else
             that of the model's `Embedder`, else `"plain"` for a model of colour images and `"glyphs"` for a model of
             grey images. `about["preparation"]` of the index is the preparation used; `about["preparation_from"]` is
-            `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
+            `"argument"`, `"checkpoint"`, `"backbone"`, `"model"` or `"default"`.
         store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
         factory: faiss' factory string, or type of Milvus' index.
         parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
@@ -149,6 +154,8 @@ def index_images(
             in the index, and a search can filter and group by them.
         columns: the names of the columns of `metadata`, if they differ, as for `ImageTable`.
         delimiter: the character that separates the fields of `metadata`, if it is a CSV file.
+        missing: what is done with images that have no row in `metadata`: `"error"`, or `"keep"`, with which their texts
+            are empty and their numbers missing.
         validation: embeddings of labelled images, on which a threshold is chosen: a folder written by `embed_images`
             with the same model. A search shows nothing below the threshold; `about["threshold"]` of the index records
             it.
@@ -175,9 +182,8 @@ def index_images(
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
-    rows = NewRows(
-        torch.arange(len(paths)), paths, read_metadata(metadata, paths, root=images, table_format=table_format)
-    )
+    of_table = read_metadata(metadata, paths, missing=missing, root=images, table_format=table_format)
+    rows = NewRows(torch.arange(len(paths)), paths, of_table)
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -189,7 +195,7 @@ def index_images(
     writer = IndexWriter(new, about, overwrite=overwrite, update=update)
     dim = embedder.dim()
     new.check_dim(dim)
-    new.check_paths(paths)
+    new.check_rows(rows)
     writer.check_kept(rows)  # raises before any image is embedded
     return writer.write(dim, rows, lambda positions: embedder.embed_all(listed, positions.tolist()))
 
@@ -199,6 +205,7 @@ def index_embeddings(
     embeddings: Path,
     output: Path,
     *,
+    checkpoint: Path | PretrainedBackbone | None = None,
     store: str | None = None,
     factory: str = "Flat",
     parameters: str = "",
@@ -209,6 +216,7 @@ def index_embeddings(
     metadata: Path | None = None,
     columns: ColumnNames = None,
     delimiter: str = ",",
+    missing: Missing = "error",
     validation: Path | None = None,
     false_match_rate: float | None = None,
     devices: int = 1,
@@ -222,6 +230,8 @@ def index_embeddings(
     Args:
         embeddings: folder written by `embed_images` or `EmbeddingWriter`.
         output: folder of the index, or its name in the store.
+        checkpoint: the model that the index records, whose network must be the one that made the embeddings; if None,
+            the model that the folder records.
         store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
         factory: faiss' factory string, or type of Milvus' index.
         parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
@@ -234,6 +244,7 @@ def index_embeddings(
         metadata: as for `index_images`, with the paths of the images in the folder of embeddings.
         columns: as for `index_images`.
         delimiter: as for `index_images`.
+        missing: as for `index_images`.
         validation: as for `index_images`.
         false_match_rate: as for `index_images`.
         devices: number of processes that add rows, all on this machine; with several, the index is built on disk, with
@@ -244,8 +255,9 @@ def index_embeddings(
 
     Raises:
         FileNotFoundError: if the folder holds no embeddings, or the table does not exist.
-        ValueError: if files of the folder are missing or damaged, no image could be read, or an argument is invalid;
-            without `overwrite`, if rows of an existing index would be lost; with `update`, as for `index_images`.
+        ValueError: if files of the folder are missing or damaged, no image could be read, the embeddings were not made
+            with `checkpoint`, or an argument is invalid; without `overwrite`, if rows of an existing index would be
+            lost; with `update`, as for `index_images`.
         OSError: if the store cannot be reached; this is checked first.
         ConnectionError: if another process has ended early.
 
@@ -271,10 +283,10 @@ def index_embeddings(
         raise InvalidValue(rule, argument="embeddings", got=got, cure="embed the candidates, which is the default")
     new.check_dim(manifest.dim)
     rows = FolderRows(folder)  # reads and checks all files
-    new.check_paths(rows.paths)
     root = Path(str(manifest.about["images"])) if "images" in manifest.about else None
-    columns_of_rows = read_metadata(metadata, rows.paths, root=root, table_format=table_format)
-    new_rows = NewRows(rows.ids, rows.paths, columns_of_rows)
+    of_table = read_metadata(metadata, rows.paths, missing=missing, root=root, table_format=table_format)
+    new_rows = NewRows(rows.ids, rows.paths, of_table)
+    new.check_rows(new_rows)
     unreadable = [UnreadableImage(*image) for image in rows.unreadable]
 
     def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
@@ -282,7 +294,10 @@ def index_embeddings(
             return EmbeddedImages(positions, rows, unreadable)  # `rows` reads the embeddings from files
         return EmbeddedImages(positions, rows[positions], unreadable)
 
-    about = {**manifest.about, **choose_threshold(validation, false_match_rate, manifest.about)}
+    about = dict(manifest.about)
+    if checkpoint is not None:
+        about |= recorded_model(about, checkpoint, made="embeddings were").about
+    about |= choose_threshold(validation, false_match_rate, about)
     writer = IndexWriter(new, about, overwrite=overwrite, update=update)
     return writer.write(manifest.dim, new_rows, embedded)
 
@@ -381,6 +396,7 @@ def read_metadata(
     table: Path | None,
     paths: Sequence[str],
     *,
+    missing: Missing = "error",
     root: Path | None = None,
     table_format: TableFormat = COMMON_FORMAT,
 ) -> dict[str, list[Any]]:
@@ -394,20 +410,27 @@ def read_metadata(
         paths: the paths of the images.
         root: the folder of the images, in which absolute paths lie.
         table_format: the names of the table's columns, and the separator of its fields.
+        missing: what is done if an image has no row: `"error"`, or `"keep"` for empty texts and missing numbers.
 
     Raises:
         FileNotFoundError: if the table does not exist.
-        ValueError: if the table cannot be read or has no further column, an image is not in exactly one row, or a
-            column has an invalid name.
+        ValueError: if the table cannot be read or has no further column, an image is in several rows or, without
+            `"keep"`, in none, no image has a row, a column has an invalid name, or `missing` is given without a table.
     """
+    check_choice(CALLER, "missing", missing, MISSING)
     if table is None:
+        if missing != "error":
+            raise InvalidValue("must be given with `metadata`", argument="missing", got=repr(missing))
         return {}
     read, row_of = read_image_rows("metadata", table, all_columns=True, root=root, table_format=table_format)
-    missing = find_missing(paths, row_of)
-    if missing:
-        got = f"{table}, in which {len(missing)} of {len(paths)} images are missing, such as {missing[0]!r}"
-        raise InvalidValue("must have a row for each image of the index", argument="metadata", got=got)
-    rows = [row_of[path] for path in paths]
+    without_row = find_missing(paths, row_of)
+    if without_row and (missing == "error" or len(without_row) == len(paths)):
+        got = f"{table}, in which {len(without_row)} of {len(paths)} images are missing, such as {without_row[0]!r}"
+        cure = ""
+        if len(without_row) < len(paths):
+            cure = "add them, or give `missing` keep, with which they have no metadata"
+        raise InvalidValue("must have a row for each image of the index", argument="metadata", got=got, cure=cure)
+    rows = [row_of.get(path) for path in paths]
     columns = {name: _typed(read, name, rows) for name in read.columns if name != "image"}
     if not columns:
         raise InvalidValue("must have columns besides image", argument="metadata", got=f"none in {table}")
@@ -415,12 +438,12 @@ def read_metadata(
     return columns
 
 
-def _typed(table: TableColumns, name: str, rows: Sequence[int]) -> list[Any]:
-    """The values of some rows of a column: numbers if all its texts are numbers, else text."""
+def _typed(table: TableColumns, name: str, rows: Sequence[int | None]) -> list[Any]:
+    """The values of some rows of a column: numbers if all its texts are numbers, else text; for None, a missing one."""
     texts = table.columns[name]
     others = [row for row, text in enumerate(texts) if not _is_number(text)]
     if not others:
-        return [float(texts[row]) for row in rows]
+        return _of_rows(list(map(float, texts)), rows, None)
     if len(others) <= len(texts) / 2:
         warnings.warn(
             f"the column {name!r} of `metadata` holds text, so a search cannot compare it with a number: "
@@ -428,7 +451,18 @@ def _typed(table: TableColumns, name: str, rows: Sequence[int]) -> list[Any]:
             f"{table.unit} {table.lines[others[0]]} of {table.path}.",
             stacklevel=2,
         )
-    return [texts[row] for row in rows]
+    return _of_rows(texts, rows, "")
+
+
+def _of_rows(values: Sequence[Any], rows: Sequence[int | None], missing: Any) -> list[Any]:
+    """The values of some rows, and `missing` for None."""
+    found = []
+    for row in rows:
+        value = missing
+        if row is not None:
+            value = values[row]
+        found.append(value)
+    return found
 
 
 def _is_number(text: str) -> bool:

@@ -1,8 +1,7 @@
-"""Chooses the preparation for a checkpoint's model after training: that of its evaluation, if recorded."""
+"""Chooses the preparation for a model after training: that of its evaluation, if its checkpoint records it."""
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -24,6 +23,7 @@ PROBED_SIZE = (224, 224)  # height and width of the black image on which a funct
 SOURCES = {
     "argument": "",
     "checkpoint": ", as the checkpoint says",
+    "backbone": ", as the backbone wants",
     "model": ", as its embedder wants (not known to be that of its evaluation)",
     "default": ", the default (not known to be that of its evaluation)",
 }
@@ -32,12 +32,12 @@ DEFAULT_NAMES = {1: "glyphs"}  # name of the preparation by number of channels; 
 
 
 def choose_transform(
-    checkpoint: Path, side: ModuleSide, requested: str | None, recorded: dict[str, Any] | None, channels: int
+    model: str, side: ModuleSide, requested: str | None, recorded: dict[str, Any] | None, channels: int
 ) -> tuple[Transform, dict[str, Any], str]:
     """Choose the transform for a model, and say where the choice came from.
 
     Args:
-        checkpoint: file of the model, for error messages.
+        model: name of the model, for error messages.
         side: the network. It decides if both `requested` and `recorded` are None.
         requested: the name that the user gave: one of `Preparation.NAMES`, or the dotted name of a function; or None.
         recorded: the transform of the model's evaluation, as plain data, or None. `requested` must agree with it.
@@ -63,7 +63,7 @@ def choose_transform(
     else:
         transform, source = Preparation.named(DEFAULT_NAMES.get(channels, "plain")), "default"
     if isinstance(transform, Preparation):
-        _check_channels(checkpoint, transform, channels)
+        _check_channels(model, transform, channels)
     elif requested is not None:
         _check_function(requested, transform)
     serialised = serialise_transform(transform)
@@ -118,14 +118,14 @@ def _check_function(name: str, function: Transform) -> None:
         raise invalid(got=f"{name!r}, which returns {type(made).__name__}", cure=cure)
 
 
-def _check_channels(checkpoint: Path, preparation: Preparation, channels: int) -> None:
+def _check_channels(model: str, preparation: Preparation, channels: int) -> None:
     if preparation.channels == channels:
         return
     if channels not in (1, 3):
-        rule = "the model of `checkpoint` must take images with 1 or 3 channels, like image files"
-        got = f"{checkpoint}, whose model takes {channels} channels"
+        rule = "the model must take images with 1 or 3 channels, like image files"
+        got = f"{model}, which takes {channels} channels"
         raise InvalidValue(rule, got=got, cure="embed the images yourself and add them to a RetrievalIndex")
     shown = shown_transform(serialise_transform(preparation))
-    rule = f"must give images with the number of channels that the model of {checkpoint} takes, {channels}"
+    rule = f"must give images with the number of channels that {model} takes, {channels}"
     got = f"{shown}, which gives {preparation.channels}"
     raise InvalidValue(rule, argument="transform", got=got, cure=f"take {DEFAULT_NAMES.get(channels, 'plain')!r}")

@@ -5,8 +5,10 @@ command is in the module of the same name, which is imported after parsing.
 """
 
 import argparse
+import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +19,13 @@ HOST_HELP = (
     "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
     "only; 0.0.0.0 serves the page to the network, under any name"
 )
+MODEL_NEEDED = "--backbone with --weights replaces --checkpoint"
 MODEL_OPTIONS = ("checkpoint", "transform", "batch_size", "num_workers", "device")  # options for the model of an index
 # Options allowed with `index --embeddings DIR`. The other options of `index` concern the embedding of images.
 EMBEDDINGS_OPTIONS = (
     "embeddings",
     "output",
+    "checkpoint",
     "store",
     "factory",
     "parameters",
@@ -32,10 +36,44 @@ EMBEDDINGS_OPTIONS = (
     "metadata",
     "columns",
     "delimiter",
+    "missing",
     "validation",
     "false_match_rate",
     "devices",
 )
+
+
+@dataclass(frozen=True)
+class PretrainedBackbone:
+    """A pretrained network in place of a checkpoint: its embeddings are the pooled features of the backbone.
+
+    Args:
+        backbone: as for `Embedder`, like the other arguments.
+        weights: `"DEFAULT"`, the name of other weights, or the path of a file.
+        image_size: height and width of the images; if None, the size that belongs to the weights.
+        preparation: settings of the preparation that differ from those of the weights.
+    """
+
+    backbone: str
+    weights: str
+    image_size: int | None = None
+    preparation: Mapping[str, Any] | None = None
+
+    def prepared_as(self, recorded: Any) -> "PretrainedBackbone":
+        """The same backbone for the recorded preparation of earlier images, unless settings are given here."""
+        if self.image_size is not None or self.preparation is not None or not isinstance(recorded, Mapping):
+            return self
+        return replace(self, preparation=recorded)
+
+    @property
+    def settings_of_preparation(self) -> dict[str, Any] | None:
+        """`preparation` as `Embedder` accepts it."""
+        if self.preparation is None:
+            return None
+        return dict(self.preparation)
+
+
+BACKBONE_OPTIONS = tuple(field.name for field in fields(PretrainedBackbone))
 
 
 def model_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -47,8 +85,11 @@ def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
     """Parse the options of a command. Exits for `--help`, or if an option is invalid."""
     parser = make_parser(command)
     options: argparse.Namespace = parser.parse_args(args)
+    _take_backbone(parser, options)
     if command == "index":
         _check_index_options(parser, options)
+    if command in ("embed", "export") and options.checkpoint is None:
+        parser.error(f"the following arguments are required: --checkpoint; {MODEL_NEEDED}")
     if command == "search" and not options.queries and not options.text:
         parser.error("an image or --text must be given")
     return options
@@ -75,6 +116,27 @@ def make_parser(command: str) -> CommandParser:
     return parser
 
 
+def _take_backbone(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Replace the options of a pretrained backbone by a `PretrainedBackbone` in place of the checkpoint.
+
+    Exits if one of them is given alone, or a checkpoint as well, or the preparation twice.
+    """
+    given = {name: vars(options).pop(name) for name in BACKBONE_OPTIONS}
+    names = [f"--{name}" for name, value in given.items() if value is not None]
+    if not names:
+        return
+    if options.checkpoint is not None:
+        parser.error(f"{names[0]} must not be given with --checkpoint, which is another model; give one of them")
+    if given["backbone"] is None:
+        parser.error(f"{names[0]} must be given with --backbone, the name of a pretrained network")
+    if given["weights"] is None:
+        parser.error("--backbone must be given with --weights: DEFAULT, the name of other weights, or a file")
+    transform = getattr(options, "transform", None)
+    if transform is not None and len(names) > 2:
+        parser.error(f"{names[2]} must not be given with --transform, which replaces the preparation of the backbone")
+    options.checkpoint = PretrainedBackbone(**given)
+
+
 def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit unless `--output` is given with either the options for images or the options for embeddings."""
     needed = ["output"]
@@ -84,14 +146,14 @@ def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Name
     if missing:
         message = f"the following arguments are required: {', '.join(missing)}"
         if options.embeddings is None:
-            message += "; --embeddings replaces --checkpoint and --images"
+            message += f"; --embeddings replaces --checkpoint and --images, and {MODEL_NEEDED}"
         parser.error(message)
     if options.embeddings is None:
         if options.devices != parser.get_default("devices"):
             parser.error("--devices must be given with --embeddings; embed the images first, with `embed --devices`")
         return
     for name, value in vars(options).items():
-        if name not in EMBEDDINGS_OPTIONS and value != parser.get_default(name):
+        if name not in (*EMBEDDINGS_OPTIONS, "import_module") and value != parser.get_default(name):
             parser.error(f"--{name} must not be given with --embeddings, because no image is embedded")
 
 
@@ -102,7 +164,7 @@ def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--labels", type=Path, metavar="TABLE", help="table of image and label, if `embed` had no labels"
     )
-    parser.add_argument("--checkpoint", type=Path, metavar="C", help="checkpoint of the embeddings, if it was moved")
+    _add_model(parser, help_of_checkpoint="checkpoint of the embeddings, if it was moved")
     parser.add_argument(
         "--loss",
         default="LogRankLoss",
@@ -118,7 +180,7 @@ def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_embed_options(parser: argparse.ArgumentParser) -> None:
-    _add_checkpoint(parser, required=True)
+    _add_model(parser)
     parser.add_argument(
         "--images",
         type=Path,
@@ -198,7 +260,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_export_options(parser: argparse.ArgumentParser) -> None:
-    _add_checkpoint(parser, required=True)
+    _add_model(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the files")
     parser.add_argument(
         "--input",
@@ -216,10 +278,13 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_index_options(parser: argparse.ArgumentParser) -> None:
-    _add_checkpoint(parser, required=False)
+    _add_model(parser)
     parser.add_argument("--images", type=Path, metavar="DIR", help="folder of images, searched at any depth")
     parser.add_argument(
-        "--embeddings", type=Path, metavar="DIR", help="instead of these two: folder that `embed` wrote"
+        "--embeddings",
+        type=Path,
+        metavar="DIR",
+        help="instead of --images: folder that `embed` wrote, which also records the model",
     )
     parser.add_argument(
         "--output",
@@ -260,6 +325,12 @@ def _add_metadata(parser: argparse.ArgumentParser) -> None:
         "--metadata", type=Path, metavar="TABLE", help="table of image and further columns, for search --where"
     )
     _add_table_format(parser)
+    parser.add_argument(
+        "--missing",
+        choices=("error", "keep"),
+        default="error",
+        help="with --metadata: whether images that have no row are an error, the default, or kept without metadata",
+    )
     parser.add_argument(
         "--validation", type=Path, metavar="DIR", help="labelled embeddings of the same model, to choose a threshold on"
     )
@@ -322,13 +393,35 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     _add_embedding(parser)
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def _add_model(
+    parser: argparse.ArgumentParser,
+    *,
+    help_of_checkpoint: str = "checkpoint that `fit` wrote, or the folder of its runs, whose newest best.ckpt is used",
+) -> None:
+    """Add the options that name a model: a checkpoint, or a pretrained backbone in place of it."""
+    parser.add_argument("--checkpoint", type=Path, metavar="C", help=help_of_checkpoint)
     parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=required,
-        metavar="C",
-        help="checkpoint that `fit` wrote, or the folder of its runs, whose newest best.ckpt is used",
+        "--backbone",
+        metavar="NAME",
+        help="in place of --checkpoint: pretrained network of torchvision, timm/NAME or hf/NAME; embeddings are its "
+        "pooled features",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="NAME|FILE",
+        help="with --backbone: DEFAULT, the name of other weights, which are downloaded once, or a file of weights",
+    )
+    parser.add_argument(
+        "--image_size",
+        type=_positive,
+        metavar="N",
+        help="with --backbone: height and width of the images, default that of the weights",
+    )
+    parser.add_argument(
+        "--preparation",
+        type=_settings,
+        metavar="JSON",
+        help='with --backbone: how else images are prepared than for the weights, as {"resize": 224}',
     )
 
 
@@ -336,12 +429,10 @@ def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) ->
     """Add the options that name an index, its model and its images."""
     parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
     _add_store(parser, "--index")
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="C",
-        help="checkpoint that the index was made with, if it was moved; or another whose network of candidates is the "
-        "same, such as one that was trained with it as a FrozenEmbedder",
+    _add_model(
+        parser,
+        help_of_checkpoint="checkpoint that the index was made with, if it was moved; or another whose network of "
+        "candidates is the same, such as one that was trained with it as a FrozenEmbedder",
     )
     parser.add_argument("--images", type=Path, metavar="DIR", help=images_help)
     parser.add_argument(
@@ -399,6 +490,17 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
     return int(text)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """The settings in a JSON object."""
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f'must be JSON such as {{"resize": 224}}, got {text} ({error})') from None
+    if not isinstance(settings, dict):
+        raise argparse.ArgumentTypeError(f'must be names and values such as {{"resize": 224}}, got {text}')
+    return settings
 
 
 def _port(text: str) -> int:

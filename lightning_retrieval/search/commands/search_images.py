@@ -17,8 +17,10 @@ from lightning_retrieval.search.commands.embedding import (
     ListedImages,
     UnreadableImage,
     print_guess,
-    recorded_checkpoint,
+    recorded_model,
 )
+from lightning_retrieval.search.commands.of_backbone import BACKBONE
+from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.commands.stores import THRESHOLD
 from lightning_retrieval.search.image_files import is_named
 from lightning_retrieval.search.store.conditions import Request
@@ -81,7 +83,7 @@ def search_images(
     where: str | None = None,
     group_by: str | None = None,
     threshold: float | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: Path | PretrainedBackbone | None = None,
     transform: str | None = None,
     batch_size: int = 32,
     num_workers: int = 0,
@@ -99,8 +101,8 @@ def search_images(
         group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
         threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one. The threshold of the
             index was chosen for its own network, so it does not apply to queries that another network embeds.
-        checkpoint: file of the model, whose network of candidates must be that of the index; if None, the file that
-            the index was made with.
+        checkpoint: file of the model, whose network of candidates must be that of the index, or a pretrained backbone;
+            if None, the model that the index was made with. Weights of a backbone are downloaded only if it is given.
         transform: dotted name of the function, if a function prepared the images of the index. The function is
             imported.
         batch_size: number of images embedded at a time.
@@ -144,7 +146,7 @@ class ImageSearcher:
         index: EmbeddingStore,
         *,
         threshold: float | None = None,
-        checkpoint: Path | None = None,
+        checkpoint: Path | PretrainedBackbone | None = None,
         transform: str | None = None,
         batch_size: int = 32,
         num_workers: int = 0,
@@ -154,10 +156,9 @@ class ImageSearcher:
         self.index = index
         self.threshold = _threshold_of(index, threshold)
         self._embedder = ImageEmbedder.load(
-            recorded_checkpoint(index.about, checkpoint, made="index was"),
+            recorded_model(index.about, checkpoint, made="index was"),
             transform=transform,
             recorded=index.about["preparation"],
-            sha256=index.about["checkpoint_sha256"],
             batch_size=batch_size,
             num_workers=num_workers,
             device=device,
@@ -260,7 +261,8 @@ def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
 
 
 def _check_index(index: EmbeddingStore) -> None:
-    if not {"checkpoint", "checkpoint_sha256", "preparation"} <= index.about.keys():
+    has_model = not index.about.keys().isdisjoint(("checkpoint", BACKBONE))
+    if not has_model or not {"checkpoint_sha256", "preparation"} <= index.about.keys():
         raise InvalidValue("must be an index of images that `index_images` made", argument="index")
 
 

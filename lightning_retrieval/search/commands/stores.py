@@ -21,13 +21,18 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, first_line
 from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
-from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
 from lightning_retrieval.search.store.disk_lists import ROWS_IN_MEMORY, check_lists, check_rows_in_memory
 from lightning_retrieval.search.store.index import RetrievalIndex
 from lightning_retrieval.search.store.milvus_connection import check_dim, check_store
-from lightning_retrieval.search.store.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
+from lightning_retrieval.search.store.milvus_store import (
+    EmbeddingStore,
+    MilvusStore,
+    check_no_missing,
+    check_path_bytes,
+)
 from lightning_retrieval.search.store.rows import Rows, plain_values
 from lightning_retrieval.search.store.storage import MANIFEST, check_folder
 
@@ -70,8 +75,8 @@ class NewRows:
 
     def select(self, positions: Int[Tensor, " selected"]) -> "NewRows":
         """The rows of the images at these positions."""
-        selected = positions.tolist()
-        columns = {name: list(map(values.__getitem__, selected)) for name, values in self.columns.items()}
+        columns = new_columns(self.columns, len(self.ids))
+        columns = {name: column.take(as_arrow(positions.numpy())) for name, column in columns.items()}
         return NewRows(self.ids[positions], self.paths[positions.numpy()], columns)
 
     def column_kinds(self) -> dict[str, Kind]:
@@ -220,8 +225,8 @@ class FaissFolder:
         if self._settings.on_disk:
             check_lists(index.faiss_indexes[0], index.factory)
 
-    def check_paths(self, paths: Sequence[str]) -> None:
-        """Accept all paths: a folder can store any path."""
+    def check_rows(self, rows: NewRows) -> None:
+        """Accept all rows: a folder can store any path, and that a number is missing."""
 
     def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:
         """The rows of the existing index; None if there is none, or a killed process left it incomplete.
@@ -311,9 +316,10 @@ class MilvusCollection:
         """Raise if Milvus cannot store embeddings of this dimension."""
         check_dim(dim)
 
-    def check_paths(self, paths: Sequence[str]) -> None:
-        """Raise if Milvus cannot store these paths."""
-        check_path_bytes(paths)
+    def check_rows(self, rows: NewRows) -> None:
+        """Raise if Milvus cannot store these paths, or a number is missing."""
+        check_path_bytes(rows.paths)
+        check_no_missing(rows.columns, "metadata")
 
     def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:
         """The rows of the index of this name; None if there is none.

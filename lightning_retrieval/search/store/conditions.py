@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 
 Kind = Literal["text", "number"]
 COLUMN_KINDS: tuple[Kind, ...] = ("text", "number")
-Values = Sequence[Any] | Tensor | NDArray[Any]  # the values of a new column: strings, or numbers
+Values = Sequence[Any] | Tensor | NDArray[Any]  # the values of a new column: strings, or numbers; or a `Column`
 LARGEST_INTEGER = 2**53  # all integers up to this one are exact in float64
 LIST = "columns.json"
 # For each operator, the name of a function of Arrow, and except for "in" also of NumPy.
@@ -71,11 +72,17 @@ def kinds_of(columns: Mapping[str, Column]) -> dict[str, Kind]:
 
 
 def python_values(column: Column) -> list[Any]:
-    """The values of a column as Python's objects."""
+    """The values of a column as Python's objects; None for a number that is missing."""
     values: list[Any] = column.to_pylist()
     if kind_of(column) == "text":
         return [text.decode(errors="surrogateescape") for text in values]
-    return values
+    return list(map(_number_or_none, values))
+
+
+def _number_or_none(value: float) -> float | None:
+    if math.isnan(value):
+        return None
+    return value
 
 
 def joined(first: Column, second: Column) -> Column:
@@ -111,7 +118,8 @@ def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Co
     """The columns of new rows.
 
     Args:
-        columns: by name, the values of all rows; None for no columns.
+        columns: by name, the values of all rows; None for no columns. In a column of numbers, None is one that is
+            missing.
         rows: number of rows.
 
     Raises:
@@ -132,6 +140,8 @@ def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Co
 def _column(name: str, values: Values, rows: int) -> Column:
     import pyarrow
 
+    if isinstance(values, pyarrow.Array) and len(values) == rows:
+        return values
     listed: Any = values
     if isinstance(values, (Tensor, np.ndarray)):
         listed = values.tolist()
@@ -148,10 +158,16 @@ def _column(name: str, values: Values, rows: int) -> Column:
             rule = f"must hold valid Unicode for {name}"
             raise InvalidValue(rule, argument="columns", got=short_repr(error.object)) from None
         return pyarrow.DictionaryArray.from_arrays(texts.indices.cast(pyarrow.int64()), texts.dictionary)
-    if not types <= {int, float}:
+    return _numbers(name, listed, types)
+
+
+def _numbers(name: str, listed: Sequence[Any], types: set[type]) -> Column:
+    """A column of numbers, some of which may be None, as NaN."""
+    if not types <= {int, float, NoneType} or types == {NoneType}:
         shown = ", ".join(sorted(kind.__name__ for kind in types))
         raise InvalidType(f"must hold only strings or only numbers for {name}", argument="columns", got=shown)
-    if not all(map(is_exact, listed)):
+    given = filter(lambda value: value is not None, listed)
+    if not all(map(is_exact, given)):
         rule = f"must hold finite numbers, integers up to 2**53, for {name}"
         raise InvalidValue(rule, argument="columns", got="others")
     return as_arrow(np.array(listed, np.float64))
@@ -231,7 +247,7 @@ class Compared:
 
     column: str
     operator: str
-    value: str | float | frozenset[str] | frozenset[float]
+    value: str | float | frozenset[str] | frozenset[float | None]
 
 
 @dataclass(frozen=True)
@@ -392,7 +408,11 @@ def matching_rows(condition: Condition, columns: Mapping[str, Column]) -> Bool[n
     if kind_of(column) == "text":
         matches: NDArray[np.bool_] = _matching_texts(condition, column.dictionary)[np.from_dlpack(column.indices)]
     elif condition.operator == "in":
-        matches = np.isin(np.from_dlpack(column), list(value))  # Arrow does not find 0.0 among -0.0
+        numbers = np.from_dlpack(column)
+        # Arrow does not find 0.0 among -0.0.
+        matches = np.isin(numbers, list(value - {None}))
+        if None in value:  # the group of rows without a number
+            matches |= np.isnan(numbers)
     else:
         matches = getattr(np, OPERATORS[condition.operator])(np.from_dlpack(column), value)
     return matches

@@ -108,6 +108,15 @@ def check_path_bytes(paths: Sequence[str], name: str = "paths") -> None:
             raise InvalidValue(rule, argument=name, got=f"one of {size}")
 
 
+def check_no_missing(columns: Mapping[str, Sequence[Any]], name: str = "columns") -> None:
+    """Raise if a value of a column is missing, which Milvus cannot store; `name` is the argument with the columns."""
+    for column, values in columns.items():
+        if None in values:
+            rule = "must have all numbers for an index in Milvus"
+            got = f"{column}, of which some are missing"
+            raise InvalidValue(rule, argument=name, got=got, cure="add them, or keep the index in a folder")
+
+
 def check_directions(name: str, embeddings: Rows) -> None:
     """Raise if a row is zero: its cosine similarity is undefined, and Milvus servers differ in how they treat it."""
     for begin, block in normalized_blocks(embeddings):
@@ -270,6 +279,8 @@ class MilvusStore:
         for name, kind in self.column_kinds.items():
             if kind == "text":
                 check_path_bytes(conditions.python_values(new[name].dictionary), "columns")
+            else:
+                check_no_missing({name: conditions.python_values(new[name])})
         check_finite_rows("embeddings", given, new_ids, paths)
         check_directions("embeddings", given)
 

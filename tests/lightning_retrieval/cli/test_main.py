@@ -347,6 +347,21 @@ def test_counts_and_missing_files(tmp_path, capsys):
     assert "missing: gone.png" in out.splitlines()
 
 
+def test_check_shows_its_first_line_before_it_imports_libraries(tmp_path):
+    """The line comes at once, while the images are read seconds later; help and errors come without it."""
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        Image.new("RGB", (8, 8), (ord(label), 0, 0)).save(tmp_path / label / "0.png")
+    program = [sys.executable, "-X", "importtime", "-m", "lightning_retrieval.cli", "check", "--data"]
+    done = subprocess.run([*program, "ImageFolder", "--root", tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    shown = re.search(r"^check: loading ImageFolder", done.stderr, flags=re.MULTILINE)
+    assert shown.start() < re.search(r"\| +torch$", done.stderr, flags=re.MULTILINE).start()
+    for more in (["ImageFolder", "--help"], ["Nothing"]):
+        done = subprocess.run([*program, *more], capture_output=True, text=True, timeout=120)
+        assert "check: loading" not in done.stderr
+
+
 def test_both_sides_of_pairs_are_counted(tmp_path, capsys):
     for side, classes in (("sketches", "abcd"), ("photos", "abcdef")):
         for label in classes:

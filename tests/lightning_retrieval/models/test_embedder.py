@@ -75,6 +75,20 @@ def test_forward_applies_backbone_pool_and_head(pooling, cls):
     torch.testing.assert_close(embedder(images), expected / expected.norm(dim=1, keepdim=True))
 
 
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_without_a_dimension_embeddings_are_the_pooled_features(layer_norm):
+    torch.manual_seed(0)
+    embedder = Embedder("glyph_net", None, layer_norm=layer_norm).eval()
+    images = torch.rand(3, 1, 32, 32)
+    features = embedder.pooled_features(images)
+    expected = nn.functional.layer_norm(features, (256,)) if layer_norm else features
+    assert features.shape == (3, 256)
+    assert torch.allclose(embedder(images), normalize(expected), atol=1e-6)
+    again = Embedder(**embedder.init_args()).eval()
+    again.load_state_dict(embedder.state_dict())
+    assert torch.equal(again(images), embedder(images))
+
+
 def test_vectors_are_not_pooled_and_no_parameter_is_unused():
     embedder = Embedder(Backbone(vectors), 5, normalize=False)
     images = torch.randn(2, 3, 32, 32)

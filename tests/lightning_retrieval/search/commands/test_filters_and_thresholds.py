@@ -102,6 +102,62 @@ def test_search_filters_groups_and_hides_what_is_not_similar(glyphs, table, vali
     assert error.startswith("search: `--group_by` must be a column of the index, price (number), code (text), product")
 
 
+def test_images_without_a_row_of_metadata_are_kept_if_wanted(glyphs, tmp_path, capsys):
+    """Also those that an update adds; their numbers meet no comparison but `!=`, and they are one group."""
+    folder = shutil.copytree(glyphs[0], tmp_path / "g")
+    paths = paths_of(folder / "images")
+    late = paths[30:]
+    for path in late:
+        (folder / "images" / path).rename(tmp_path / Path(path).name)
+    table = tmp_path / "some.csv"
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["image", "price", "name"], *([path, row, f"n{row}"] for row, path in enumerate(paths[:20]))]
+        )
+    args = indexing(folder, tmp_path / "index", "--metadata", table)
+    error = error_of(capsys, *args)
+    assert error.startswith("index: `--metadata` must have a row for each image of the index, got ")
+    assert error.endswith("add them, or give `--missing` keep, with which they have no metadata.\n")
+    assert command(capsys, *args, "--missing=keep")[::2] == (0, "")
+    for path in late:
+        (tmp_path / Path(path).name).rename(folder / "images" / path)
+    assert command(capsys, *args, "--missing=keep", "--update")[::2] == (0, "")
+    index = RetrievalIndex.load(tmp_path / "index")
+    columns = dict(zip(index.paths(index.ids), zip(*index.columns(index.ids).values())))
+    assert columns == {path: (row, f"n{row}") if row < 20 else (None, "") for row, path in enumerate(paths)}
+    searching = ["search", folder / "images" / paths[0], f"--index={tmp_path / 'index'}", "-k40", "--json"]
+    for where, expected in (
+        ("price >= 0", set(paths[:20])),
+        ("price != 3", set(paths) - {paths[3]}),
+        ("not price >= 0", set(paths[20:])),
+        ("price in [1, 2]", set(paths[1:3])),
+        ("name == ''", set(paths[20:])),
+    ):
+        (found,) = json.loads(command(capsys, *searching, "--where", where)[1])["queries"]
+        assert {hit["path"] for hit in found["results"]} == expected
+    (found,) = json.loads(command(capsys, *searching, "--group_by=price")[1])["queries"]
+    assert len(found["results"]) == 21
+    assert [hit["metadata"]["price"] for hit in found["results"]].count(None) == 1
+
+
+@pytest.mark.refusal
+def test_metadata_that_no_image_has_or_that_milvus_cannot_store_is_an_error(glyphs, tmp_path, capsys):
+    table = tmp_path / "some.csv"
+    table.write_text("image,price\nothers.png,1\n")
+    args = indexing(glyphs[0], tmp_path / "index", "--metadata", table, "--missing=keep")
+    assert "in which 40 of 40 images are missing" in error_of(capsys, *args)
+    args.remove("--metadata")
+    args.remove(table)
+    assert error_of(capsys, *args) == "index: `--missing` must be given with `--metadata`, got 'keep'.\n"
+    pytest.importorskip("milvus_lite")
+    table.write_text(f"image,price\n{paths_of(glyphs[0] / 'images')[1]},1\n")
+    args = indexing(glyphs[0], "name", "--metadata", table, "--missing=keep", "--store", f"milvus:{tmp_path / 'a.db'}")
+    error = error_of(capsys, *args)
+    assert error.startswith(
+        "index: `--metadata` must have all numbers for an index in Milvus, got price, of which some"
+    )
+
+
 def test_metadata_and_threshold_survive_an_update(glyphs, table, validation, place, tmp_path, capsys):
     output, store = place
     folder = shutil.copytree(glyphs[0], tmp_path / "g")

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -533,3 +534,17 @@ def test_warns_that_the_preparation_of_a_trained_network_is_not_known(network, c
         assert words not in run(capsys, arguments[0], *given, *name)[2]
         if arguments[0] == "index":
             assert words not in run(capsys, *queries)[2]
+
+
+def test_a_model_may_be_given_with_embeddings_if_it_made_them(glyphs, embeddings, other_model, tmp_path, capsys):
+    """The index then records this model, also where the checkpoint was moved."""
+    moved = shutil.copy(glyphs[0] / "model.ckpt", tmp_path / "moved.ckpt")
+    args = ["index", f"--embeddings={embeddings}", f"--output={tmp_path / 'index'}"]
+    error = "index: `--checkpoint` must be the one that the embeddings were made with, because embeddings of different"
+    code, out, err = run(capsys, *args, f"--checkpoint={other_model}")
+    assert (code, out, err.count("\n"), err.startswith(error)) == (2, "", 1, True)
+    assert not (tmp_path / "index").exists()
+    assert run(capsys, *args, f"--checkpoint={moved}")[::2] == (0, "")
+    assert RetrievalIndex.load(tmp_path / "index").about["checkpoint"] == Path(moved).as_posix()
+    code, _, err = run(capsys, *args, "--checkpoint=none.ckpt", "--overwrite")
+    assert (code, err.count("\n")) == (2, 1)
