@@ -253,7 +253,7 @@ def of_one_process(processes: int, batch: int, device: str) -> dict[str, Callabl
 
     def prepare() -> None:
         ranked = ranked_batch(embeddings, labels, ids=ids, queries=queries)
-        prepared.append(EmbeddingLists("losses.py", ranked, include_self=False))
+        prepared.append(EmbeddingLists(ranked, include_self=False))
 
     def count() -> None:
         prepared.pop().count_positives(queries)

@@ -1,4 +1,4 @@
-"""Lightning callbacks for evaluation, monitoring, figures and embeddings, two loggers and a strategy."""
+"""Lightning callbacks for evaluation, monitoring, figures, embeddings and reports, two loggers and a strategy."""
 
 from typing import TYPE_CHECKING
 
@@ -20,5 +20,6 @@ if TYPE_CHECKING:  # the public names; type checkers export names imported `as` 
     from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger as RetrievalWandbLogger
     from lightning_retrieval.callbacks.whitening import LearnWhitening as LearnWhitening
     from lightning_retrieval.search.embedding_writer import EmbeddingWriter as EmbeddingWriter
+    from lightning_retrieval.search.report.callback import RetrievalReport as RetrievalReport
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.backend import pl, rank_zero_warn
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.distributed import Shard, sum_over_ranks
 from lightning_retrieval.invalid import InvalidType
@@ -193,7 +194,7 @@ def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " qu
     return 1 - to_float64(type(loss).of_batch(loss, batch))
 
 
-class APMonitor(pl.Callback):
+class APMonitor(Callback):
     """Logs the AP of the training batches, the loss's approximation error, and the gap to the AP of the full set.
 
     `train/AP` is the exact AP of the lists that the loss ranks. `train/AP_e` is the approximation error |AP_pred - AP|

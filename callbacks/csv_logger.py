@@ -45,11 +45,10 @@ def run_folder(trainer: Any) -> Path:
     return of_first_rank
 
 
-def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
+def newest_checkpoint(folders: Iterable[str | Path]) -> Path | None:
     """Find the newest checkpoint that is not damaged. A killed run may leave a truncated checkpoint.
 
     Args:
-        owner: prefix of warnings and error messages.
         folders: folders with checkpoints; folders that do not exist are skipped.
 
     Returns:
@@ -66,10 +65,10 @@ def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
         damage = find_damage(path)
         if damage is None:
             return path
-        warnings.warn(f"{owner}: skipped the checkpoint {path}, which is damaged: {damage}.", stacklevel=2)
+        warnings.warn(f"fit: skipped the checkpoint {path}, which is damaged: {damage}.", stacklevel=2)
     if checkpoints:
         rule = f"all {len(checkpoints)} checkpoints in {checkpoints[0].parent} are damaged"
-        raise InvalidValue(rule, owner, cure="remove them to begin a new run")
+        raise InvalidValue(rule, cure="remove them to begin a new run")
     return None
 
 

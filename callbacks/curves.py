@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
-from jaxtyping import Float, Int
 from PIL import Image
-from torch import Tensor
 
 from lightning_retrieval.arguments import PositiveInt, Several, checked
 from lightning_retrieval.backend import TensorBoardLogger, pl
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.metrics.curves import mean_precision, pair_counts
+from lightning_retrieval.metrics.curves import FINE_BINS, mean_precision, occupied_bins, pair_counts
 from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.ranking.rows import to_float64
 
@@ -74,7 +73,7 @@ def _as_image(drawing: Drawing) -> Image.Image:
     return open_image(file).convert("RGB")
 
 
-class EvaluationFigure(pl.Callback, ABC):
+class EvaluationFigure(Callback, ABC):
     """Base class of the callbacks that draw each evaluation set collected by `RetrievalEvaluation`.
 
     The PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights &
@@ -184,29 +183,7 @@ class PrecisionRecallCurve(EvaluationFigure):
         return figure
 
 
-_FINE_BINS = 20_000  # number of bins from -1 to 1 in which pairs are counted first
 _COLOURS = {"positive": "tab:green", "negative": "tab:red"}
-
-
-def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor, "2 bins"], Float[Tensor, " edge"]]:
-    """Merge fine bins into at most `bins` equal bins over the occupied range; return their counts and their edges.
-
-    Args:
-        counts: numbers of positive and of negative pairs in equal bins from -1 to 1.
-        bins: maximum number of merged bins.
-    """
-    occupied = counts.sum(0).nonzero()[:, 0].tolist()
-    if not occupied:
-        occupied = [0]
-    first = occupied[0]
-    length = occupied[-1] + 1 - first
-    width = -(-length // bins)  # number of fine bins in a merged bin, rounded up
-    number = -(-length // width)
-    positions = first + width * torch.arange(number + 1, dtype=torch.float64)
-    edges = -1 + positions * (2 / counts.shape[1])
-    padded = torch.nn.functional.pad(counts[:, first:], (0, width * number))
-    merged = padded[:, : width * number].reshape(2, number, width).sum(2)
-    return merged, edges
 
 
 class ScoreHistogram(EvaluationFigure):
@@ -247,7 +224,7 @@ class ScoreHistogram(EvaluationFigure):
     def draw(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: RetrievalMetrics, dataset: Any, prefix: str
     ) -> Drawing:
-        counts, edges = occupied_bins(pair_counts(metrics, _FINE_BINS), self.bins)
+        counts, edges = occupied_bins(pair_counts(metrics, FINE_BINS), self.bins)
         pairs_of_bin = to_float64(counts)
         fractions = pairs_of_bin / pairs_of_bin.sum(1, keepdim=True)  # NaN if there are no pairs
         overlap = fractions.amin(0).sum()
@@ -292,7 +269,7 @@ def range_of_axis(values: Iterable[float]) -> tuple[float, float] | None:
     return centre - half, centre + half
 
 
-class TrainingCurve(pl.Callback):
+class TrainingCurve(Callback):
     """Plots a logged metric and the training loss against the optimizer steps: `curve.png` in the run's log folder.
 
     The figure is redrawn after each validation, and sent to every logger that accepts images (TensorBoard, Weights &

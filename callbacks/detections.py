@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import pl
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.curves import Drawing, new_figure, save_and_log
 
@@ -15,7 +16,7 @@ COLUMNS = 4
 FOUND, MISSED = "tab:orange", "tab:green"
 
 
-class DetectionPicture(pl.Callback):
+class DetectionPicture(Callback):
     """Draws the first test images with their objects and detections, and the AP50 of each class, at the end of a test.
 
     The file is `detections.png` in the log folder of the run. Every logger that accepts images (TensorBoard, Weights &

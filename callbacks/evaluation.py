@@ -17,6 +17,7 @@ from lightning_retrieval.backend import (
     rank_zero_warn,
     sized_len,
 )
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.before_training import (
     UntrainedNetwork,
     collect_test_set,
@@ -79,24 +80,30 @@ _OF_DIMS = re.compile(r"/\d+d$")  # end of the name of a metric of the first dim
 # The table of metrics that is printed at the end of an evaluation.
 
 _COLUMN_WIDTH = 12
+_INTERVAL, _INTERVAL_WIDTH = "95 % interval", 20
 _DIGITS = 4
 # Titles of the columns to the left of the trained network, and descriptions of the networks in these columns.
 _BEFORE = {"backbone": "the pooled features of its backbone", "untrained": "the untrained network"}
 
 
-def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
+def results_table(
+    columns: Mapping[str, Mapping[str, float]], intervals: Mapping[str, tuple[float, float]] | None = None
+) -> str:
     """Format metrics as a table with one row for each metric.
 
     Args:
         columns: maps the title of each column to its metrics. Only metrics of the last column are shown. Titles are
             shown only if there are several columns.
+        intervals: the 95 % intervals of metrics of the last column; None for a table without intervals.
     """
     names = list(list(columns.values())[-1])
     width = max(map(len, names))
-    lines = []
-    if len(columns) > 1:
-        titles = [f"{title:>{_COLUMN_WIDTH}}" for title in columns]
-        lines.append(" " * width + "".join(titles))
+    titles = list(columns)
+    if len(columns) == 1:
+        titles = [""]
+    lines = [" " * width + "".join(f"{title:>{_COLUMN_WIDTH}}" for title in titles)]
+    if intervals:
+        lines[0] += f"{_INTERVAL:>{_INTERVAL_WIDTH}}"
     for name in names:
         digits = _DIGITS
         if is_count(name):
@@ -105,7 +112,13 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
         for values in columns.values():
             value = values.get(name, float("nan"))
             line += f"{value:>{_COLUMN_WIDTH}.{digits}f}"
+        if intervals and name in intervals:
+            low, high = intervals[name]
+            interval = f"{low:.{_DIGITS}f} to {high:.{_DIGITS}f}"
+            line += f"{interval:>{_INTERVAL_WIDTH}}"
         lines.append(line)
+    if not lines[0].strip():
+        lines.pop(0)
     return "\n".join(lines)
 
 
@@ -167,7 +180,7 @@ def rule_of_module(pl_module: pl.LightningModule) -> Relevance | None:
     return None
 
 
-class RetrievalEvaluation(pl.Callback):
+class RetrievalEvaluation(Callback):
     """Computes `RetrievalMetrics` over each validation and test set, and logs `val/mAP`, `test/R@1` and so on.
 
     The module's `validation_step` and `test_step` return a dict with `embeddings`, `labels` and, if the batches have
@@ -231,9 +244,10 @@ class RetrievalEvaluation(pl.Callback):
         `before_fit` keeps the trained parameters twice more in main memory, until the first epoch has been evaluated.
 
     Relations:
-        `RetrievalGallery` draws the evaluation sets that this callback collects. The highest value of each metric of a
-        training run is logged as `best/val/mAP` and so on: to `hparams.yaml` by `CSVLogger`, as a scalar by
-        `TensorBoardLogger`, and to the summary of the run by `WandbLogger`.
+        `RetrievalGallery` draws the evaluation sets that this callback collects, and `RetrievalReport` reports what is
+        wrong in them. The table that is printed after a test has the intervals of `RetrievalMetrics.intervals`. The
+        highest value of each metric of a training run is logged as `best/val/mAP` and so on: to `hparams.yaml` by
+        `CSVLogger`, as a scalar by `TensorBoardLogger`, and to the summary of the run by `WandbLogger`.
     """
 
     def __init__(
@@ -391,8 +405,11 @@ class RetrievalEvaluation(pl.Callback):
             self._print(trainer, "val")
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        intervals: dict[str, tuple[float, float]] = {}
+        for evaluation_set in self.sets:
+            intervals |= evaluation_set.intervals()
         self.sets = []
-        self._print(trainer, "test")
+        self._print(trainer, "test", intervals)
 
     def _create_sets(self, stage: str, loaders: Any, pl_module: pl.LightningModule) -> None:
         self.sets = []
@@ -457,14 +474,16 @@ class RetrievalEvaluation(pl.Callback):
         self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
 
-    def _print(self, trainer: pl.Trainer, stage: str) -> None:
+    def _print(
+        self, trainer: pl.Trainer, stage: str, intervals: Mapping[str, tuple[float, float]] | None = None
+    ) -> None:
         if not trainer.is_global_zero or stage not in self.results:
             return
         columns: dict[str, dict[str, float]] = {}
         if stage == "test":
             columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
         columns["trained"] = self.results[stage]
-        print("\n" + results_table(columns), flush=True)
+        print("\n" + results_table(columns, intervals), flush=True)
         embedder = getattr(trainer.lightning_module, "embedder", None)
         warning = worse_than_before(columns, weights=getattr(embedder, "weights", None))
         if warning is not None:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from lightning_retrieval.backend import pl, sized_len
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
-from lightning_retrieval.metrics import EmbeddingMetric
+from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.progress import Progress
 
 
@@ -231,3 +231,9 @@ class EvaluationSet:
             warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
             values = self.metrics.compute()
         return {f"{self.prefix}{name}": value for name, value in values.items()}
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The 95 % intervals of the computed metrics, by their names with the prefix; empty for other metrics."""
+        if not isinstance(self.metrics, RetrievalMetrics):
+            return {}
+        return {f"{self.prefix}{name}": ends for name, ends in self.metrics.intervals().items()}

@@ -17,7 +17,7 @@ from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.curves import EvaluationFigure
 from lightning_retrieval.callbacks.evaluation import is_ranked_by_label
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.models import Preparation
@@ -76,8 +76,9 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
                 raise
         got = f"{index} for one of {size} items ({type(error).__name__}: {error})"
         raise InvalidValue("ids must index the evaluated data set", "RetrievalGallery", got=got) from None
-    unpack_batch = getattr(pl_module, "unpack_batch", partial(unpack, type(pl_module).__name__))
-    images, _, ids = unpack_batch(default_collate([item]))
+    unpack_batch = getattr(pl_module, "unpack_batch", unpack)
+    with owned_by(type(pl_module).__name__):
+        images, _, ids = unpack_batch(default_collate([item]))
     if ids is not None and ids.tolist() != [index]:
         rule = "ids must index the evaluated data set"
         raise InvalidValue(rule, "RetrievalGallery", got=f"id {index} for an image that has the id {ids.tolist()[0]}")

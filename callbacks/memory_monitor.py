@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lightning_retrieval.arguments import Rule, Several, checked
 from lightning_retrieval.backend import move_data_to_device, pl, rank_zero_info, rank_zero_warn
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation import log_without_sync
 from lightning_retrieval.checks import check_positive
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
@@ -27,7 +28,7 @@ DRIFT = "train/memory_drift"
 _STATE = ("images", "labels", "embeddings", "values", "interval", "measured")
 
 
-class MemoryMonitor(pl.Callback):
+class MemoryMonitor(Callback):
     """Logs the drift of the rows of a `CrossBatchMemory`, and decides when a memory with `start_step="auto"` begins.
 
     A few images of the first training batch, the probe, are embedded again at regular intervals, in evaluation mode and

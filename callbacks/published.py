@@ -5,13 +5,14 @@ from typing import Any
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.backend import pl
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation import results_table, update_best
 from lightning_retrieval.checks import check_finite_number, check_instance, check_string
 
 NOTE = "(the published results are those of this source, also if the settings of the run were changed)"
 
 
-class PublishedResults(pl.Callback):
+class PublishedResults(Callback):
     """Prints published results beside those of the run, when training ends and after each validation or test.
 
     After training, the table has the best and the last value of each metric over all validations of the run, also over

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval.arguments import Several, checked
 from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_warn
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation_sets import batches_on_device, loader_list
 from lightning_retrieval.distributed import kept_integers, rank, unshared, world_size
 from lightning_retrieval.invalid import InvalidValue
@@ -19,7 +20,7 @@ from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
 
 
-class LearnWhitening(pl.Callback):
+class LearnWhitening(Callback):
     """Fits `RetrievalModule(whitening=...)` on training images at the start of each validation of a fit.
 
     The validation metrics are therefore those of whitened embeddings, and a checkpoint written after a validation

@@ -14,7 +14,7 @@ from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
 from lightning_retrieval.preparation.decoding import (
     FolderEntries,
     image_suffixes,
@@ -144,13 +144,13 @@ class ClassFolders:
         if not begin:
             return
         unlisted = [Path(os.path.realpath(folder)) for folder in (self.root, *read)]
-        for _, entries in walk_folders(OWNER, begin, unlisted=[*unlisted[0].parents, *unlisted]):
+        for _, entries in walk_folders(begin, unlisted=[*unlisted[0].parents, *unlisted]):
             self._sort_files(entries, images)
 
     def _read_at_any_depth(self, top: Path) -> dict[str, list[str]]:
         """The images of each class, in which folders are classes whatever lies in them."""
         classes: dict[str, list[str]] = {}
-        for folder, entries in walk_folders(OWNER, [top], unlisted=Path(os.path.realpath(top)).parents):
+        for folder, entries in walk_folders([top], unlisted=Path(os.path.realpath(top)).parents):
             images: list[str] = []
             self._sort_files(entries, images)
             parts = folder.relative_to(top).parts
@@ -192,14 +192,14 @@ class ClassFolders:
 
     def _list_class_folders(self, top: Path) -> list[Path]:
         """Return the class folders, and record what is in the folders above them."""
-        entries = list_folder(OWNER, top)
+        entries = list_folder(top)
         class_folders = entries.folders
         higher: list[str] = []
         self._sort_files(entries, higher)
         if self.categories:
             class_folders = []
             for category in entries.folders:
-                of_category = list_folder(OWNER, category)
+                of_category = list_folder(category)
                 class_folders += of_category.folders
                 self._sort_files(of_category, higher)
         self._add_unread(self._higher, higher)
@@ -207,7 +207,7 @@ class ClassFolders:
 
     def _images_of_class(self, folder: Path) -> tuple[list[str], list[Path]]:
         """Return the images in a class folder and its folders, and record its other files as ignored."""
-        entries = list_folder(OWNER, folder)
+        entries = list_folder(folder)
         images: list[str] = []
         self._sort_files(entries, images)
         return images, entries.folders
@@ -242,10 +242,10 @@ class ClassFolders:
 
     def _cure_for_images_above(self, top: Path) -> str:
         """Return a suggestion for the user if the images are in a folder above the class folders."""
-        entries = list_folder(OWNER, top)
+        entries = list_folder(top)
         if self.categories:
             for folder in entries.folders:
-                if list_folder(OWNER, folder).files:
+                if list_folder(folder).files:
                     return "the images are one folder higher: set categories=False"
         images = sum(map(self._is_image, entries.files))
         if images:
@@ -258,8 +258,8 @@ class ClassFolders:
 
     def _has_images_below(self, folder: Path) -> bool:
         """Whether a subfolder of a folder contains an image."""
-        for inner in list_folder(OWNER, folder).folders:
-            if any(map(self._is_image, list_folder(OWNER, inner).files)):
+        for inner in list_folder(folder).folders:
+            if any(map(self._is_image, list_folder(inner).files)):
                 return True
         return False
 
@@ -365,23 +365,25 @@ class ImageFolder(ImageDataModule):
             raise InvalidValue(rule, OWNER, "classes", got=repr(classes))
         self.split_seed = checked(self, split_seed=split_seed)
 
+    @owned
     def sources(self) -> list[Path]:
         """The root and the folders below it. If a file is added or removed, the modification time of one changes."""
         if not self.root.is_dir():
             return []
         if self.classes is not None:
             above = Path(os.path.realpath(self.root)).parents
-            return [folder for folder, _ in walk_folders(OWNER, [self.root], unlisted=above)]
+            return [folder for folder, _ in walk_folders([self.root], unlisted=above)]
         found = [self.root]
         level = [self.root]
         for _ in range(1 + is_split(self.root) + self.categories):
             below: list[Path] = []
             for folder in level:
-                below += list_folder(OWNER, folder).folders
+                below += list_folder(folder).folders
             found += below
             level = below
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of all class folders and split the classes."""
         if not self.root.is_dir():
@@ -401,7 +403,7 @@ class ImageFolder(ImageDataModule):
         names = list(SPLITS)
         if (self.root / "val").is_dir():
             names.append("val")
-        entries = list_folder(OWNER, self.root)
+        entries = list_folder(self.root)
         folders.add_beside(entries, names)
         return {name: folders.find(self.root / name) for name in names}
 

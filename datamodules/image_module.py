@@ -27,7 +27,7 @@ from lightning_retrieval.datamodules.image_check import (
 from lightning_retrieval.datamodules.image_index import ImageIndex, read_cached, record_warnings, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet, OnError
 from lightning_retrieval.distributed import together, world_size
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparation, normalized_batch
 from lightning_retrieval.preparation.pixels import Interpolation
@@ -294,6 +294,7 @@ class ImageDataModule(RetrievalDataModule):
     def _splits_and_warnings(self) -> tuple[dict[str, ImageIndex], list[str]]:
         return record_warnings(self._read_or_load)
 
+    @owned
     def _read_or_load(self) -> dict[str, ImageIndex]:
         sources = self.sources()
         if self.cache_dir is None or not sources:
@@ -391,6 +392,7 @@ class ImageDataModule(RetrievalDataModule):
             return dataset.in_uint8()
         return dataset
 
+    @owned
     def _follow_module(self) -> None:
         """Adapt the transforms to the model of the run. The data sets may have been created before the model."""
         if self.trainer is None:
@@ -398,6 +400,7 @@ class ImageDataModule(RetrievalDataModule):
         side = side_of_module(self.trainer.lightning_module, self.side)
         self._run_preparation.follow(side, predicts=self.trainer.state.fn == "predict")
 
+    @owned
     def _prepare_run(self, train_transform: Transform | None, eval_transform: Transform | None) -> RunPreparation:
         """The preparation of images in a run, according to the arguments of the constructor."""
         settings = {}
@@ -406,7 +409,6 @@ class ImageDataModule(RetrievalDataModule):
             if value is not None:
                 settings[name] = value
         return RunPreparation(
-            type(self).__name__,
             self.transform,
             settings,
             train_transform=train_transform,

@@ -25,7 +25,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels, check_colour
 from lightning_retrieval.preparation.prepare import Size
@@ -208,13 +208,14 @@ class ImageSet(Dataset[dict[str, Any]]):
         box = None
         if self.index.boxes is not None:
             box = self.index.boxes[position]
-        background = getattr(self.transform, "background", "white")
+        with owned_by("ImageSet"):
+            background = check_colour("transform.background", getattr(self.transform, "background", "white"))
         return read(
             self.file(position),
             box,
             load_truncated=self.load_truncated,
             boxes_before_rotation=self.boxes_before_rotation,
-            background=check_colour("ImageSet", "transform.background", background),
+            background=background,
             least_size=least_size,
         )
 

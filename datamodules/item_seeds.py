@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_tensor, is_integer
+from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_tensor, check_unmasked, is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 
@@ -35,6 +35,7 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
         if not is_integer(values):
             raise InvalidType("must be integers", owner, name, got=str(values.dtype).removeprefix("torch."))
         values = values.detach().cpu().numpy()
+    check_unmasked(owner, name, values)
     try:
         array = np.asarray(values)
     except ValueError:

@@ -20,6 +20,7 @@ from lightning_retrieval.checks import (
     check_byte_order,
     check_instance,
     check_integer,
+    check_unmasked,
     first_of,
     short_repr,
 )
@@ -217,6 +218,7 @@ def collate_images(items: Any) -> Any:
     check_image_sizes("RetrievalDataLoader", items, cure)
     for item in items:
         for name, value in _entries(item):
+            check_unmasked("RetrievalDataLoader", name, value)
             check_byte_order("RetrievalDataLoader", name, value)
     if items and isinstance(items[0], Mapping):
         for name in items[0]:

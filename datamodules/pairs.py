@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from lightning_retrieval.arguments import PositiveInt, Seed, checked
-from lightning_retrieval.checks import check_byte_order
+from lightning_retrieval.checks import check_byte_order, check_unmasked
 from lightning_retrieval.datamodules.base import (
     RetrievalDataModule,
     RetrievalSettings,
@@ -74,6 +74,7 @@ def shared_numbers(
 
 def _as_tensor(labels: Any) -> Tensor:
     """Labels of a data set or an item, which may be an array or a list, as a tensor."""
+    check_unmasked("Pairs", "labels", labels)
     check_byte_order("Pairs", "labels", labels)
     return torch.as_tensor(labels)
 

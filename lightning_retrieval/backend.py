@@ -18,6 +18,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 
 VARIABLE = "LIGHTNING_RETRIEVAL_BACKEND"
@@ -27,7 +28,10 @@ MODULES = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
 }
-_CLASS = re.compile(r"(pytorch_lightning|lightning\.pytorch|lightning_fabric|lightning\.fabric)((\.\w+)*\.[A-Z]\w*)")
+# The path of a class in either package, or of one that the package `lightning` has at its top, such as its Trainer.
+_CLASS = re.compile(
+    r"(pytorch_lightning|lightning\.pytorch|lightning_fabric|lightning\.fabric|lightning(?=\.[A-Z]\w*$))((\.\w+)*\.[A-Z]\w*)"
+)
 _TRAINER, _FABRIC = 0, 1
 # The names that the library uses, with the module of the Trainer's package (or of Fabric, below) that defines them.
 _OF_TRAINER = {
@@ -174,7 +178,8 @@ def _choose() -> str:
     named = os.environ.get(VARIABLE)
     if named:
         if named not in MODULES:
-            raise ValueError(f"{VARIABLE} must be lightning or pytorch_lightning, got {named!r}; change or unset it.")
+            rule = f"{VARIABLE} must be lightning or pytorch_lightning"
+            raise InvalidValue(rule, got=repr(named), cure="change or unset it")
         return named
     # A folder of the user's may have the name `lightning`, so its submodule counts.
     imported = [package for package, modules in MODULES.items() if modules[_TRAINER] in sys.modules]
@@ -245,6 +250,6 @@ def of_this_backend(value: Any) -> Any:
     if found is None:
         return value
     kind = _TRAINER
-    if "fabric" in found[1]:
+    if "fabric" in found[1] or value == "lightning.Fabric":
         kind = _FABRIC
     return MODULES[PACKAGE][kind] + found[2]

@@ -251,6 +251,7 @@ def _check_lengths(owner: str, name: str, path: str) -> None:
 
 def check_tensor(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
+    check_unmasked(owner, name, value)
     check_byte_order(owner, name, value)
     if isinstance(value, np.ndarray):
         cure = ""
@@ -265,6 +266,13 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
         )
     if value.device.type == "meta":
         raise InvalidValue("must hold numbers", owner, name, got="a tensor on the device meta, which has none")
+
+
+def check_unmasked(owner: str, name: str, value: Any) -> None:
+    """Raise if an array has masked values, which would otherwise be taken as they are below the mask."""
+    if np.ma.is_masked(value):
+        cure = "leave these rows out, or give the values with array.filled(...)"
+        raise InvalidValue("must have no masked values", owner, name, got="a masked NumPy array", cure=cure)
 
 
 def check_byte_order(owner: str, name: str, value: Any) -> None:
@@ -290,7 +298,7 @@ def check_no_transform(owner: str, **values: Any) -> None:
                 owner,
                 name,
                 got="such a tensor",
-                cure=f"call {owner} for each batch, and torch.autograd.grad for its gradient",
+                cure="call the function for each batch, and torch.autograd.grad for its gradient",
             )
 
 
@@ -307,6 +315,14 @@ def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False)
     if value.dtype not in FLOAT_TYPES:
         listed = ", ".join(map(str, FLOAT_TYPES))
         raise InvalidType(f"must have one of the dtypes {listed}", owner, name, got=str(value.dtype))
+
+
+def check_normalized(owner: str, images: Tensor) -> None:
+    """Raise unless a batch of images is floating point; images of uint8 have not been normalised."""
+    if images.dtype == torch.uint8:
+        cure = "normalise them, as `Preparation.normalize` does"
+        raise InvalidType("must be floating point", owner, "images", got="torch.uint8", cure=cure)
+    check_float(owner, "images", images, may_be_meta=True)
 
 
 def check_maps(owner: str, name: str, value: Any) -> None:

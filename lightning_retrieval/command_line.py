@@ -23,6 +23,7 @@ OWNERS = (
     "export_model",
     "index_embeddings",
     "index_images",
+    "report_images",
     "search_images",
     "MilvusStore",
     "RetrievalIndex",

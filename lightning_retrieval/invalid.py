@@ -4,12 +4,14 @@ An error of another function can so be reported under the name that the user kno
 Functions that no user calls raise errors without an owner, and what the user calls adds its name with `owned_by`.
 """
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 AnyInvalid = TypeVar("AnyInvalid", bound="Invalid")
+Method = TypeVar("Method", bound=Callable[..., Any])
 CALLER = ""  # what a private function passes as the owner to the checks of `checks.py`, see `owned_by`
 
 
@@ -108,6 +110,17 @@ def owned_by(owner: str) -> Iterator[None]:
     except Invalid as error:
         error.owner = error.owner or owner
         raise
+
+
+def owned(method: Method) -> Method:
+    """Decorator of a method: `owned_by` the class of its object. Constructors keep their frame, and use `owned_by`."""
+
+    @functools.wraps(method)
+    def named(self: object, *arguments: Any, **settings: Any) -> Any:
+        with owned_by(type(self).__name__):
+            return method(self, *arguments, **settings)
+
+    return named  # type: ignore[return-value]
 
 
 @contextmanager

@@ -30,17 +30,16 @@ from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data.describe import class_path, describe
 from lightning_retrieval.plain_data.formats import FORMAT_KEY, format_of
-from lightning_retrieval.plain_data.rebuild import DescriptionReader, check_arguments
+from lightning_retrieval.plain_data.rebuild import check_arguments, checked_settings
 from lightning_retrieval.plain_data.rules import add_named_packages, find_class
 
 HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
 
 
-def check_map_location(owner: str, map_location: Any) -> None:
+def check_map_location(map_location: Any) -> None:
     """Raise unless `torch.load` accepts `map_location`: a device, a dict of devices, a function or None.
 
     Args:
-        owner: prefix of error messages.
         map_location: value of the argument.
 
     Raises:
@@ -52,10 +51,10 @@ def check_map_location(owner: str, map_location: Any) -> None:
             torch.device(map_location)
         except RuntimeError:
             rule = "must be a device such as 'cpu' or 'cuda:0'"
-            raise InvalidValue(rule, owner, "map_location", got=repr(map_location)) from None
+            raise InvalidValue(rule, argument="map_location", got=repr(map_location)) from None
     elif not (map_location is None or isinstance(map_location, (torch.device, dict)) or callable(map_location)):
         got = f"{short_repr(map_location)} ({type(map_location).__name__})"
-        raise InvalidType("must be a device such as 'cpu'", owner, "map_location", got=got)
+        raise InvalidType("must be a device such as 'cpu'", argument="map_location", got=got)
 
 
 class CheckpointedDataModule(pl.LightningDataModule):
@@ -88,8 +87,9 @@ class CheckpointedDataModule(pl.LightningDataModule):
             ValueError: as for a module.
             TypeError: as for a module.
         """
-        checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
-        data = module_of_checkpoint(cls, checkpoint, kwargs)
+        with owned_by(cls.__name__):
+            checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
+            data = module_of_checkpoint(cls, checkpoint, kwargs)
         if type(data).__qualname__ in checkpoint:
             data.load_state_dict(checkpoint[type(data).__qualname__])
         return data
@@ -103,21 +103,19 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
         path: `checkpoint_path` of `load_from_checkpoint`. The other arguments are also those of
             `load_from_checkpoint`.
     """
-    owner = cls.__name__
-    check_flag(owner, "weights_only", weights_only)
-    check_map_location(owner, map_location)
+    check_flag(CALLER, "weights_only", weights_only)
+    check_map_location(map_location)
     replacing = None
-    with owned_by(owner):
-        check_checkpoint_exists("checkpoint_path", path)
-        if hparams_file is not None:
-            replacing = _read_hparams_file(hparams_file)
-        check_checkpoint(path)
+    check_checkpoint_exists("checkpoint_path", path)
+    if hparams_file is not None:
+        replacing = _read_hparams_file(hparams_file)
+    check_checkpoint(path)
     read: Any = _load
     if is_sharded_checkpoint(path):
         read = read_checkpoint
     checkpoint = read(path, map_location or _default_map_location, weights_only is not False)
     if not isinstance(checkpoint, dict):
-        raise InvalidValue("must be a checkpoint of Lightning", owner, "checkpoint_path", got=short_repr(checkpoint))
+        raise InvalidValue("must be a checkpoint of Lightning", argument="checkpoint_path", got=short_repr(checkpoint))
     if replacing is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = replacing
         checkpoint[FORMAT_KEY] = 1  # the file of a logger has no number
@@ -171,10 +169,9 @@ def module_of_checkpoint(
             again.
         TypeError: if the checkpoint describes an object of the wrong kind for an argument.
     """
-    owner = cls.__name__
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     if not isinstance(saved, Mapping):
-        raise InvalidValue("a checkpoint must have a dict of hyperparameters", owner, got=short_repr(saved))
+        raise InvalidValue("a checkpoint must have a dict of hyperparameters", got=short_repr(saved))
     used = dict(saved)
     path, instantiator = used.pop("_class_path", None), used.pop("_instantiator", None)
     argument = checkpoint.get(
@@ -184,13 +181,13 @@ def module_of_checkpoint(
         used = {argument: used}
     add_named_packages({"class_path": class_path(cls)})
     if path is not None:
-        cls = find_class(owner, "_class_path", path, (cls,))
+        cls = find_class("_class_path", path, (cls,))
     if instantiator is not None:
-        check_choice(owner, "_instantiator", instantiator, INSTANTIATORS)
-    settings = DescriptionReader(owner).settings(cls, used, of_format=format_of(owner, checkpoint), given=given)
-    check_arguments(owner, cls.CHECKPOINT_HYPER_PARAMS_KEY, cls, {*settings.plain, *given})
+        check_choice(CALLER, "_instantiator", instantiator, INSTANTIATORS)
+    settings = checked_settings(cls, used, of_format=format_of(checkpoint), given=given)
+    check_arguments(cls.CHECKPOINT_HYPER_PARAMS_KEY, cls, {*settings.plain, *given})
     # Pretrained weights would be downloaded, only to be replaced.
-    with without_pretrained_weights(), limited_to(owner, weights_of(checkpoint)):
+    with without_pretrained_weights(), limited_to(weights_of(checkpoint)):
         if instantiator is None:
             return cls(**settings.plain, **given)
         arguments = {**settings.arguments(), **given}

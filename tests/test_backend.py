@@ -169,6 +169,32 @@ def test_the_wrong_order_of_imports_is_warned_of_once(tmp_path):
     assert "before lightning_retrieval" not in run(tmp_path, code, LIGHTNING_RETRIEVAL_BACKEND="pytorch_lightning")
 
 
+def test_a_callback_with_the_other_package_is_warned_of(tmp_path):
+    code = (
+        "from lightning_retrieval.callbacks import RetrievalEvaluation\nimport lightning.pytorch\n"
+        "RetrievalEvaluation(ks=(1, 5))\n"
+    )
+    assert run(tmp_path, code).count("import lightning.pytorch before lightning_retrieval") == 1
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "check", "search", "index"])
+def test_help_with_an_unknown_package_is_one_sentence(tmp_path, command):
+    code = f"from lightning_retrieval.cli.main import main\nmain(['{command}', '--help'])\n"
+    (tmp_path / "help.py").write_text(code)
+    environment = {**os.environ, backend.VARIABLE: "x"}
+    ran = subprocess.run([sys.executable, tmp_path / "help.py"], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 2
+    sentence = f"lightning-retrieval {command}: {backend.VARIABLE} must be lightning or pytorch_lightning, got 'x'"
+    assert ran.stderr == f"{sentence}; change or unset it.\n"
+
+
+def test_a_class_at_the_top_of_the_package_is_found_in_the_one_that_is_used():
+    trainer, fabric = backend.MODULES[backend.PACKAGE]
+    found = backend.of_this_backend(["lightning.Trainer", "lightning.LightningModule", "lightning.Fabric"])
+    assert found == [f"{trainer}.Trainer", f"{trainer}.LightningModule", f"{fabric}.Fabric"]
+    assert backend.of_this_backend("lightning.my_models.Net") == "lightning.my_models.Net"
+
+
 def test_a_class_of_either_package_is_found_in_the_one_that_is_used():
     trainer, fabric = backend.MODULES[backend.PACKAGE]
     for package in ("lightning.pytorch", "pytorch_lightning"):

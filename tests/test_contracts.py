@@ -244,6 +244,7 @@ TABLE = {
     "EmbeddingWriter": Entry(
         {"output": "embeddings", "file_format": "npy", "shard_size": 7, "dtype": "float16"}, without=STATELESS
     ),
+    "RetrievalReport": Entry({"output": "report.html", "false_match_rate": 0.1}, without=STATELESS),
     "RetrievalGallery": Entry({"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"}, without=STATELESS),
     "RetrievalWandbLogger": Entry(
         {"project": "products", "id": "a1", "artifact": False},

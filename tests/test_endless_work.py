@@ -21,6 +21,7 @@ from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.files import file_digest
+from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.models.adapted import embedder_of_checkpoint
 from lightning_retrieval.models.tokenizers import JSONTokenizer
@@ -93,7 +94,7 @@ def errors_of_networks(rank, world_size, path, networks):
         for rebuild in (
             lambda: module_of_checkpoint(RetrievalModule, content),
             lambda: restored_network(content),
-            lambda: embedder_of_checkpoint("FrozenEmbedder", path),
+            lambda: embedder_of_checkpoint(path),
         ):
             with pytest.raises((ValueError, TypeError)) as raised:
                 rebuild()
@@ -163,8 +164,8 @@ def errors_of_transforms(rank, world_size, transforms):
     for _ in range(500):
         nested = step("Compose", transforms=[nested])
     for transform in (*transforms, nested):
-        with pytest.raises(ValueError, match=r"^Test: ") as raised:
-            rebuild_transform("Test", transform)(Image.new("RGB", (64, 64)))
+        with pytest.raises(ValueError, match=r"^Test: ") as raised, owned_by("Test"):
+            rebuild_transform(transform)(Image.new("RGB", (64, 64)))
         errors.append(str(raised.value))
     return errors
 
@@ -177,7 +178,7 @@ def test_a_recorded_transform_does_not_ask_for_endless_work(run_alone):
 def test_a_usual_transform_is_rebuilt():
     usual = v2.Compose([v2.RandomZoomOut(), v2.RandAugment(), v2.AugMix(), v2.Pad(8), v2.Resize(512), v2.ToImage()])
     serialised = serialise_transform(usual)
-    assert serialise_transform(rebuild_transform("Test", serialised)) == serialised
+    assert serialise_transform(rebuild_transform(serialised)) == serialised
 
 
 COLUMNS = {"price": "number", "brand": "text"}

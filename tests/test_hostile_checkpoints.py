@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
@@ -27,6 +28,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.training.checkpoint_files import restored_network
+from lightning_retrieval.training.restored_states import restrict_states
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
 from tests.lightning_retrieval.training.small_training import SGD, PointData, net, trainer
 
@@ -398,6 +400,33 @@ def test_an_honest_run_continues_as_before(tmp_path):
     assert len(list(tmp_path.glob("newest*"))) <= 2  # Lightning keeps the one that the run was resumed from
     assert len(list(tmp_path.glob("best*"))) == 1
     assert before - set(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("mode", "best", "worst"), [("max", "c", "b"), ("min", "b", "c")])
+def test_without_a_foreign_path_the_best_and_the_worst_are_chosen_among_the_others(tmp_path, mode, best, worst):
+    """The foreign path was both, so that neither is known any more. With room for another, none is the worst."""
+    scores = {}
+    for name, score in (("b", 0.2), ("c", 0.7)):
+        path = tmp_path / f"{name}.ckpt"
+        write_checkpoint(path, {"epoch": 1})
+        scores[str(path)] = torch.tensor(score)
+    foreign = str(tmp_path.parent / "foreign.ckpt")
+    for save_top_k in (2, 3):
+        callback = ModelCheckpoint(tmp_path, monitor="val/mAP", mode=mode, save_top_k=save_top_k)
+        state = {**callback.state_dict(), "best_k_models": {**scores, foreign: torch.tensor(0.5)}}
+        state |= {"best_model_path": foreign, "kth_best_model_path": foreign, "kth_value": torch.tensor(0.5)}
+        content = {"callbacks": {callback.state_key: state}, "pytorch-lightning_version": pl.__version__}
+        with pytest.warns(UserWarning, match="the states of callbacks in the checkpoint name paths"):
+            restored = restrict_states(
+                trainer(default_root_dir=tmp_path, callbacks=[callback], enable_checkpointing=True), content
+            )
+        restored = restored["callbacks"][callback.state_key]
+        assert restored["best_k_models"] == scores
+        assert restored["best_model_path"] == str(tmp_path / f"{best}.ckpt")
+        assert restored["best_model_score"] == scores[restored["best_model_path"]]
+        expected = str(tmp_path / f"{worst}.ckpt") if save_top_k == 2 else ""
+        assert restored["kth_best_model_path"] == expected
+        assert restored["kth_value"] == scores.get(expected, callback.kth_value)
 
 
 @pytest.mark.parametrize("moved", [False, True])

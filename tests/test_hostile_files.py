@@ -18,6 +18,7 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.detection import DetectionModule, TinyFasterRCNN
 from lightning_retrieval.files import file_digest
+from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.preparation.serialised import rebuild_transform
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
@@ -285,8 +286,8 @@ def test_recorded_transforms(marker):
     transforms += [{"class_path": "torchvision.transforms.functional.to_tensor"}, {"preparation": {"a": 1}}]
     transforms += [{"albumentations": {"transform": {"__class_fullname__": "os.system", "p": 1}}}]
     for described in transforms:
-        with pytest.raises((ValueError, TypeError), match=r"^Test: "):
-            rebuild_transform("Test", described)
+        with pytest.raises((ValueError, TypeError), match=r"^Test: "), owned_by("Test"):
+            rebuild_transform(described)
         assert not marker.exists(), described
 
 

@@ -214,7 +214,7 @@ def test_a_flag_that_cannot_work_raises(words, flags):
     else:
         trainer = make_run(**flags).trainer
     with pytest.raises(ValueError, match=rf"^RetrievalModule: .*{words}"):
-        check_trainer("RetrievalModule", trainer)
+        check_trainer(trainer)
 
 
 def names_of_callbacks():
@@ -270,10 +270,10 @@ for ddp in ("ddp", "ddp_fork", "ddp_notebook", "ddp_spawn"):
 def test_names_of_strategies(name):
     trainer = trainer_with(StrategyRegistry[name]["strategy"])
     if name in STRATEGIES:
-        check_trainer("RetrievalModule", trainer)
+        check_trainer(trainer)
         return
     with pytest.raises(ValueError, match=r"^RetrievalModule: "):
-        check_trainer("RetrievalModule", trainer)
+        check_trainer(trainer)
 
 
 def without_dropout(**flags):

@@ -57,6 +57,11 @@ LAZY = {
     "transformers",
     "wandb",
 }
+# These may have a parameter `owner`, the prefix of error messages: the checks that constructors call for each of their
+# arguments, the context around an optional import, and the errors themselves. Everywhere else in the core, what the
+# user calls names itself once (`owned_by`). The readers of lists and tables in the packages of callbacks and data
+# modules still take it.
+MAY_TAKE_AN_OWNER = {"arguments", "checks", "invalid", "optional_packages"}
 # Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
 MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/loading.py",
@@ -70,6 +75,7 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/search/commands/adapt.py",
     "lightning_retrieval/search/commands/embed.py",
     "lightning_retrieval/search/embedding_writer.py",
+    "lightning_retrieval/search/report/callback.py",
     "lightning_retrieval/cli/fit.py",
 }
 MAY_IMPORT_BY_NAME = {
@@ -158,7 +164,7 @@ def imports():
     """
     found = {name: library_imports(tree) - {name} for name, tree in modules().items()}
     del found["lightning_retrieval"]
-    # The table of lazy names, which imports nothing by itself, has the embedding writer of the search product.
+    # The table of lazy names, which imports nothing by itself, has the callbacks of the search product.
     found["lightning_retrieval.callbacks"] = library_imports(modules()["lightning_retrieval.callbacks"], at_import_time)
     return found
 
@@ -302,3 +308,25 @@ def test_the_tests_use_the_result_of_every_comparison():
         names = ("allclose", "array_equal", "equal", "isclose")
         dropped += [f"{path}:{call.lineno}" for call in calls if called_name(call) in names]
     assert not dropped
+
+
+def takes_an_owner(function):
+    arguments = function.args
+    names = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    return "owner" in names
+
+
+def test_only_the_checks_take_an_owner():
+    """Everything else below a public function raises errors without one, and the public function adds its name."""
+    found = set()
+    for path, tree in syntax_trees("lightning_retrieval").items():
+        if module_name(path).removeprefix("lightning_retrieval.") in MAY_TAKE_AN_OWNER:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and takes_an_owner(node):
+                found.add(f"{path}: {node.name}")
+            if isinstance(node, ast.ClassDef):
+                fields = [getattr(line.target, "id", "") for line in node.body if isinstance(line, ast.AnnAssign)]
+                if "owner" in fields:
+                    found.add(f"{path}: {node.name}")
+    assert found == set()

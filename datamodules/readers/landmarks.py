@@ -15,7 +15,7 @@ from lightning_retrieval.datamodules.image_index import ImageIndex, class_number
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, normalized_path
 from lightning_retrieval.files import leaves_root
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.preparation.decoding import list_folder
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
@@ -83,6 +83,7 @@ class LandmarksClean(ImageDataModule):
         super().__init__(root, **settings)
         self.images = checked(self, images=images)
 
+    @owned
     def sources(self) -> list[Path]:
         """The lists, and the folders of the images, whose modification times change when a file is added or removed."""
         lists = self._lists().values()
@@ -91,7 +92,7 @@ class LandmarksClean(ImageDataModule):
         while below:
             folder = below.popleft()
             folders.add(folder)
-            below += [inner for inner in list_folder("LandmarksClean", folder).folders if not inner.is_symlink()]
+            below += [inner for inner in list_folder(folder).folders if not inner.is_symlink()]
         for file in lists:
             for row in file.rows(2, more=True):
                 if not _is_url(row[0]):

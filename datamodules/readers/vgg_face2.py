@@ -16,7 +16,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, read_csv_header
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
 
 SPLITS = ("train", "test")
@@ -75,6 +75,7 @@ class VGGFace2(ImageDataModule):
         super().__init__(root, **settings)
         self.boxes = checked(self, boxes=boxes)
 
+    @owned
     def sources(self) -> list[Path]:
         """The lists, or the folders if there are no lists, and the files of the boxes."""
         found = []
@@ -85,11 +86,12 @@ class VGGFace2(ImageDataModule):
                 continue
             folder = find_file("VGGFace2", self.root, split)
             found.append(folder)
-            found += list_folder("VGGFace2", folder).folders
+            found += list_folder(folder).folders
         if self.boxes:
             found += map(self._boxes_file, SPLITS)
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of all lines of the lists, or all images in the folders."""
         splits = {}
@@ -161,8 +163,8 @@ def _read_folder(folder: Path, split: str) -> _Images:
     suffixes = image_suffixes()
     people: list[str] = []
     paths: list[str] = []
-    for person in list_folder("VGGFace2", folder).folders:
-        entries = list_folder("VGGFace2", person)
+    for person in list_folder(folder).folders:
+        entries = list_folder(person)
         if entries.special:
             warnings.warn(
                 f"VGGFace2: skipped FIFOs, sockets or devices in {person}: {first_of(entries.special)}.", stacklevel=2

@@ -148,7 +148,7 @@ def _load_config(text: str) -> Any:
 def _upgraded(model: Any) -> Any:
     """The model in the config of a run of format 1, with its present arguments."""
     try:
-        accepted = accepted_arguments(load_function("config", "model", model["class_path"]))
+        accepted = accepted_arguments(load_function("model", model["class_path"]))
         return {**model, "init_args": upgraded(model["init_args"], accepted)}
     except (AttributeError, KeyError, TypeError, ValueError):  # jsonargparse says what is wrong
         return model
@@ -270,10 +270,12 @@ class RetrievalCLI(LightningCLI):
         """Create the objects of the config, but with the model of the checkpoint instead of the config's model."""
         subcommand = self.config.subcommand
         class_path = self.config[subcommand].model.class_path
-        cls = load_function(self._owner, "--model", class_path)
+        with owned_by(self._owner):
+            cls = load_function("--model", class_path)
         add_named_packages(self.config[subcommand].model.as_dict())
         try:
-            self.model = module_of_checkpoint(cls, self._checkpoint)
+            with owned_by(cls.__name__):
+                self.model = module_of_checkpoint(cls, self._checkpoint)
         except (ValueError, TypeError) as error:
             self.parser.error(f"{self._owner}: `--ckpt_path`: {error}")
         settings = dict(self.model.hparams)
@@ -301,10 +303,11 @@ class RetrievalCLI(LightningCLI):
         options = self.config_init.fit
         config = self._parser("fit").dump(self.config.fit, skip_none=False)
         try:
-            if options.run_folder is None:
-                option, found = "--ckpt_path last", find_last_checkpoint(self._owner, trainer, config)
-            else:
-                option, found = "--run_folder", find_checkpoint_of_run(self._owner, trainer, config)
+            with owned_by(self._owner):
+                if options.run_folder is None:
+                    option, found = "--ckpt_path last", find_last_checkpoint(trainer, config)
+                else:
+                    option, found = "--run_folder", find_checkpoint_of_run(trainer, config)
         except (FileNotFoundError, ValueError) as error:
             self.parser.error(str(error))
         if found is not None:

@@ -6,6 +6,7 @@
     lightning-retrieval embed --checkpoint C --images DIR --output DIR
     lightning-retrieval export --checkpoint C --output DIR
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
+    lightning-retrieval report --checkpoint C --images DIR --output FILE
     lightning-retrieval search --index INDEX IMAGE...
     lightning-retrieval demo --index INDEX
     lightning-retrieval completion SHELL
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.command_line import CommandParser, command_line_message, did_you_mean
-from lightning_retrieval.invalid import InvalidType
+from lightning_retrieval.invalid import Invalid, InvalidType
 from lightning_retrieval.version import __version__
 
 EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # the messages of these errors say what the user can change
@@ -42,6 +43,7 @@ OTHER_COMMANDS = {
     "embed": "Embed images into Parquet files: --checkpoint C --images DIR --output DIR",
     "export": "Export a model to ONNX and torch.export: --checkpoint C --output DIR",
     "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
+    "report": "Show what a model gets wrong: --checkpoint C --images DIR --output FILE",
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
     "demo": "Search an index in the browser: --index INDEX",
     "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
@@ -50,6 +52,7 @@ OTHER_COMMANDS = {
     "shrink": "Copy a folder with smaller images, which are read faster: PHOTOS SMALL --size 288",
 }
 SEARCH_COMMANDS = "lightning_retrieval.search.commands"  # has a module for each of the other commands
+WITHOUT_LIGHTNING = ("completion", "env", "example")  # these commands run whatever the environment variable names
 SHELLS = ("bash", "zsh", "tcsh")
 COMPLETION_EXAMPLE = """\
 lightning-retrieval completion bash \\
@@ -83,6 +86,8 @@ def main(args: Any = None) -> None:
         raise InvalidType(rule, "main", "args", got=f"{given!r} ({type(given).__name__})")
     if is_list:
         command = _parse_command(given)
+        if command not in WITHOUT_LIGHTNING:
+            _check_backend(command)
         if command in OTHER_COMMANDS:
             code = _run(command, given[1:])
             if code != 0:
@@ -115,6 +120,20 @@ def _parse_command(args: Sequence[str]) -> str:
     return parsed
 
 
+def _check_backend(command: str) -> None:
+    """Exit with one sentence if the environment variable of the package of Lightning is invalid.
+
+    The commands that train or evaluate also need the package itself.
+    """
+    try:
+        backend = import_module("lightning_retrieval.backend")
+        if command in LIGHTNING_COMMANDS:
+            backend.pl  # noqa: B018
+    except Invalid as error:
+        print(f"lightning-retrieval {command}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 def _run(command: str, args: Sequence[str]) -> int:
     """Run a command, and return its exit code: 0, or 1 if some files could not be used, or 2 if nothing was done."""
     if command == "check":
@@ -143,7 +162,7 @@ def _run(command: str, args: Sequence[str]) -> int:
 
     try:
         for name in options.import_module:
-            import_named_module(command, "--import_module", name)
+            import_named_module("--import_module", name)
         del options.import_module
         unreadable = work(options)
     except EXPECTED_ERRORS as error:

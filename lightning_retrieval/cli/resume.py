@@ -21,11 +21,10 @@ COMPARED = ("model", "data")  # sections of a config that must be equal
 FORMAT_LINE = f"lightning_retrieval format {FORMAT}"  # a comment at the start of the config of a run
 
 
-def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
+def find_last_checkpoint(trainer: Any, config: str) -> Path | None:
     """Find the newest checkpoint of the earlier runs with the same model and data.
 
     Args:
-        owner: prefix of error messages.
         trainer: the `pytorch_lightning.Trainer` of the new run, which has not begun.
         config: config of the new run, as YAML.
 
@@ -56,16 +55,14 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
     raise MissingFile(
         f"`--ckpt_path last` must have a checkpoint of an earlier run of this config, but {folder} has {len(runs)} "
         f"runs, {len(same)} of them with the same model and data, and none of these has a checkpoint{elsewhere}",
-        owner,
         cure="leave out the option to begin a new run, or give the path of a checkpoint",
     )
 
 
-def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None:
+def find_checkpoint_of_run(trainer: Any, config: str) -> Path | None:
     """Find the newest checkpoint of the run in the folder `--run_folder`.
 
     Args:
-        owner: prefix of error messages.
         trainer: the `pytorch_lightning.Trainer`, before the run begins or continues.
         config: the present config, as YAML.
 
@@ -78,11 +75,11 @@ def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None
     folder = Path(trainer.logger.log_dir)
     if (folder / CONFIG).exists() and not _is_same_config(folder / CONFIG, config):
         rule = "`--run_folder` must be the folder of a run of this model and data, or a new one"
-        raise InvalidValue(rule, owner, got=f"{folder}, whose {CONFIG} has others", cure="choose another folder")
+        raise InvalidValue(rule, got=f"{folder}, whose {CONFIG} has others", cure="choose another folder")
     folders_of_callbacks = [
         callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)
     ]
-    return newest_checkpoint(owner, [folder / "checkpoints", *folders_of_callbacks])
+    return newest_checkpoint([folder / "checkpoints", *folders_of_callbacks])
 
 
 def _runs(trainer: Any) -> tuple[Path, list[Path]]:

@@ -22,6 +22,7 @@ from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, ch
 from lightning_retrieval.checks import check_finite, check_integers, check_matrix
 from lightning_retrieval.detection.targets import check_class_labels
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.invalid import CALLER, owned
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.training.step import gather_batch
@@ -101,6 +102,7 @@ class DetectionAPLoss(nn.Module):
         self.map_loss = BlackboxMAPLoss(lambda_, margin, interclass_coef=interclass_coef, batch_memory=batch_memory)
         self._warned = False
 
+    @owned
     def forward(self, class_logits: Float[Tensor, "roi level"], labels: Int[Tensor, " roi"]) -> Float[Tensor, ""]:
         """The loss of a batch. The scores are then added to the memory.
 
@@ -111,12 +113,12 @@ class DetectionAPLoss(nn.Module):
             class_logits: logits of each RoI, for the background and classes 1 to C.
             labels: label of each RoI, from 0 (background) to C.
         """
-        check_matrix("DetectionAPLoss", "class_logits", class_logits)
-        check_integers("DetectionAPLoss", "labels", labels, len(class_logits), "class_logits")
-        check_class_labels("DetectionAPLoss", labels, 0, class_logits.shape[1] - 1)
-        check_finite("DetectionAPLoss", "class_logits", class_logits)
+        check_matrix(CALLER, "class_logits", class_logits)
+        check_integers(CALLER, "labels", labels, len(class_logits), "class_logits")
+        check_class_labels(labels, 0, class_logits.shape[1] - 1)
+        check_finite(CALLER, "class_logits", class_logits)
         if self.gather:
-            gathered = gather_batch("DetectionAPLoss", class_logits, labels, None, gather=True, local_queries=False)
+            gathered = gather_batch(class_logits, labels, None, gather=True, local_queries=False)
             class_logits, labels = gathered[0], gathered[1].labels
         scores, targets = foreground_lists(class_logits, labels)
         if len(scores) == 0:

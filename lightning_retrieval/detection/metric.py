@@ -26,7 +26,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned
 from lightning_retrieval.optional_packages import optional_import
 
 MAX_IMAGES = 1 << 40  # maximum number of images per process and evaluation
@@ -75,6 +75,7 @@ class DetectionMetric(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
         self._begin()
 
+    @owned
     def update(self, detections: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]]) -> None:
         """Add the images of a batch.
 
@@ -84,12 +85,11 @@ class DetectionMetric(Metric):
             targets: for each image, `boxes` (objects, 4), `labels` (objects,), and optionally the number `image_id`,
                 and `difficult` and `iscrowd` (objects,): objects for which one of them is true are ignored.
         """
-        owner = type(self).__name__
-        check_sequence(owner, "detections", detections)
-        check_sequence(owner, "targets", targets)
+        check_sequence(CALLER, "detections", detections)
+        check_sequence(CALLER, "targets", targets)
         if len(detections) != len(targets):
             rule = "must be one for each target"
-            raise InvalidValue(rule, owner, "detections", got=f"{len(detections)} for {len(targets)} in `targets`")
+            raise InvalidValue(rule, argument="detections", got=f"{len(detections)} for {len(targets)} in `targets`")
         for detected, target in zip(detections, targets):
             self._add_image(detected, target)
 
@@ -105,6 +105,7 @@ class DetectionMetric(Metric):
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.init_args().items())
 
+    @owned
     def images_once(self) -> tuple[Images, Images]:
         """Detections and targets of each image, on the CPU, in the order of the ids, without duplicate images.
 
@@ -128,7 +129,7 @@ class DetectionMetric(Metric):
             found = rows[is_detection[rows] == 1]
             for other in objects_of_copies[1:]:
                 if not (torch.equal(boxes[objects], boxes[other]) and torch.equal(label[objects], label[other])):
-                    raise _shared_id(type(self).__name__, image_id, len(objects), len(other))
+                    raise _shared_id(image_id, len(objects), len(other))
             detections.append({"boxes": boxes[found, :4], "scores": boxes[found, 4], "labels": label[found]})
             targets.append({"boxes": boxes[objects, :4], "labels": label[objects], "ignored": ignored[objects]})
         return detections, targets
@@ -140,19 +141,18 @@ class DetectionMetric(Metric):
             setattr(self, name, [torch.zeros(0, columns, dtype=dtype, device=self.device)])
 
     def _add_image(self, detected: Any, target: Any) -> None:
-        owner = type(self).__name__
-        found_boxes, found_labels = _boxes_and_labels(owner, "detections", detected, self.classes)
-        scores = _one_for_each(owner, "detections", detected, "scores", found_labels)
-        check_finite(owner, "scores", scores)
-        boxes, labels = _boxes_and_labels(owner, "targets", target, self.classes)
+        found_boxes, found_labels = _boxes_and_labels("detections", detected, self.classes)
+        scores = _one_for_each("detections", detected, "scores", found_labels)
+        check_finite(CALLER, "scores", scores)
+        boxes, labels = _boxes_and_labels("targets", target, self.classes)
         ignored = torch.zeros_like(labels)
         for name in ("difficult", "iscrowd"):
             if target.get(name) is not None:
-                ignored |= _one_for_each(owner, "targets", target, name, labels) != 0
+                ignored |= _one_for_each("targets", target, name, labels) != 0
         key = rank() * MAX_IMAGES + self._updates
         self._updates += 1
         # An image without an id gets a unique id; the ids ascend, so that equal scores of such images keep their order.
-        image_id = _image_id(owner, target.get("image_id", LEAST_ID + key))
+        image_id = _image_id(target.get("image_id", LEAST_ID + key))
         self._images.append(torch.tensor([[key, image_id]], device=self.device))
         self._add_boxes(key, 0, boxes, torch.ones_like(boxes[:, 0]), labels, ignored)
         self._add_boxes(key, 1, found_boxes, scores, found_labels, torch.zeros_like(found_labels))
@@ -166,53 +166,53 @@ class DetectionMetric(Metric):
         self._annotations.append(torch.stack(columns, 1).to(self.device, torch.int64))
 
 
-def _boxes_and_labels(
-    owner: str, name: str, given: Any, classes: int
-) -> tuple[Float[Tensor, "box 4"], Int[Tensor, " box"]]:
+def _boxes_and_labels(name: str, given: Any, classes: int) -> tuple[Float[Tensor, "box 4"], Int[Tensor, " box"]]:
     """The boxes and labels of one image; raises if they are invalid."""
     keys = {"detections": ("boxes", "labels", "scores"), "targets": ("boxes", "labels")}[name]
-    check_mapping(owner, name, given)
+    check_mapping(CALLER, name, given)
     for key in keys:
         if key not in given:
             rule = f"must have the keys {', '.join(keys)} for each image"
-            raise InvalidValue(rule, owner, name, got=", ".join(map(str, given)))
-        check_tensor(owner, f"{name}[{key!r}]", given[key])
+            raise InvalidValue(rule, argument=name, got=", ".join(map(str, given)))
+        check_tensor(CALLER, f"{name}[{key!r}]", given[key])
     boxes, labels = given["boxes"], given["labels"]
     if boxes.ndim != 2 or boxes.shape[1] != 4:
-        raise InvalidValue(f"of `{name}` must have shape (boxes, 4)", owner, "boxes", got=tuple(boxes.shape))
-    check_finite(owner, f"{name}['boxes']", boxes)
-    check_integers(owner, "labels", labels, len(boxes), "boxes")
+        raise InvalidValue(f"of `{name}` must have shape (boxes, 4)", argument="boxes", got=tuple(boxes.shape))
+    check_finite(CALLER, f"{name}['boxes']", boxes)
+    check_integers(CALLER, "labels", labels, len(boxes), "boxes")
     if len(labels) > 0 and not 1 <= int(labels.min()) <= int(labels.max()) <= classes:
         got = f"{int(labels.min())} to {int(labels.max())}"
-        raise InvalidValue(f"of `{name}` must be from 1 to {classes}", owner, "labels", got=got, cure="0 is background")
+        raise InvalidValue(
+            f"of `{name}` must be from 1 to {classes}", argument="labels", got=got, cure="0 is background"
+        )
     return boxes, labels.to(torch.int64)  # 64 bits, because labels are stored together with keys of images
 
 
-def _one_for_each(owner: str, name: str, given: Mapping[str, Any], key: str, labels: Tensor) -> Tensor:
+def _one_for_each(name: str, given: Mapping[str, Any], key: str, labels: Tensor) -> Tensor:
     """The tensor with this key; raises unless it has one value for each box."""
     values: Tensor = given[key]
-    check_tensor(owner, f"{name}[{key!r}]", values)
+    check_tensor(CALLER, f"{name}[{key!r}]", values)
     if values.shape != labels.shape:
         rule = f"must have shape {tuple(labels.shape)}, one for each box"
-        raise InvalidValue(rule, owner, key, got=tuple(values.shape))
+        raise InvalidValue(rule, argument=key, got=tuple(values.shape))
     return values
 
 
-def _image_id(owner: str, value: Any) -> int:
+def _image_id(value: Any) -> int:
     try:
         image_id = operator.index(value)
     except TypeError:
-        raise InvalidType("must have an integer as `image_id`", owner, "targets", got=short_repr(value)) from None
+        raise InvalidType("must have an integer as `image_id`", argument="targets", got=short_repr(value)) from None
     if not LEAST_ID <= image_id < -LEAST_ID:
-        raise InvalidValue("must have an `image_id` of at most 64 bits", owner, "targets", got=short_repr(value))
+        raise InvalidValue("must have an `image_id` of at most 64 bits", argument="targets", got=short_repr(value))
     return image_id
 
 
-def _shared_id(owner: str, image_id: int, objects: int, others: int) -> InvalidValue:
+def _shared_id(image_id: int, objects: int, others: int) -> InvalidValue:
     rule = "with the same `image_id` must be the same image"
     got = f"other objects for a second image with the id {image_id} ({objects} and {others} objects)"
     cure = "if two data sets both count from 0, add the length of the first to the ids of the second"
-    return InvalidValue(rule, owner, "targets", got=got, cure=cure)
+    return InvalidValue(rule, argument="targets", got=got, cure=cure)
 
 
 def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:

@@ -15,7 +15,7 @@ from lightning_retrieval.detection.metric import COCOMetrics
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_heads
 from lightning_retrieval.detection.targets import check_targets, num_classes
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.manual_training import OptimizedModule
@@ -76,23 +76,23 @@ class DetectionModule(OptimizedModule):
         objects: dict[str, Any] = {"detector": detector, "loss": loss, "metrics": metrics}
         objects |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
         self._keep_hyperparameters(objects, inspect.currentframe())
-        owner = type(self).__name__
-        self.detector = rebuild(owner, "detector", detector, nn.Module)
-        check_roi_heads(owner, "detector", getattr(self.detector, "roi_heads", self.detector))
-        heads: Any = self.detector.roi_heads
-        if loss is not None:
-            self.detector.roi_heads = RankedRoIHeads(heads, rebuild(owner, "loss", loss, nn.Module))
-        self._set_optimizer(
-            optimizer,
-            lr_scheduler,
-            interval=lr_scheduler_interval,
-            frequency=lr_scheduler_frequency,
-            monitor=lr_scheduler_monitor,
-        )
-        self.num_classes = num_classes(self.detector)
-        self.metrics = None
-        if metrics is not None:
-            self.metrics = rebuild(owner, "metrics", metrics, Metric)  # type: ignore[type-abstract]
+        with owned_by(type(self).__name__):
+            self.detector = rebuild("detector", detector, nn.Module)
+            check_roi_heads("detector", getattr(self.detector, "roi_heads", self.detector))
+            heads: Any = self.detector.roi_heads
+            if loss is not None:
+                self.detector.roi_heads = RankedRoIHeads(heads, rebuild("loss", loss, nn.Module))
+            self._set_optimizer(
+                optimizer,
+                lr_scheduler,
+                interval=lr_scheduler_interval,
+                frequency=lr_scheduler_frequency,
+                monitor=lr_scheduler_monitor,
+            )
+            self.num_classes = num_classes(self.detector)
+            self.metrics = None
+            if metrics is not None:
+                self.metrics = rebuild("metrics", metrics, Metric)  # type: ignore[type-abstract]
         self.seed = seed_or_default(checked(self, seed=seed))
 
     @property
@@ -117,11 +117,12 @@ class DetectionModule(OptimizedModule):
         """One optimizer over the trainable parameters, and its scheduler."""
         return self._make_optimizer({"monitor": self.lr_scheduler_monitor})
 
+    @owned
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The sum of the detector's losses. All random choices are a function of (seed, epoch, batch, rank)."""
         images, targets = self.unpack_batch(batch)
         if self.num_classes is not None:
-            check_targets(type(self).__name__, images, targets, self.num_classes)
+            check_targets(images, targets, self.num_classes)
         number = self.current_epoch * MAX_BATCHES + batch_idx
         with step_random_state(self.seed, number, rank()):
             losses: dict[str, Tensor] = self.detector(images, targets)

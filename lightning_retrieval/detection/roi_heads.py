@@ -13,7 +13,7 @@ from torchvision.models.detection.roi_heads import RoIHeads
 
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.detection.targets import check_class_labels
-from lightning_retrieval.invalid import InvalidType
+from lightning_retrieval.invalid import InvalidType, owned, owned_by
 
 NEEDED = "RoI heads with a box classifier, as those of torchvision's FasterRCNN and MaskRCNN"
 
@@ -42,7 +42,8 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
     """
 
     def __init__(self, roi_heads: nn.Module, loss: nn.Module) -> None:
-        check_roi_heads("RankedRoIHeads", "roi_heads", roi_heads)
+        with owned_by("RankedRoIHeads"):
+            check_roi_heads("roi_heads", roi_heads)
         if not isinstance(loss, nn.Module):
             raise InvalidType(
                 "must be a module such as DetectionAPLoss", "RankedRoIHeads", "loss", got=short_repr(loss)
@@ -55,6 +56,7 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
         self.loss = loss
         self.register_load_state_dict_post_hook(_ignore_missing_memory)
 
+    @owned
     def forward(
         self,
         features: dict[str, Tensor],
@@ -110,14 +112,13 @@ class _Notes:
     def add_logits(self, box_predictor: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
         """Record the logits, and raise for invalid labels before torchvision's own loss would fail on them."""
         self.class_logits = outputs[0]
-        check_class_labels("RankedRoIHeads", self.object_labels, 1, self.class_logits.shape[1] - 1)
+        check_class_labels(self.object_labels, 1, self.class_logits.shape[1] - 1)
 
 
-def check_roi_heads(owner: str, name: str, value: Any) -> None:
+def check_roi_heads(name: str, value: Any) -> None:
     """Raise unless `value` is a module of RoI heads with a box classifier.
 
     Args:
-        owner: prefix of error messages.
         name: name of the argument.
         value: value of the argument.
     """
@@ -128,7 +129,7 @@ def check_roi_heads(owner: str, name: str, value: Any) -> None:
         hint = ", which classifies anchors directly; take a detector of two stages such as fasterrcnn_resnet50_fpn"
     elif hasattr(value, "roi_heads"):
         hint = "; give its attribute `roi_heads`"
-    raise InvalidType(f"must be {NEEDED}", owner, name, got=f"{type(value).__name__}{hint}")
+    raise InvalidType(f"must be {NEEDED}", argument=name, got=f"{type(value).__name__}{hint}")
 
 
 def _ignore_missing_memory(heads: nn.Module, incompatible_keys: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import check_instance
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
 from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
@@ -86,12 +86,13 @@ class RetrievalLoss(BatchLoss, ABC):
         """The loss of a batch. For the contents of a batch and the errors, see `forward`."""
         if not isinstance(batch.lists.rule, SameLabel):
             self.check_relevance(batch.lists.rule)
-        lists = EmbeddingLists(
-            self.name, batch, include_self=self.include_self, self_is_positive=self.self_is_positive, graded=self.graded
-        )
-        with torch.autocast(lists.device.type, enabled=False):
-            plan = self._plan(lists, batch.queries)
-            return self._reduced(self._function.apply(plan, *plan.inputs), plan)
+        with owned_by(self.name):
+            lists = EmbeddingLists(
+                batch, include_self=self.include_self, self_is_positive=self.self_is_positive, graded=self.graded
+            )
+            with torch.autocast(lists.device.type, enabled=False):
+                plan = self._plan(lists, batch.queries)
+                return self._reduced(self._function.apply(plan, *plan.inputs), plan)
 
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise if the loss cannot follow this rule: it has levels of relevance, or weights classes that do not exist.
@@ -134,14 +135,16 @@ class RetrievalLoss(BatchLoss, ABC):
             rule = "needs labels, which a score matrix does not have"
             cure = "call the loss with embeddings and labels, or set class_balanced=False"
             raise InvalidValue(rule, self.name, "class_balanced", cure=cure)
-        lists = ScoreLists(self.name, scores, relevant, candidate=candidate, graded=self.graded)
-        with torch.autocast(lists.device.type, enabled=False):
-            plan = self._plan(lists, None)
-            return self._reduced(self._function.apply(plan, *plan.inputs), plan)
+        with owned_by(self.name):
+            lists = ScoreLists(scores, relevant, candidate=candidate, graded=self.graded)
+            with torch.autocast(lists.device.type, enabled=False):
+                plan = self._plan(lists, None)
+                return self._reduced(self._function.apply(plan, *plan.inputs), plan)
 
+    @owned
     def queries_without_value(self, batch: RankedBatch) -> int:
         """Number of queries of a batch that the loss skips, because no other image in their list is relevant."""
-        lists = EmbeddingLists(self.name, batch, include_self=False, graded=self.graded)
+        lists = EmbeddingLists(batch, include_self=False, graded=self.graded)
         positives = lists.count_positives()[1]
         return int((~self._has_value(positives)).sum())
 
@@ -154,7 +157,7 @@ class RetrievalLoss(BatchLoss, ABC):
     def _plan(self, lists: RankedLists, queries: QueryRange | None) -> BlockPlan:
         """Which queries are computed, in which blocks, and with which weights."""
         if queries is not None and self.reduction == "none":
-            raise InvalidValue("must be 'mean' or 'sum' for a range of `queries`", self.name, "reduction", got="'none'")
+            raise InvalidValue("must be 'mean' or 'sum' for a range of `queries`", argument="reduction", got="'none'")
         positives, positives_on_host = lists.count_positives(queries)
         valid, valid_on_host = self._has_value(positives), self._has_value(positives_on_host)
         if not valid_on_host.any():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import settings_repr
 from lightning_retrieval.checks import as_int64, check_no_transform
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Rows
@@ -81,7 +81,6 @@ def ranked_batch(
     ids: Any = None,
     ref_ids: Any = None,
     relevance: Relevance | None = None,
-    owner: str = "RankedBatch",
     **settings: Any,
 ) -> RankedBatch:
     """A batch from the arguments of a loss, which `BatchLoss.forward` explains.
@@ -94,30 +93,29 @@ def ranked_batch(
         ids: ids of the queries.
         ref_ids: ids of the references.
         relevance: the rule of relevance.
-        owner: prefix of error messages.
         settings: `queries` and `fraction` of `RankedBatch`.
     """
     columns = {"labels": labels, "ids": ids, "ref_labels": ref_labels, "ref_ids": ref_ids}
-    columns = {name: as_int64(owner, name, values) for name, values in columns.items()}
+    columns = {name: as_int64(CALLER, name, values) for name, values in columns.items()}
     of_queries = Rows(columns["labels"], columns["ids"])
     references = of_queries
     if ref_emb is not None:
-        _check_references(owner, ref_emb, ref_labels)
+        _check_references(ref_emb, ref_labels)
         references = Rows(columns["ref_labels"], columns["ref_ids"])
     else:
         for name in ("ref_labels", "ref_ids"):
             if columns[name] is not None:
-                raise InvalidValue("was given without `ref_emb`", owner, name, cure="give both or neither")
+                raise InvalidValue("was given without `ref_emb`", argument=name, cure="give both or neither")
     return RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
 
 
-def _check_references(owner: str, ref_emb: Any, ref_labels: Any) -> None:
+def _check_references(ref_emb: Any, ref_labels: Any) -> None:
     if isinstance(ref_emb, tuple):
         got = f"a tuple of {len(ref_emb)}, as the miners of pytorch-metric-learning return"
         cure = "the losses of this library rank all pairs and need no miner, so call loss(embeddings, labels)"
-        raise InvalidType("must be a tensor", owner, "ref_emb", got=got, cure=cure)
+        raise InvalidType("must be a tensor", argument="ref_emb", got=got, cure=cure)
     if ref_labels is None:
-        raise InvalidValue("was given without `ref_labels`", owner, "ref_emb", cure="give both or neither")
+        raise InvalidValue("was given without `ref_labels`", argument="ref_emb", cure="give both or neither")
 
 
 class BatchLoss(nn.Module):
@@ -139,6 +137,7 @@ class BatchLoss(nn.Module):
         super().__init__()
         self.terms = {}
 
+    @owned
     def forward(
         self,
         embeddings: Tensor,
@@ -170,10 +169,9 @@ class BatchLoss(nn.Module):
             ValueError: if shapes do not match, or an embedding is not finite.
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
-        owner = type(self).__name__
-        check_no_transform(owner, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
+        check_no_transform(CALLER, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
         columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
-        return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns, owner=owner))
+        return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns))
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers, settings_repr
 from lightning_retrieval.checks import SMALLEST, check_finite
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.lists import ScoreLists
 from lightning_retrieval.losses.positives import ScoreBlock
@@ -179,8 +179,9 @@ class BlackboxMAPLoss(nn.Module):
 
     def _check(self, scores: Tensor, targets: Tensor) -> None:
         """Raise if the scores or the targets are invalid, or their number of classes differs from the memory's."""
-        ScoreLists("BlackboxMAPLoss", scores, targets, mask_name="targets")  # validates shapes and types
-        check_finite("BlackboxMAPLoss", "scores", scores)
+        with reported_as("BlackboxMAPLoss", relevant="targets"):
+            ScoreLists(scores, targets)  # validates shapes and types
+            check_finite(CALLER, "scores", scores)
         if not self.memory:
             return
         classes = self.memory[-1][0].shape[1]

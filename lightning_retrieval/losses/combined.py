@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, checked
 from lightning_retrieval.checks import check_finite_number, check_instance, check_positive, check_sequence, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss
@@ -68,18 +68,18 @@ class NestedLoss(BatchLoss):
         self, loss: nn.Module, dims: Sequence[int] = (64, 128, 256, 512), *, weights: Sequence[float] | None = None
     ) -> None:
         super().__init__()
-        owner = type(self).__name__
-        check_instance(owner, "loss", loss, nn.Module)
-        self.dims = check_dims(owner, dims)
-        self.weights: tuple[float, ...] | None = None
-        if weights is not None:
-            self.weights = _checked_weights(owner, weights, self.dims)
-        self.part = as_batch_loss(loss)
-        for module in self.part.modules():
-            if has_proxies(module):
-                rule = "must not learn proxies, which have one dimension"
-                cure = "use a loss that compares embeddings with each other"
-                raise InvalidType(rule, owner, "loss", got=type(module).__name__, cure=cure)
+        with owned_by(type(self).__name__):
+            check_instance(CALLER, "loss", loss, nn.Module)
+            self.dims = check_dims(dims)
+            self.weights: tuple[float, ...] | None = None
+            if weights is not None:
+                self.weights = _checked_weights(weights, self.dims)
+            self.part = as_batch_loss(loss)
+            for module in self.part.modules():
+                if has_proxies(module):
+                    rule = "must not learn proxies, which have one dimension"
+                    cure = "use a loss that compares embeddings with each other"
+                    raise InvalidType(rule, argument="loss", got=type(module).__name__, cure=cure)
 
     @property
     def loss(self) -> nn.Module:
@@ -101,8 +101,9 @@ class NestedLoss(BatchLoss):
 
     def of_batch(self, batch: RankedBatch) -> Tensor:
         """The weighted sum over `dims`."""
-        check_batch(type(self.loss).__name__, batch)
-        check_dims_fit(type(self).__name__, self.dims, batch.embeddings)
+        with owned_by(type(self).__name__):
+            check_batch(batch)
+            check_dims_fit(self.dims, batch.embeddings)
         # The largest of `dims` comes first: only the first call checks that embeddings are finite.
         values = [self.part.of_batch(shortened) for shortened in self._shortened(batch)]
         values.reverse()
@@ -127,12 +128,12 @@ class NestedLoss(BatchLoss):
             yield replace(batch, embeddings=embeddings, ref_emb=ref_emb, lists=lists)
 
 
-def _checked_weights(owner: str, weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:
-    check_sequence(owner, "weights", weights)
+def _checked_weights(weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:
+    check_sequence(CALLER, "weights", weights)
     if len(weights) != len(dims):
         rule = f"must hold one weight for each of the {len(dims)} dims"
-        raise InvalidValue(rule, owner, "weights", got=short_repr(weights))
-    return tuple(check_finite_number(owner, "weights", weight) for weight in weights)
+        raise InvalidValue(rule, argument="weights", got=short_repr(weights))
+    return tuple(check_finite_number(CALLER, "weights", weight) for weight in weights)
 
 
 class Schedule(ABC):
@@ -332,27 +333,26 @@ class WeightedSum(BatchLoss):
 
     def __init__(self, losses: Mapping[str, tuple[float | Schedule, nn.Module]]) -> None:
         super().__init__()
-        owner = type(self).__name__
-        if not isinstance(losses, Mapping):
-            raise InvalidType(
-                "must map a name to (weight, loss)",
-                owner,
-                "losses",
-                got=type(losses).__name__,
-                cure='pass {"ap": (1.0, SmoothAPLoss()), ...}',
-            )
-        if not losses:
-            raise InvalidValue("must hold at least one term", owner, "losses", got=short_repr(losses))
-        self.weights: dict[str, float | Schedule] = {}
-        self.parts = nn.ModuleDict()
-        for name, term in losses.items():
-            _check_term(owner, name, term)
-            weight, loss = term
-            if not isinstance(weight, Schedule):
-                weight = check_finite_number(owner, f"losses[{name!r}]", weight, rule=" or a schedule")
-            self.weights[name] = weight
-            self.parts[name] = as_batch_loss(loss)
-        self._check_weights()
+        with owned_by(type(self).__name__):
+            if not isinstance(losses, Mapping):
+                raise InvalidType(
+                    "must map a name to (weight, loss)",
+                    argument="losses",
+                    got=type(losses).__name__,
+                    cure='pass {"ap": (1.0, SmoothAPLoss()), ...}',
+                )
+            if not losses:
+                raise InvalidValue("must hold at least one term", argument="losses", got=short_repr(losses))
+            self.weights: dict[str, float | Schedule] = {}
+            self.parts = nn.ModuleDict()
+            for name, term in losses.items():
+                _check_term(name, term)
+                weight, loss = term
+                if not isinstance(weight, Schedule):
+                    weight = check_finite_number(CALLER, f"losses[{name!r}]", weight, rule=" or a schedule")
+                self.weights[name] = weight
+                self.parts[name] = as_batch_loss(loss)
+            self._check_weights()
 
     @property
     def losses(self) -> dict[str, tuple[float | Schedule, nn.Module]]:
@@ -436,16 +436,18 @@ class WeightedSum(BatchLoss):
                 rule = "must have a weight other than 0 at each step"
                 got = f"{short_repr(self.weights)}, which are all 0 at the fraction {fraction:g} of the training"
                 cure = "let one weight start where another ends, such as Before(0.2) and After(0.2)"
-                raise InvalidValue(rule, type(self).__name__, "losses", got=got, cure=cure)
+                raise InvalidValue(rule, argument="losses", got=got, cure=cure)
 
 
-def _check_term(owner: str, name: str, term: Any) -> None:
+def _check_term(name: str, term: Any) -> None:
     if not isinstance(name, str) or name == "" or "." in name:
-        raise InvalidValue("must have names that are not empty and have no dot", owner, "losses", got=short_repr(name))
+        raise InvalidValue(
+            "must have names that are not empty and have no dot", argument="losses", got=short_repr(name)
+        )
     if hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
         rule = "must not have the names of attributes of a torch module"
         cure = f"give the term another name, such as '{name}_loss'"
-        raise InvalidValue(rule, owner, "losses", got=repr(name), cure=cure)
+        raise InvalidValue(rule, argument="losses", got=repr(name), cure=cure)
     if not (isinstance(term, (tuple, list)) and len(term) == 2 and isinstance(term[1], nn.Module)):
         rule = "must map a name to (weight, loss)"
-        raise InvalidType(rule, owner, "losses", got=f"{short_repr(term)} for {short_repr(name)}")
+        raise InvalidType(rule, argument="losses", got=f"{short_repr(term)} for {short_repr(name)}")

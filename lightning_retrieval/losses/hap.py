@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegative, Positive, checked
 from lightning_retrieval.checks import check_finite_number, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.roadmap import UpperStepLoss
@@ -183,18 +183,19 @@ class HAPLoss(UpperStepLoss):
         of_base: dict[str, Any] = {"class_balanced": class_balanced, "include_self": include_self}
         super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, reduction=reduction, **of_base)
         self.alpha = checked(self, alpha=alpha)
-        self.hrank_slopes = _check_slopes(self.name, hrank_slopes)
+        with owned_by(self.name):
+            self.hrank_slopes = _check_slopes(hrank_slopes)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return hap(lists, alpha=self.alpha, h_minus=self.h_minus, hrank_slopes=self.hrank_slopes)
 
 
-def _check_slopes(owner: str, slopes: Sequence[float] | None) -> tuple[float, ...] | None:
+def _check_slopes(slopes: Sequence[float] | None) -> tuple[float, ...] | None:
     """Return the slopes as a tuple of three finite numbers, or None."""
     if slopes is None:
         return None
     if not isinstance(slopes, Sequence) or isinstance(slopes, (str, bytes)):
-        raise InvalidType("must be (beta, gamma, leak) or None", owner, "hrank_slopes", got=short_repr(slopes))
+        raise InvalidType("must be (beta, gamma, leak) or None", argument="hrank_slopes", got=short_repr(slopes))
     if len(slopes) != 3:
-        raise InvalidValue("must be (beta, gamma, leak) or None", owner, "hrank_slopes", got=short_repr(slopes))
-    return tuple(check_finite_number(owner, "hrank_slopes", slope) for slope in slopes)
+        raise InvalidValue("must be (beta, gamma, leak) or None", argument="hrank_slopes", got=short_repr(slopes))
+    return tuple(check_finite_number(CALLER, "hrank_slopes", slope) for slope in slopes)

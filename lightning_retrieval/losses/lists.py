@@ -20,10 +20,11 @@ from lightning_retrieval.checks import (
     check_no_transform,
     check_tensor,
     has_finite_sum,
+    is_integer,
     short_repr,
 )
 from lightning_retrieval.distributed import size_for, to_host
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.ranking.labels import as_levels, check_nesting
 from lightning_retrieval.ranking.lists import GivenLists, Lists
@@ -39,12 +40,11 @@ ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
 class RankedLists(ABC):
     """One ranked list for each query, computed for a block of queries at a time.
 
-    `owner` is the prefix of error messages. `tensors` are the tensors that gradients are computed for; `given` maps
+    `tensors` are the tensors that gradients are computed for; `given` maps
     names to the arguments that `tensors` were computed from. `gallery` is the number of references, and `levels` are
     the possible levels of relevance above 0.
     """
 
-    owner: str
     tensors: tuple[Tensor, ...]
     given: dict[str, Tensor]
     gallery: int
@@ -92,7 +92,7 @@ class RankedLists(ABC):
         read = to_host(torch.cat([counts, finite.all()[None]]))
         if read[-1] == 0:
             for name, values in self.given.items():
-                check_finite(self.owner, name, values)
+                check_finite(CALLER, name, values)
         return counts, read[:-1]
 
     def _count_on_device(self, queries: QueryRange | None) -> Int[Tensor, " query"]:
@@ -115,32 +115,28 @@ class ScoreLists(RankedLists):
     """The rows of a score matrix, one list for each.
 
     Args:
-        owner: name of the loss, the prefix of error messages.
         scores: (queries, references), higher is nearer.
         relevant: which references are relevant to each query, or their levels of relevance if `graded`.
         candidate: which references are in each query's list; None for all.
         graded: whether `relevant` holds levels, 0 for not relevant.
-        mask_name: name of `relevant` in error messages.
     """
 
     def __init__(
         self,
-        owner: str,
         scores: Tensor,
         relevant: Tensor,
         *,
         candidate: Tensor | None = None,
         graded: bool = False,
-        mask_name: str = "relevant",
     ) -> None:
-        check_no_transform(owner, scores=scores, relevant=relevant)
-        check_float(owner, "scores", scores)
+        check_no_transform(CALLER, scores=scores, relevant=relevant)
+        check_float(CALLER, "scores", scores)
         if scores.ndim != 2 or len(scores) == 0:
-            raise InvalidValue("must have shape (Q, R) with Q > 0", owner, "scores", got=tuple(scores.shape))
-        _check_mask(owner, mask_name, relevant, scores, graded=graded)
+            raise InvalidValue("must have shape (Q, R) with Q > 0", argument="scores", got=tuple(scores.shape))
+        _check_mask("relevant", relevant, scores, graded=graded)
         if candidate is not None:
-            _check_mask(owner, "candidate", candidate, scores)
-        self.owner, self.given = owner, {"scores": scores}
+            _check_mask("candidate", candidate, scores)
+        self.given = {"scores": scores}
         self.lists = GivenLists(relevant, candidate)
         self.levels = (1,)
         if graded:
@@ -163,22 +159,19 @@ class ScoreLists(RankedLists):
         raise NotImplementedError("a score matrix has no classes")  # from_scores has already raised
 
 
-def _check_relevance_levels(owner: str, relevant: Tensor) -> None:
-    if relevant.is_floating_point() or relevant.is_complex():
-        raise InvalidType("must be integer levels, 0 for not relevant", owner, "relevant", got=relevant.dtype)
-    if bool((relevant < 0).any()):
-        raise InvalidValue("must be levels >= 0", owner, "relevant", got=int(relevant.min()))
-
-
-def _check_mask(owner: str, name: str, mask: Tensor, scores: Tensor, *, graded: bool = False) -> None:
-    check_device(owner, name, mask, scores.device, "scores")
-    check_tensor(owner, name, mask)
-    if graded:
-        _check_relevance_levels(owner, mask)
-    elif mask.dtype != torch.bool:
-        raise InvalidType("must be bool", owner, name, got=mask.dtype)
+def _check_mask(name: str, mask: Tensor, scores: Tensor, *, graded: bool = False) -> None:
+    check_device(CALLER, name, mask, scores.device, "scores")
+    check_tensor(CALLER, name, mask)
+    if graded and not is_integer(mask):
+        raise InvalidType("must be integer levels, 0 for not relevant", argument=name, got=mask.dtype)
+    if graded and bool((mask < 0).any()):
+        raise InvalidValue("must be levels >= 0", argument=name, got=int(mask.min()))
+    if not graded and mask.dtype != torch.bool:
+        raise InvalidType("must be bool", argument=name, got=mask.dtype)
     if mask.shape != scores.shape:
-        raise InvalidValue(f"must have the shape of `scores` {tuple(scores.shape)}", owner, name, got=tuple(mask.shape))
+        raise InvalidValue(
+            f"must have the shape of `scores` {tuple(scores.shape)}", argument=name, got=tuple(mask.shape)
+        )
 
 
 # Number of rows, and of columns, of the tiles in which a matrix is transposed.
@@ -190,7 +183,6 @@ class EmbeddingLists(RankedLists):
     """The ranked lists of a batch: each query against the references or, without references, against the batch itself.
 
     Args:
-        owner: name of the loss, the prefix of error messages.
         batch: queries and references; validated here.
         include_self: keep each query in its own list.
         self_is_positive: whether a query in its own list is a positive of itself.
@@ -198,12 +190,11 @@ class EmbeddingLists(RankedLists):
     """
 
     def __init__(
-        self, owner: str, batch: RankedBatch, *, include_self: bool, self_is_positive: bool = True, graded: bool = False
+        self, batch: RankedBatch, *, include_self: bool, self_is_positive: bool = True, graded: bool = False
     ) -> None:
-        check_batch(owner, batch)
-        _check_ids_of_both(owner, batch.lists)
-        check_lists(owner, batch.lists)
-        self.owner = owner
+        check_batch(batch)
+        _check_ids_of_both(batch.lists)
+        check_lists(batch.lists)
         self.lists, self.gallery = batch.lists, batch.lists.gallery
         self.levels = tuple(range(1, batch.lists.levels + 1))
         if not graded:
@@ -283,80 +274,79 @@ def add_transposed(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     return matrix
 
 
-def check_lists(owner: str, lists: Lists) -> None:
+def check_lists(lists: Lists) -> None:
     """Raise if labels of several levels do not nest, such as multi-hot labels, or columns do not suit the rule.
 
     The labels are copied to the host, once for all losses of the same lists.
 
     Args:
-        owner: prefix of error messages.
         lists: the lists of a batch, whose labels are integers.
     """
     if lists.is_checked:
         return
     labels, ref_labels = lists.queries.labels, lists.references.labels
     if not isinstance(lists.rule, SameLabel):
-        lists.rule.check_columns(owner, "labels", labels)
+        lists.rule.check_columns("labels", labels)
         if not lists.in_batch:
-            _check_ref_columns(owner, lists)
+            _check_ref_columns(lists)
     elif labels.ndim > 1 or ref_labels.ndim > 1:
-        _check_levels(owner, as_levels(labels), as_levels(ref_labels))
+        _check_levels(as_levels(labels), as_levels(ref_labels))
     lists.is_checked = True
 
 
-def _check_ref_columns(owner: str, lists: Lists) -> None:
+def _check_ref_columns(lists: Lists) -> None:
     labels, ref_labels, rule = lists.queries.labels, lists.references.labels, lists.rule
-    rule.check_columns(owner, "ref_labels", ref_labels)
+    rule.check_columns("ref_labels", ref_labels)
     if labels.shape[1] != ref_labels.shape[1]:
         got = f"{tuple(ref_labels.shape)} against {tuple(labels.shape)}"
         cure = f"make both with {rule.name}.columns(labels, batch)"
-        raise InvalidValue("must have as many columns as `labels`", owner, "ref_labels", got=got, cure=cure)
+        raise InvalidValue("must have as many columns as `labels`", argument="ref_labels", got=got, cure=cure)
 
 
-def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
+def _check_levels(labels: Tensor, ref_labels: Tensor) -> None:
     if labels.ndim != 2 or ref_labels.ndim != 2 or labels.shape[1] != ref_labels.shape[1]:
         got = f"`labels` {tuple(labels.shape)} and `ref_labels` {tuple(ref_labels.shape)}"
-        raise InvalidValue("labels must have shape (rows, levels), finest level first", owner, got=got)
+        raise InvalidValue("labels must have shape (rows, levels), finest level first", got=got)
     all_labels = labels
     if ref_labels is not labels:
         all_labels = torch.cat([labels, ref_labels])
-    check_nesting(owner, to_host(all_labels))
+    check_nesting(to_host(all_labels))
 
 
-def check_batch(owner: str, batch: RankedBatch) -> None:
+def check_batch(batch: RankedBatch) -> None:
     """Raise unless the tensors of a batch have matching shapes and types. Whether they are finite is not checked."""
-    check_matrix(owner, "embeddings", batch.embeddings)
+    check_matrix(CALLER, "embeddings", batch.embeddings)
     if len(batch.embeddings) == 0:
         rule = "must hold at least one row"
-        raise InvalidValue(rule, owner, "embeddings", got=f"shape {tuple(batch.embeddings.shape)}")
+        raise InvalidValue(rule, argument="embeddings", got=f"shape {tuple(batch.embeddings.shape)}")
     device, lists = batch.embeddings.device, batch.lists
-    _check_rows(owner, lists.queries, batch.embeddings, "embeddings", device)
+    _check_rows(lists.queries, batch.embeddings, "embeddings", device)
     if batch.queries is not None and not isinstance(batch.queries, QueryRange):
-        raise InvalidType("must be a QueryRange or None", owner, "queries", got=short_repr(batch.queries))
+        raise InvalidType("must be a QueryRange or None", argument="queries", got=short_repr(batch.queries))
     if batch.ref_emb is None:
         return
-    check_device(owner, "ref_emb", batch.ref_emb, device, "embeddings")
-    check_matrix(owner, "ref_emb", batch.ref_emb)
+    check_device(CALLER, "ref_emb", batch.ref_emb, device, "embeddings")
+    check_matrix(CALLER, "ref_emb", batch.ref_emb)
     if batch.ref_emb.shape[1] != batch.embeddings.shape[1]:
         got = f"{tuple(batch.ref_emb.shape)} against {tuple(batch.embeddings.shape)}"
-        raise InvalidValue("must have the dimension of `embeddings`", owner, "ref_emb", got=got)
-    _check_rows(owner, lists.references, batch.ref_emb, "ref_emb", device)
+        raise InvalidValue("must have the dimension of `embeddings`", argument="ref_emb", got=got)
+    _check_rows(lists.references, batch.ref_emb, "ref_emb", device)
 
 
-def _check_ids_of_both(owner: str, lists: Lists) -> None:
+def _check_ids_of_both(lists: Lists) -> None:
     if (lists.queries.ids is None) == (lists.references.ids is None):
         return
     missing, given = "ref_ids", "ids"
     if lists.queries.ids is None:
         missing, given = given, missing
-    raise InvalidValue(f"was given without `{missing}`", owner, given, cure="with `ref_emb` give both or neither")
+    raise InvalidValue(f"was given without `{missing}`", argument=given, cure="with `ref_emb` give both or neither")
 
 
-def _check_rows(owner: str, rows: Rows, embeddings: Tensor, of: str, device: torch.device) -> None:
+def _check_rows(rows: Rows, embeddings: Tensor, of: str, device: torch.device) -> None:
     """Raise unless labels and ids have one row for each embedding. `of` is the name of the embeddings."""
     prefix = ""
     if of == "ref_emb":
         prefix = "ref_"
-    check_integers(owner, f"{prefix}labels", rows.labels, len(embeddings), of, device=device, levels=True)
+    check_integers(CALLER, f"{prefix}labels", rows.labels, len(embeddings), of, device=device, levels=True)
     if rows.ids is not None:
-        check_integers(owner, f"{prefix}ids", rows.ids, len(embeddings), of, device=device)
+        check_integers(CALLER, f"{prefix}ids", rows.ids, len(embeddings), of, device=device)

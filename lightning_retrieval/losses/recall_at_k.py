@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import Positive, PositiveInts, checked
 from lightning_retrieval.checks import check_positive
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.smooth_ap import soft_ranks
@@ -95,7 +95,8 @@ class RecallAtKLoss(RetrievalLoss):
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.ks = checked(self, ks=ks)
         self.tau_rank = checked(self, tau_rank=tau_rank)
-        self.tau_k = _check_tau_k(self.name, tau_k, len(self.ks))
+        with owned_by(self.name):
+            self.tau_k = _check_tau_k(tau_k, len(self.ks))
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return recall_at_k(lists, ks=self.ks, tau_rank=self.tau_rank, tau_k=self.tau_k)
@@ -104,13 +105,13 @@ class RecallAtKLoss(RetrievalLoss):
         return positives * gallery
 
 
-def _check_tau_k(owner: str, tau_k: Any, number: int) -> float | tuple[float, ...]:
+def _check_tau_k(tau_k: Any, number: int) -> float | tuple[float, ...]:
     """Return one temperature as a float, several as a tuple; raise unless there are 1 or `number` of them."""
     are_several = isinstance(tau_k, Sequence) and not isinstance(tau_k, (str, bytes))
     if not are_several:
-        return check_positive(owner, "tau_k", tau_k)
-    temperatures = tuple(check_positive(owner, "tau_k", tau) for tau in tau_k)
+        return check_positive(CALLER, "tau_k", tau_k)
+    temperatures = tuple(check_positive(CALLER, "tau_k", tau) for tau in tau_k)
     if len(temperatures) != number:
         rule = f"must be one number or one for each of the {number} ks"
-        raise InvalidValue(rule, owner, "tau_k", got=len(temperatures))
+        raise InvalidValue(rule, argument="tau_k", got=len(temperatures))
     return temperatures

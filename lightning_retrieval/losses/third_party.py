@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite, check_instance
 from lightning_retrieval.distributed import to_host
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch, check_lists
 from lightning_retrieval.ranking.lists import Lists
@@ -107,22 +107,28 @@ class ThirdPartyLoss(BatchLoss):
         """The value of the loss."""
         if not isinstance(batch.lists.rule, SameLabel):
             self.check_relevance(batch.lists.rule)
-        if batch.queries is not None:
-            rule = "a third-party loss is not a sum over queries, so it cannot be computed for a range of them"
-            raise InvalidType(rule, type(self.loss).__name__, cure="omit `queries`")
-        check_batch(type(self.loss).__name__, batch)
-        check_lists(type(self.loss).__name__, batch.lists)
-        check_finite(type(self.loss).__name__, "embeddings", batch.embeddings)
-        if batch.ref_emb is not None:
-            check_finite(type(self.loss).__name__, "ref_emb", batch.ref_emb)
+        with owned_by(type(self.loss).__name__):
+            self._check(batch)
         labels, ref_labels = batch.lists.columns[:, 0], batch.lists.ref_columns[:, 0]
-        self._check_classes("labels", labels)
         if batch.ref_emb is None:
             return self.loss(batch.embeddings, labels)
+        return self.loss(batch.embeddings, labels, _pairs(batch.lists.finest), batch.ref_emb, ref_labels)
+
+    def _check(self, batch: RankedBatch) -> None:
+        """Raise if the loss cannot compute a batch."""
+        if batch.queries is not None:
+            rule = "a third-party loss is not a sum over queries, so it cannot be computed for a range of them"
+            raise InvalidType(rule, cure="omit `queries`")
+        check_batch(batch)
+        check_lists(batch.lists)
+        check_finite(CALLER, "embeddings", batch.embeddings)
+        self._check_classes("labels", batch.lists.columns[:, 0])
+        if batch.ref_emb is None:
+            return
+        check_finite(CALLER, "ref_emb", batch.ref_emb)
         if self.terms_without_references:
             rule = "the loss cannot rank references without the query's own copy"
             raise InvalidType(rule, self.terms_without_references[0], cure=USE_OTHER_LOSS)
-        return self.loss(batch.embeddings, labels, _pairs(batch.lists.finest), batch.ref_emb, ref_labels)
 
     def _check_classes(self, name: str, labels: Tensor) -> None:
         """Raise if a loss of pytorch-metric-learning has no weights for the class of a label."""
@@ -133,7 +139,7 @@ class ThirdPartyLoss(BatchLoss):
         if smallest < 0 or largest >= classes:
             rule = f"must be from 0 to {classes - 1}, since the loss has num_classes={classes}"
             cure = "number the classes of the training set 0, 1, ... and give the loss their number"
-            raise InvalidValue(rule, type(self.loss).__name__, name, got=f"{smallest} to {largest}", cure=cure)
+            raise InvalidValue(rule, argument=name, got=f"{smallest} to {largest}", cure=cure)
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
         """Raise a TypeError: a loss of another library needs embeddings and labels."""
@@ -141,11 +147,10 @@ class ThirdPartyLoss(BatchLoss):
         raise InvalidType(rule, type(self.loss).__name__, cure="call it with embeddings and labels")
 
 
-def check_references(owner: str, loss: BatchLoss, needed_by: str) -> None:
+def check_references(loss: BatchLoss, needed_by: str) -> None:
     """Raise if a loss cannot rank references.
 
     Args:
-        owner: prefix of error messages.
         loss: the loss.
         needed_by: the argument or the batch that gives the loss references.
 
@@ -156,7 +161,6 @@ def check_references(owner: str, loss: BatchLoss, needed_by: str) -> None:
         raise InvalidType(
             f"with {needed_by} the loss must rank references and exclude the query's own copy, which "
             f"{', '.join(loss.terms_without_references)} cannot do",
-            owner,
             cure=USE_OTHER_LOSS,
         )
 

@@ -21,7 +21,7 @@ from lightning_retrieval.checks import (
     check_matrix,
 )
 from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, unshared, world_size
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned
 from lightning_retrieval.metrics.gathering import (
     CollectedRows,
     Images,
@@ -104,6 +104,7 @@ class EmbeddingMetric(Metric):
         for name in _STATES:  # `ids`, `instances` and `cameras` stay empty unless they are given
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
+    @owned
     def update(
         self,
         embeddings: Float[Tensor, "batch dim"],
@@ -166,6 +167,7 @@ class EmbeddingMetric(Metric):
         check_bool(type(self).__name__, "should_unsync", should_unsync)
         self._over_processes = None
 
+    @owned
     def plot(self, val: Results | Sequence[Results] | None = None, ax: Any = None) -> Any:
         """Plot results, and return the figure and its axes, as the metrics of torchmetrics do.
 
@@ -175,8 +177,9 @@ class EmbeddingMetric(Metric):
         """
         if val is None:
             val = self.compute()
-        return plot_results(type(self).__name__, val, ax)
+        return plot_results(val, ax, title=type(self).__name__)
 
+    @owned
     def gather(self) -> tuple[Images, Shard]:
         """The images of all processes, each once, and the shard of this process.
 
@@ -194,21 +197,21 @@ class EmbeddingMetric(Metric):
         if self._over_processes is None:
             with self.sync_context(should_sync=self.sync_on_compute):
                 return self._gather_collected()
-        owner = type(self).__name__
         collected, shard = self._collected(), UNSHARDED
         if self._over_processes:
             group = self.process_group
             shard = Shard(dist.get_rank(group), dist.get_world_size(group), group, self.device)
             kept_on = torch.device("cpu") if self.embeddings_on_cpu else self.device
             report = Report(self._error, self._settings())
-            gathered = gather_over_processes(owner, collected, report, shard=shard, embeddings_device=kept_on)
+            gathered = gather_over_processes(collected, report, shard=shard, embeddings_device=kept_on)
             collected = replace(gathered, relevance=self.relevance)
         elif self._error is not None:
             raise self._error
         if collected is None:
-            raise nothing_to_compute(owner)
+            raise nothing_to_compute()
         return collected, shard
 
+    @owned
     def query_gallery(self, images: Images, *, unit: int | None = None) -> QueryGallery:
         """Queries and gallery of these rows, ready to be ranked: in the order of their lists, and post-processed.
 
@@ -218,7 +221,7 @@ class EmbeddingMetric(Metric):
                 that `positive_ranks` needs.
         """
         lists = query_gallery(images, unit=unit)
-        return post_processed(type(self).__name__, lists, self.query_expansion, self.database_augmentation)
+        return post_processed(lists, self.query_expansion, self.database_augmentation)
 
     @property
     def must_defer_errors(self) -> bool:
@@ -232,24 +235,23 @@ class EmbeddingMetric(Metric):
     def _append(
         self, embeddings: Tensor, labels: Tensor, roles: Tensor | None, optional: dict[str, Tensor | None]
     ) -> None:
-        owner = type(self).__name__
-        check_matrix(owner, "embeddings", embeddings)
-        labels, roles = as_int64(owner, "labels", labels), as_int64(owner, "roles", roles)
-        optional = {name: as_int64(owner, name, values) for name, values in optional.items()}
+        check_matrix(CALLER, "embeddings", embeddings)
+        labels, roles = as_int64(CALLER, "labels", labels), as_int64(CALLER, "roles", roles)
+        optional = {name: as_int64(CALLER, name, values) for name, values in optional.items()}
         rows = len(embeddings)
         device = embeddings.device
-        check_integers(owner, "labels", labels, rows, "embeddings", device=device, levels=True)
+        check_integers(CALLER, "labels", labels, rows, "embeddings", device=device, levels=True)
         for name, values in {**optional, "roles": roles}.items():
             if values is not None:
-                check_integers(owner, name, values, rows, "embeddings", device=device)
+                check_integers(CALLER, name, values, rows, "embeddings", device=device)
         if self.relevance is not None:
-            self.relevance.check_columns(owner, "labels", labels)
-            _check_no_cameras(owner, self.relevance, optional["cameras"])
-        check_finite(owner, "embeddings", embeddings, optional["ids"])
+            self.relevance.check_columns("labels", labels)
+            _check_no_cameras(self.relevance, optional["cameras"])
+        check_finite(CALLER, "embeddings", embeddings, optional["ids"])
         if roles is None:
             roles = torch.full((rows,), int(Role.BOTH), device=device)
         else:
-            check_roles(owner, roles)
+            check_roles(roles)
         if rows == 0:
             return
         if self.embeddings:
@@ -275,11 +277,10 @@ class EmbeddingMetric(Metric):
     def _check_like_earlier_updates(
         self, embeddings: Tensor, labels: Tensor, optional: dict[str, Tensor | None]
     ) -> None:
-        owner = type(self).__name__
         dtype = self.embeddings[0].dtype
         if embeddings.dtype != dtype:
             rule = f"must have the dtype of earlier updates, {dtype}"
-            raise InvalidValue(rule, owner, "embeddings", got=embeddings.dtype)
+            raise InvalidValue(rule, argument="embeddings", got=embeddings.dtype)
         for name, values, earlier in (
             ("embeddings", embeddings, self.embeddings[0]),
             ("labels", labels, self.labels[0]),
@@ -287,10 +288,10 @@ class EmbeddingMetric(Metric):
             if values.shape[1:] != earlier.shape[1:]:
                 shape = ", ".join(["rows", *map(str, earlier.shape[1:])])
                 rule = f"must have shape ({shape}) as in earlier updates"
-                raise InvalidValue(rule, owner, name, got=tuple(values.shape))
+                raise InvalidValue(rule, argument=name, got=tuple(values.shape))
         for name, given in optional.items():
             if (given is not None) != bool(getattr(self, name)):
-                raise given_only_sometimes(owner, name)
+                raise given_only_sometimes(name)
 
     def _collected(self) -> CollectedRows | None:
         """All rows of this process, None if there are none."""
@@ -302,7 +303,6 @@ class EmbeddingMetric(Metric):
             dim_zero_cat(self.labels),
             columns.pop("ids", None),
             columns,
-            owner=type(self).__name__,
             embeddings=self.embeddings,
             relevance=self.relevance,
         )
@@ -313,8 +313,8 @@ class EmbeddingMetric(Metric):
         return f"{self.extra_repr()}, {processing}, relevance: {self.relevance}"
 
 
-def _check_no_cameras(owner: str, relevance: Relevance, cameras: Tensor | None) -> None:
+def _check_no_cameras(relevance: Relevance, cameras: Tensor | None) -> None:
     if cameras is not None:
         rule = "must be None with a rule of relevance"
         cure = f"{relevance.name} alone decides which images are in a list, and may read them"
-        raise InvalidValue(rule, owner, "cameras", got=f"{tuple(cameras.shape)} of them", cure=cure)
+        raise InvalidValue(rule, argument="cameras", got=f"{tuple(cameras.shape)} of them", cure=cure)

@@ -5,6 +5,7 @@ number of processes.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,6 +17,7 @@ from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.ranking.ranks import PositiveRanks, ieee_products
 from lightning_retrieval.ranking.rows import float64_device
 
+FINE_BINS = 20_000  # number of bins from -1 to 1 in which pairs are counted before they are merged for a figure
 _BLOCK_GALLERY = 1 << 14  # number of gallery images that are scored at a time
 
 
@@ -60,7 +62,7 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
     rows, shard = metrics.gather()
     lists = metrics.query_gallery(rows)
     counts = torch.zeros(2 * bins, dtype=torch.int64, device=rows.ids.device)
-    for _, scores, is_relevant, is_candidate in score_blocks(lists):
+    for _, _, scores, is_relevant, is_candidate in score_blocks(lists):
         bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
         bin_index += bins * ~is_relevant
         counts += torch.bincount(bin_index[is_candidate], minlength=2 * bins)
@@ -68,19 +70,50 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
     return counts.view(2, bins)
 
 
-def score_blocks(
-    ranked: QueryGallery,
-) -> Iterator[
-    tuple[slice, Float[Tensor, "query gallery"], Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]
-]:
+def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor, "2 bins"], Float[Tensor, " edge"]]:
+    """Merge fine bins into at most `bins` equal bins over the occupied range; return their counts and their edges.
+
+    Args:
+        counts: numbers of positive and of negative pairs in equal bins from -1 to 1.
+        bins: maximum number of merged bins.
+    """
+    occupied = counts.sum(0).nonzero()[:, 0].tolist()
+    if not occupied:
+        occupied = [0]
+    first = occupied[0]
+    length = occupied[-1] + 1 - first
+    width = -(-length // bins)  # number of fine bins in a merged bin, rounded up
+    number = -(-length // width)
+    positions = first + width * torch.arange(number + 1, dtype=torch.float64)
+    edges = -1 + positions * (2 / counts.shape[1])
+    padded = torch.nn.functional.pad(counts[:, first:], (0, width * number))
+    merged = padded[:, : width * number].reshape(2, number, width).sum(2)
+    return merged, edges
+
+
+class ScoreBlock(NamedTuple):
+    """The scores of a block of queries with a block of the gallery.
+
+    Attributes:
+        queries: positions of the queries.
+        gallery: positions of the images of the gallery.
+        scores: cosine similarities.
+        relevant: which images are relevant candidates; with labels of several levels, those of the finest label.
+        candidate: which images are in the list of the query.
+    """
+
+    queries: slice
+    gallery: slice
+    scores: Float[Tensor, "query gallery"]
+    relevant: Bool[Tensor, "query gallery"]
+    candidate: Bool[Tensor, "query gallery"]
+
+
+def score_blocks(ranked: QueryGallery) -> Iterator[ScoreBlock]:
     """The scores of this process's queries with the gallery, block by block.
 
     Args:
         ranked: queries and gallery.
-
-    Returns:
-        For each block, its queries, their scores, and two masks: the relevant candidates, which share the finest label
-            with labels of several levels, and all candidates.
     """
     device = ranked.query_ids.device
     lists = ranked.lists.finest
@@ -93,4 +126,4 @@ def score_blocks(
             with ieee_products():
                 scores = queries.to(device) @ gallery.T
             rows = torch.arange(block.start, block.stop, device=device)
-            yield block, scores, *lists.masks(rows, images)
+            yield ScoreBlock(block, slice(begin, end), scores, *lists.masks(rows, images))

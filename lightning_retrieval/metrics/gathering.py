@@ -249,7 +249,6 @@ class CollectedRows(Rows):
 
     Args:
         columns: the `"roles"` of the rows, and any `"instances"` and `"cameras"`.
-        owner: name of the metric, the prefix of error messages.
         embeddings: embeddings of this process, in batches.
         counts: number of rows of each process; None before rows are gathered.
         shard: the shard of this process.
@@ -257,7 +256,6 @@ class CollectedRows(Rows):
         are_compared: whether the rows with the same id are known to be equal.
     """
 
-    owner: str
     embeddings: Sequence[Float[Tensor, "_ dim"]]
     counts: Sequence[int] | None = None
     shard: Shard = UNSHARDED
@@ -302,14 +300,13 @@ class Report(NamedTuple):
 
 
 def gather_over_processes(
-    owner: str, rows: CollectedRows | None, report: Report, *, shard: Shard, embeddings_device: torch.device
+    rows: CollectedRows | None, report: Report, *, shard: Shard, embeddings_device: torch.device
 ) -> CollectedRows:
     """The rows of all processes in rank order, except that embeddings are only those of this process.
 
     This is a collective operation.
 
     Args:
-        owner: prefix of error messages.
         rows: the rows of this process, or None if it has none.
         report: the report of this process.
         shard: the shard of this process, with the group and the device of the collective operations.
@@ -335,10 +332,10 @@ def gather_over_processes(
             raise found.error
     settings = {found.settings for found in of_processes}
     if len(settings) > 1:
-        raise InvalidValue("the settings must be the same on all processes", owner, got=sorted(settings))
-    row_format = _common_format(owner, formats)
+        raise InvalidValue("the settings must be the same on all processes", got=sorted(settings))
+    row_format = _common_format(formats)
     if rows is None:
-        rows = _no_rows(owner, row_format, shard.device, embeddings_device)
+        rows = _no_rows(row_format, shard.device, embeddings_device)
     gathered = rows.map(lambda column: gather_rows(column, counts, shard.group))
     return replace(gathered, counts=counts, shard=shard)
 
@@ -357,15 +354,15 @@ def merge_duplicates(collected: CollectedRows) -> Images:
     """
     error = _incomplete_column(collected)
     if error is not None:
-        raise ValueError(error)
+        raise error
     labels = collected.labels.reshape(len(collected.labels), -1)
     ids = collected.ids
     if ids is None:
         ids = torch.arange(len(labels), device=labels.device)
     if collected.relevance is None:
-        check_nesting(collected.owner, labels)
+        check_nesting(labels)
     rows = Rows(labels, ids, collected.columns)
-    first, roles = _first_of_each(collected.owner, "id", ids, rows)
+    first, roles = _first_of_each("id", ids, rows)
     if len(first) < len(ids) and not collected.are_compared:
         _check_one_image_per_id(collected, ids, first)
     once = rows.select(first)
@@ -380,18 +377,18 @@ def merge_duplicates(collected: CollectedRows) -> Images:
     )
     if instances is None:
         return images
-    of_instance, roles = _first_of_each(collected.owner, "instance", instances, images)
+    of_instance, roles = _first_of_each("instance", instances, images)
     return _average_instances(images, instances, of_instance, roles)
 
 
-def given_only_sometimes(owner: str, name: str) -> InvalidValue:
+def given_only_sometimes(name: str) -> InvalidValue:
     """The error for an argument that was given in only some updates."""
-    return InvalidValue("must be given with every update or with none", owner, name, got="both")
+    return InvalidValue("must be given with every update or with none", argument=name, got="both")
 
 
-def nothing_to_compute(owner: str) -> InvalidValue:
+def nothing_to_compute() -> InvalidValue:
     """The error for a metric without rows."""
-    return InvalidValue("there is nothing to compute", owner, cure="call update with at least one row first")
+    return InvalidValue("there is nothing to compute", cure="call update with at least one row first")
 
 
 def _incomplete_column(rows: CollectedRows) -> InvalidValue | None:
@@ -401,7 +398,7 @@ def _incomplete_column(rows: CollectedRows) -> InvalidValue | None:
     """
     for name, column in {"ids": rows.ids, **rows.columns}.items():
         if column is not None and len(column) != len(rows):
-            return given_only_sometimes(rows.owner, name)
+            return given_only_sometimes(name)
     return None
 
 
@@ -415,24 +412,22 @@ def _format_of(rows: CollectedRows) -> RowFormat:
     )
 
 
-def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat:
+def _common_format(formats: Sequence[RowFormat | None]) -> RowFormat:
     """The format that all processes with rows share; raises if formats differ."""
     found = {row_format for row_format in formats if row_format is not None}
     if not found:
-        raise nothing_to_compute(owner)
+        raise nothing_to_compute()
     if len(found) > 1:
-        raise InvalidValue("rows must have the same format on all processes", owner, got=sorted(found))
+        raise InvalidValue("rows must have the same format on all processes", got=sorted(found))
     row_format = found.pop()
     if not row_format.has_ids:
         rule = "must be given if there are several processes"
         cure = "update with the dataset index of each image, so that images that a sampler repeats are counted once"
-        raise InvalidValue(rule, owner, "ids", got=f"none on {len(formats)} processes", cure=cure)
+        raise InvalidValue(rule, argument="ids", got=f"none on {len(formats)} processes", cure=cure)
     return row_format
 
 
-def _no_rows(
-    owner: str, row_format: RowFormat, device: torch.device | None, embeddings_device: torch.device
-) -> CollectedRows:
+def _no_rows(row_format: RowFormat, device: torch.device | None, embeddings_device: torch.device) -> CollectedRows:
     """An empty set of rows of this format, for a process without rows."""
     dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
     integers = torch.empty(0, dtype=torch.int64, device=device)
@@ -440,13 +435,12 @@ def _no_rows(
         integers.new_empty(0, *row_format.label_shape),
         integers,
         dict.fromkeys(row_format.columns, integers),
-        owner=owner,
         embeddings=[torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device)],
     )
 
 
 def _first_of_each(
-    owner: str, name: Literal["id", "instance"], values: Int[Tensor, " row"], rows: Rows
+    name: Literal["id", "instance"], values: Int[Tensor, " row"], rows: Rows
 ) -> tuple[Int[Tensor, " value"], Int[Tensor, " value"]]:
     """The first row with each value, in ascending order of values, and the union of the roles of all rows with it."""
     unique, inverse = torch.unique(values, return_inverse=True)
@@ -463,7 +457,7 @@ def _first_of_each(
             wrong = int(values[differs.nonzero()[0, 0]])
             rule = f"must have one {annotation} each"
             got = f"{name} {wrong} with two different {annotation}s"
-            raise InvalidValue(rule, owner, f"{name}s", got=got, cure=_CURE_OF_SHARED_IDS.format(name))
+            raise InvalidValue(rule, argument=f"{name}s", got=got, cure=_CURE_OF_SHARED_IDS.format(name))
     union = torch.zeros_like(unique)
     for role in (Role.QUERY, Role.GALLERY):
         of_role = torch.zeros_like(unique).scatter_reduce(0, inverse, roles & int(role), "amax")
@@ -494,7 +488,6 @@ def _check_one_image_per_id(collected: CollectedRows, ids: Int[Tensor, " row"], 
     different = torch.unique(ids[repeated[wrong]])
     raise InvalidValue(
         "rows with the same id must be the same image",
-        collected.owner,
         got=f"different embeddings for {len(different)} of {len(first)} ids ({first_of(different.tolist())}), such "
         f"as id {int(ids[row])} in {sets[0]} and again in {sets[1]}, with a cosine similarity of "
         f"{1 - float(squares[wrong[0]]) / 2:.3f}",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_retrieval.checks import check_mapping, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 Results = Mapping[str, Tensor]
 
 
-def plot_results(owner: str, results: Results | Sequence[Results], ax: "Axes | None") -> "tuple[Figure, Axes]":
+def plot_results(results: Results | Sequence[Results], ax: "Axes | None", *, title: str) -> "tuple[Figure, Axes]":
     """Plot a single result as bars, or several as lines over steps. Numbers of skipped queries are not drawn.
 
     Args:
-        owner: prefix of error messages, and the title.
         results: one result of `compute`, or several.
         ax: the axes to draw on; None for a new figure.
+        title: title of the figure.
     """
-    steps = _as_list(owner, results)
+    steps = _as_list(results)
     names = [name for name in steps[0] if "skipped_queries" not in name.split("/")]
-    figure, ax = _axes(owner, ax)
+    figure, ax = _axes(ax)
     if len(steps) == 1:
         values = [float(steps[0][name]) for name in names]
         bars = ax.bar(names, values)
@@ -37,26 +37,26 @@ def plot_results(owner: str, results: Results | Sequence[Results], ax: "Axes | N
         ax.set_xlabel("step")
         ax.legend()
     ax.set_ylim(bottom=0)
-    ax.set_title(owner)
+    ax.set_title(title)
     ax.grid(alpha=0.3, axis="y")
     return figure, ax
 
 
-def _as_list(owner: str, results: Any) -> list[Results]:
+def _as_list(results: Any) -> list[Results]:
     """The results of all steps, each with the same names."""
     if isinstance(results, Mapping):
         return [results]
     if not isinstance(results, (list, tuple)) or len(results) == 0:
-        raise InvalidType("must be what compute returned, or a list of that", owner, "val", got=short_repr(results))
+        raise InvalidType("must be what compute returned, or a list of that", argument="val", got=short_repr(results))
     for step in results:
-        check_mapping(owner, "val", step)
+        check_mapping(CALLER, "val", step)
         if list(step) != list(results[0]):
             rule = "must hold results with the same names"
-            raise InvalidValue(rule, owner, "val", got=f"{sorted(results[0])} and {sorted(step)}")
+            raise InvalidValue(rule, argument="val", got=f"{sorted(results[0])} and {sorted(step)}")
     return list(results)
 
 
-def _axes(owner: str, ax: Any) -> "tuple[Figure, Axes]":
+def _axes(ax: Any) -> "tuple[Figure, Axes]":
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -64,6 +64,6 @@ def _axes(owner: str, ax: Any) -> "tuple[Figure, Axes]":
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # avoids pyplot, which has global state
         return figure, figure.subplots()
     if not isinstance(ax, Axes):
-        raise InvalidType("must be an Axes of matplotlib", owner, "ax", got=type(ax).__name__)
+        raise InvalidType("must be an Axes of matplotlib", argument="ax", got=type(ax).__name__)
     given: Any = ax.get_figure()
     return given, ax

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_matrix
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue
 from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.ranking.entries import entries_of
 from lightning_retrieval.ranking.expansion import (
@@ -129,7 +129,6 @@ def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
 
 
 def post_processed(
-    owner: str,
     lists: QueryGallery,
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     database_augmentation: Callable[[Tensor], Tensor] | None,
@@ -137,7 +136,6 @@ def post_processed(
     """Apply post-processing. With classes of this library, each process handles its shard, otherwise all rows.
 
     Args:
-        owner: prefix of error messages.
         lists: queries and gallery, which may be empty.
         query_expansion: maps (queries, gallery, self_index) to new queries; None for no expansion.
         database_augmentation: maps a gallery to a new gallery, before the expansion; None for no augmentation.
@@ -151,10 +149,10 @@ def post_processed(
     queries, gallery = lists.queries, lists.gallery
     if database_augmentation is not None:
         augmented = database_augmentation(gallery)
-        gallery = _checked(owner, "database_augmentation", augmented, gallery)
+        gallery = _checked("database_augmentation", augmented, gallery)
     if query_expansion is not None:
         expanded = query_expansion(queries, gallery, lists.self_index.to(gallery.device))
-        queries = _checked(owner, "query_expansion", expanded, queries)
+        queries = _checked("query_expansion", expanded, queries)
     return replace(
         lists, query_rows=lists.query_rows.with_rows(queries), gallery_rows=lists.gallery_rows.with_rows(gallery)
     )
@@ -171,14 +169,13 @@ def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) 
     return replace(lists, query_rows=queries, gallery_rows=gallery)
 
 
-def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
+def _checked(name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
     """Return the result of post-processing; raise unless it has the shape, dtype and device of the rows."""
-    check_matrix(owner, f"{name}'s result", result)
+    check_matrix(CALLER, f"{name}'s result", result)
     if result.shape != rows.shape or result.dtype != rows.dtype or result.device != rows.device:
         raise InvalidValue(
             f"`{name}'s result` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, "
             f"{rows.dtype} and {rows.device}",
-            owner,
             got=f"{tuple(result.shape)}, {result.dtype} and {result.device}",
         )
     checked: Tensor = result

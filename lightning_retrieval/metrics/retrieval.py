@@ -18,11 +18,12 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, integers
 from lightning_retrieval.checks import check_bool, check_integer, check_matrix, check_strings, short_repr
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import CollectedRows, Images, merge_duplicates
+from lightning_retrieval.metrics.intervals import bootstrap_intervals
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
@@ -65,11 +66,10 @@ EXTRA_METRICS: dict[str, tuple[Callable[..., Float[Tensor, " query"]], str]] = {
 }
 
 
-def extra_metric(owner: str, name: str) -> QueryMetric:
+def extra_metric(name: str) -> QueryMetric:
     """The metric of this name, such as `"mINP"` or `"NDCG@10"`.
 
     Args:
-        owner: prefix of error messages.
         name: name of the metric in the results of `compute`.
 
     Raises:
@@ -82,8 +82,7 @@ def extra_metric(owner: str, name: str) -> QueryMetric:
         raise InvalidValue(
             "must be from 'mINP', 'precision@k', 'recall@k', 'MRR@k' and 'NDCG@k' with a number as k, such as "
             "'NDCG@10'",
-            owner,
-            "extra_metrics",
+            argument="extra_metrics",
             got=short_repr(name),
         )
     function, per_query = EXTRA_METRICS[kind]
@@ -236,25 +235,29 @@ class RetrievalMetrics(EmbeddingMetric):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        owner = type(self).__name__
         self.reverse = checked(self, reverse=reverse)
-        self.dims = check_dims(owner, dims, may_be_empty=True)
-        if not isinstance(ks, Sequence) or len(ks) == 0:
-            raise InvalidValue("must hold at least one k, such as (1, 10)", owner, "ks", got=short_repr(ks))
-        if not isinstance(map_ks, Sequence):
-            raise InvalidValue("must hold the k of mAP@k, such as (100,)", owner, "map_ks", got=short_repr(map_ks))
-        self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
-        self.map_ks = tuple(check_integer(owner, "map_ks", k, least=1) for k in map_ks)
-        self.map_divisor = checked(self, map_divisor=map_divisor)
-        check_strings(owner, "extra_metrics", extra_metrics)
-        self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
-        self._extra = [extra_metric(owner, name) for name in self.extra_metrics]
+        with owned_by(type(self).__name__):
+            self.dims = check_dims(dims, may_be_empty=True)
+            if not isinstance(ks, Sequence) or len(ks) == 0:
+                raise InvalidValue("must hold at least one k, such as (1, 10)", argument="ks", got=short_repr(ks))
+            if not isinstance(map_ks, Sequence):
+                raise InvalidValue(
+                    "must hold the k of mAP@k, such as (100,)", argument="map_ks", got=short_repr(map_ks)
+                )
+            self.ks = tuple(check_integer(CALLER, "ks", k, least=1) for k in ks)
+            self.map_ks = tuple(check_integer(CALLER, "map_ks", k, least=1) for k in map_ks)
+            self.map_divisor = checked(self, map_divisor=map_divisor)
+            check_strings(CALLER, "extra_metrics", extra_metrics)
+            self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
+            self._extra = [extra_metric(name) for name in self.extra_metrics]
         self.alpha = checked(self, alpha=alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
         self.ranked_queries = 0  # number of queries in the longest list of the other direction
         self._reverse_values: dict[str, Tensor] = {}  # like `_cached_values`, for the other direction
+        self._means_of_values: dict[str, str] = {}  # the name of the mean of each value in the last `compute`
         self.has_one_label = False  # whether all images of the last `compute` had the same label
 
+    @owned
     def compute(self) -> dict[str, Tensor]:
         """Compute all metrics.
 
@@ -320,6 +323,24 @@ class RetrievalMetrics(EmbeddingMetric):
             return dict(self._reverse_values)
         return dict(self._cached_values or {})
 
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The 95 % interval of each mean over queries, by its name in the results of `compute`.
+
+        It is found by bootstrap over classes, or over queries if `relevance` is a rule without classes, with a fixed
+        seed. It is NaN if only one class has a value. `dims` has no intervals. All processes must call this method,
+        unless they have already called `compute`, and all get the same intervals.
+        """
+        tables = {"": self.per_query()}
+        if self.reverse:
+            tables[REVERSE] = self.per_query(reverse=True)
+        intervals = {}
+        for prefix, table in tables.items():
+            names = [name for name in self._means_of_values if name in table]
+            ends = bootstrap_intervals(torch.stack([table[name] for name in names]), table.get("labels", table["ids"]))
+            for name, (low, high) in zip(names, ends.tolist()):
+                intervals[prefix + self._means_of_values[name]] = (low, high)
+        return intervals
+
     def extra_repr(self) -> str:
         at_k = f"ks={self.ks}, map_ks={self.map_ks}, map_divisor={self.map_divisor!r}"
         settings = f"{at_k}, extra_metrics={self.extra_metrics}, alpha={self.alpha}, dims={self.dims}"
@@ -330,8 +351,8 @@ class RetrievalMetrics(EmbeddingMetric):
         return f"{settings}, relevance={self.relevance}"
 
     def _append(self, embeddings: Tensor, *arguments: Any) -> None:
-        check_matrix(type(self).__name__, "embeddings", embeddings)
-        check_dims_fit(type(self).__name__, self.dims, embeddings)
+        check_matrix(CALLER, "embeddings", embeddings)
+        check_dims_fit(self.dims, embeddings)
         super()._append(embeddings, *arguments)
 
     def _means(self, rows: Images, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -343,6 +364,7 @@ class RetrievalMetrics(EmbeddingMetric):
             if metric.level not in with_value:
                 with_value[metric.level] = (~of_queries.isnan()).nonzero()[:, 0]
             if metric.mean is not None:
+                self._means_of_values[metric.per_query] = metric.mean
                 means[metric.mean] = of_queries[with_value[metric.level]].mean()
         return means
 

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned, owned_by
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.metrics.query_gallery import QueryGallery
@@ -74,28 +74,28 @@ class QueryLists(NamedTuple):
     hard: Mapping[int, Sequence[int]]
     junk: Mapping[int, Sequence[int]]
 
-    def check(self, owner: str) -> None:
+    def check(self) -> None:
         """Raise an error unless the three mappings have the same queries, and no query lists an image twice."""
         for name, lists in self._asdict().items():
-            _check_mapping(owner, name, lists)
+            _check_mapping(name, lists)
             different = lists.keys() ^ self.easy.keys()
             if different:
                 rule = "must have the same queries as `easy`"
-                raise InvalidValue(rule, owner, name, got=f"a difference at query {min(different)}")
+                raise InvalidValue(rule, argument=name, got=f"a difference at query {min(different)}")
         for query in self.easy:
             images = self.images(query)
             repeated = [image for image in images if images.count(image) > 1]
             if repeated:
                 rule = "`easy`, `hard` and `junk` must list an image only once for a query, and not the query itself"
-                raise InvalidValue(rule, owner, got=f"image {repeated[0]} twice for query {query}")
+                raise InvalidValue(rule, got=f"image {repeated[0]} twice for query {query}")
 
-    def check_queries(self, owner: str, queries: Sequence[int]) -> None:
+    def check_queries(self, queries: Sequence[int]) -> None:
         """Raise an error unless all queries have lists."""
         missing = [query for query in queries if query not in self.easy]
         if missing:
             rule = "`easy`, `hard` and `junk` must have lists for all queries"
             got = f"none for {len(missing)} of {len(queries)} queries, such as query {missing[0]}"
-            raise InvalidValue(rule, owner, got=got, cure="`roles` says which images are queries")
+            raise InvalidValue(rule, got=got, cure="`roles` says which images are queries")
 
     def images(self, query: int) -> list[int]:
         """The ids of the easy, hard and junk images, then of the query, which counts as junk in its own list."""
@@ -128,13 +128,13 @@ class QueryLists(NamedTuple):
         )
 
 
-def _check_mapping(owner: str, name: str, lists: Any) -> None:
+def _check_mapping(name: str, lists: Any) -> None:
     if not isinstance(lists, Mapping):
-        raise InvalidType("must map each query's id to ids of images", owner, name, got=type(lists).__name__)
+        raise InvalidType("must map each query's id to ids of images", argument=name, got=type(lists).__name__)
     for query, images in lists.items():
         if not isinstance(images, Sequence) or not all(isinstance(number, int) for number in (query, *images)):
             rule = "must map integers to lists of integers"
-            raise InvalidType(rule, owner, name, got=f"{short_repr(images)} for {short_repr(query)}")
+            raise InvalidType(rule, argument=name, got=f"{short_repr(images)} for {short_repr(query)}")
 
 
 # Blocks have a fixed size and are padded, so that scores do not depend on the number of processes, and equal
@@ -254,14 +254,15 @@ class RevisitedMetrics(EmbeddingMetric):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        owner = type(self).__name__
-        if not isinstance(ks, Sequence) or len(ks) == 0:
-            raise InvalidValue("must hold at least one k, such as (1, 10)", owner, "ks", got=short_repr(ks))
-        self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
-        self.easy, self.hard, self.junk = easy, hard, junk
-        self._lists = QueryLists(easy, hard, junk)
-        self._lists.check(owner)
+        with owned_by(type(self).__name__):
+            if not isinstance(ks, Sequence) or len(ks) == 0:
+                raise InvalidValue("must hold at least one k, such as (1, 10)", argument="ks", got=short_repr(ks))
+            self.ks = tuple(check_integer(CALLER, "ks", k, least=1) for k in ks)
+            self.easy, self.hard, self.junk = easy, hard, junk
+            self._lists = QueryLists(easy, hard, junk)
+            self._lists.check()
 
+    @owned
     def compute(self) -> dict[str, Tensor]:
         """Compute all metrics.
 
@@ -304,7 +305,7 @@ class RevisitedMetrics(EmbeddingMetric):
         rows, _ = self.gather()
         ranked = self.query_gallery(rows, unit=_BLOCK_COLUMNS)
         query_ids = ranked.query_ids.tolist()
-        self._lists.check_queries(type(self).__name__, query_ids)
+        self._lists.check_queries(query_ids)
         device = float64_device(rows.ids.device)
         if ranked.is_empty:
             names = ["mAP", *(f"mP@{k}" for k in self.ks)]

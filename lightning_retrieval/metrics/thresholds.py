@@ -157,7 +157,7 @@ def nearest_scores(metrics: EmbeddingMetric) -> NearestScores:
     highest = torch.zeros(2, len(lists.query_ids), dtype=torch.float64, device=float64_device(device))
     for _, block in lists.query_rows.blocks():
         highest[:, block] = -torch.inf
-    for block, scores, relevant, candidate in score_blocks(lists):
+    for block, _, scores, relevant, candidate in score_blocks(lists):
         negatives = scores.masked_fill(relevant | ~candidate, -torch.inf).amax(1)
         positives = scores.masked_fill(~relevant, -torch.inf).amax(1)
         found = to_float64(torch.stack([negatives, positives]))

@@ -11,7 +11,7 @@ from lightning_retrieval.arguments import checked, settings_repr
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_bool, check_instance, check_path, first_line, short_repr
 from lightning_retrieval.compiled import keep_plain_names, plain_state, without_wrappers
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
@@ -161,9 +161,8 @@ class FrozenEmbedder(nn.Module):
                 rule = "must not be set in a file, since a file may not choose what is read"
                 cure = "pass the object again: load_from_checkpoint(path, embedder=...)"
                 raise InvalidValue(rule, "FrozenEmbedder", "checkpoint", got=short_repr(checkpoint), cure=cure)
-            embedder, recorded = embedder_of_checkpoint(
-                "FrozenEmbedder", check_path("FrozenEmbedder", "checkpoint", checkpoint)
-            )
+            with owned_by("FrozenEmbedder"):
+                embedder, recorded = embedder_of_checkpoint(check_path(CALLER, "checkpoint", checkpoint))
             if preparation is None:
                 preparation = recorded
         embedder = without_wrappers(embedder)
@@ -174,7 +173,8 @@ class FrozenEmbedder(nn.Module):
             embedder = embedder.embedder
         self.embedder: nn.Module = embedder.requires_grad_(False).eval()
         if preparation is not None:
-            self.preparation = Preparation(**wanted_settings("FrozenEmbedder", preparation))
+            with owned_by("FrozenEmbedder"):
+                self.preparation = Preparation(**wanted_settings(preparation))
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed a batch.
@@ -202,11 +202,10 @@ class FrozenEmbedder(nn.Module):
         return {"embedder": described, "preparation": preparation}
 
 
-def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dict[str, Any] | None]:
+def embedder_of_checkpoint(checkpoint: Path) -> tuple[nn.Module, dict[str, Any] | None]:
     """Rebuild the embedder of a checkpoint with its weights.
 
     Args:
-        owner: prefix of error messages.
         checkpoint: checkpoint of a `RetrievalModule`.
 
     Returns:
@@ -218,33 +217,35 @@ def embedder_of_checkpoint(owner: str, checkpoint: Path) -> tuple[nn.Module, dic
             embedder.
     """
     if not is_checkpoint(checkpoint):
-        raise MissingFile("must be one that training wrote", owner, "checkpoint", got=checkpoint)
+        raise MissingFile("must be one that training wrote", argument="checkpoint", got=checkpoint)
     rule = "must be one of a RetrievalModule whose `embedder` can be rebuilt"
     damage = find_damage(checkpoint)
     if damage is not None:
-        raise InvalidValue(rule, owner, "checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
+        raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
     try:
         saved = read_checkpoint(checkpoint)
         settings = saved["hyper_parameters"]
         weights = plain_state(saved["state_dict"])
         state = {name: value for name, value in weights.items() if name.startswith("embedder.")}
-        with without_pretrained_weights(), limited_to(owner, weights_of(saved)):
-            embedder = rebuild(owner, "embedder", settings["embedder"], nn.Module)
+        with without_pretrained_weights(), limited_to(weights_of(saved)):
+            embedder = rebuild("embedder", settings["embedder"], nn.Module)
         embedder.load_state_dict({name.removeprefix("embedder."): value for name, value in state.items()})
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
-        raise InvalidValue(rule, owner, "checkpoint", got=f"{checkpoint} ({first_line(error)})") from None
+        raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint} ({first_line(error)})") from None
     further = _further_parts(settings)
     if further is not None:
         got = f"{checkpoint}, which has {further}"
         cure = "train without it, or index the images again"
         raise InvalidValue(
-            "must be one whose embeddings are those of its `embedder`", owner, "checkpoint", got=got, cure=cure
+            "must be one whose embeddings are those of its `embedder`", argument="checkpoint", got=got, cure=cure
         )
     recorded = saved.get("preparation") or {}
     if "preparation" not in recorded and recorded:
         got = f"{checkpoint}, which was evaluated with {short_repr(recorded)}"
         cure = "give the `embedder` of the loaded module"
-        raise InvalidValue("must be one that was evaluated with a Preparation", owner, "checkpoint", got=got, cure=cure)
+        raise InvalidValue(
+            "must be one that was evaluated with a Preparation", argument="checkpoint", got=got, cure=cure
+        )
     return embedder, recorded.get("preparation")
 
 

@@ -104,8 +104,8 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
         ModuleNotFoundError: if the package of the family is not installed.
     """
     if is_rebuilding():
-        check_plain_data("Embedder", "backbone_args", dict(request.arguments))
-        check_integers_of_file("Embedder", "backbone_args", request.arguments)
+        check_plain_data("backbone_args", dict(request.arguments))
+        check_integers_of_file("backbone_args", request.arguments)
     build: Callable[[BackboneRequest], BuiltBackbone] = build_torchvision
     if request.name == GLYPH_NET:
         build = _build_glyph_net

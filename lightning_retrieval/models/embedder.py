@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_bool, check_mapping, check_tensor, short_repr
+from lightning_retrieval.checks import check_bool, check_mapping, check_normalized, check_tensor, short_repr
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
-from lightning_retrieval.invalid import InvalidType, InvalidValue, reported_as
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, is_known_convolutional, of_module
@@ -30,7 +30,6 @@ from lightning_retrieval.models.features import (
 )
 from lightning_retrieval.models.pretrained import PretrainedModule, is_local_file, with_pretrained_weights
 from lightning_retrieval.preparation.of_model import merged_preparation, wanted_settings
-from lightning_retrieval.preparation.pixels import check_normalized
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
 
@@ -154,7 +153,8 @@ class Embedder(PretrainedModule):
         self.lora = check_lora(lora)
         self.gradient_checkpointing = checked(self, gradient_checkpointing=gradient_checkpointing)
         feature_dim = checked(self, feature_dim=feature_dim)
-        wanted = wanted_settings("Embedder", preparation, image_size)
+        with owned_by("Embedder"):
+            wanted = wanted_settings(preparation, image_size)
         if backbone_args is None:
             backbone_args = {}
         self._set_backbone(without_wrappers(backbone), pooling, wanted, backbone_args)

@@ -108,7 +108,7 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     """
     transformers = load_transformers(request)
     with hub_of(request):
-        with limited_to("Embedder", None):
+        with limited_to(None):
             config = _config(transformers, request, "vision_config")
             model = _model(transformers, request, config)
         recorded = _folder_preparation(transformers, request)
@@ -141,7 +141,7 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
         ModuleNotFoundError: if transformers is not installed.
     """
     transformers = load_transformers(request)
-    with hub_of(request), limited_to("Embedder", None):
+    with hub_of(request), limited_to(None):
         config = _config(transformers, request, "text_config")
         model = _model(transformers, request, config)
     if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:
@@ -393,8 +393,8 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
             )
         if name == "quantization_config":
             _check_not_quantized(request, value)
-    check_plain_data("Embedder", argument, config)
-    check_integers_of_file("Embedder", argument, config)
+    check_plain_data(argument, config)
+    check_integers_of_file(argument, config)
 
 
 def _without_pretrained_parts(config: Any) -> None:

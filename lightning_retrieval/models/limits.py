@@ -30,13 +30,11 @@ class _Limits(TorchDispatchMode):
         rule: the sentence of the error messages, without its end.
         tensors: number of tensors of the weights.
         numbers: number of numbers of the weights.
-        owner: prefix of the error messages.
     """
 
-    def __init__(self, rule: str, tensors: int, numbers: int, *, owner: str) -> None:
+    def __init__(self, rule: str, tensors: int, numbers: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rule = rule
-        self.owner = owner
         self.operations = FURTHER_OPERATIONS + OPERATIONS_PER_TENSOR * tensors
         self.numbers = FURTHER_NUMBERS + NUMBERS_PER_WEIGHT * numbers
 
@@ -44,12 +42,12 @@ class _Limits(TorchDispatchMode):
         kwargs = kwargs or {}
         self.operations -= 1
         if self.operations < 0:
-            raise InvalidValue(f"{self.rule} more layers than its weights have", self.owner)
+            raise InvalidValue(f"{self.rule} more layers than its weights have")
         if not func._schema.is_mutable and not func.is_view:
             numbers = _new_numbers(func, args, kwargs)
             self.numbers -= numbers
             if self.numbers < 0:
-                raise InvalidValue(f"{self.rule} too many numbers, {numbers:,} in one tensor", self.owner)
+                raise InvalidValue(f"{self.rule} too many numbers, {numbers:,} in one tensor")
         return func(*args, **kwargs)
 
 
@@ -84,11 +82,10 @@ def weights_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 @contextmanager
-def limited_to(owner: str, weights: Mapping[str, Any] | None) -> Iterator[None]:
+def limited_to(weights: Mapping[str, Any] | None) -> Iterator[None]:
     """Context in which a network that a file describes must not be much larger than its weights.
 
     Args:
-        owner: prefix of error messages.
         weights: the tensors of the file by name; None if they are elsewhere, as the pretrained weights below adapters.
 
     Raises:
@@ -100,18 +97,18 @@ def limited_to(owner: str, weights: Mapping[str, Any] | None) -> Iterator[None]:
         tensors, numbers = len(sizes), sum(sizes)
         shown = f"its weights ({tensors:,} tensors with {numbers:,} numbers)"
     rule = f"a file must describe a network of about the size of {shown}, got a description that asks for"
-    with _Limits(rule, tensors, numbers, owner=owner):
+    with _Limits(rule, tensors, numbers):
         try:
             yield
         except (MemoryError, OverflowError) as error:
-            raise InvalidValue(f"{rule} more than the memory of this machine ({first_line(error)})", owner) from None
+            raise InvalidValue(f"{rule} more than the memory of this machine ({first_line(error)})") from None
         except (OSError, ImportError, ValueError):
             raise
         except Exception as error:  # constructors raise errors of many types
             text = first_line(error)
             if any(word in text.lower() for word in ("memory", "overflow")):
-                raise InvalidValue(f"{rule} more than the memory of this machine ({text})", owner) from None
+                raise InvalidValue(f"{rule} more than the memory of this machine ({text})") from None
             if isinstance(error, TypeError):
                 raise
             got = f"one whose constructor raises {type(error).__name__} ({text})"
-            raise InvalidValue("a file must describe a network that can be built", owner, got=got) from None
+            raise InvalidValue("a file must describe a network that can be built", got=got) from None

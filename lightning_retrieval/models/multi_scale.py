@@ -10,13 +10,13 @@ from torch.nn.functional import interpolate
 from lightning_retrieval.checks import (
     check_callable,
     check_matrix,
+    check_normalized,
     check_not_negative,
     check_positive,
     check_tensor,
     short_repr,
 )
-from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.preparation.pixels import check_normalized
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.ranking.rows import normalize
 
 LEAST_SCALE, MOST_SCALE = 1e-3, 100.0
@@ -72,7 +72,8 @@ def multi_scale(
     Source:
         Radenovic et al., TPAMI 2019; Revaud et al., ICCV 2019.
     """
-    scales = check_scales("multi_scale", "scales", scales)
+    with owned_by("multi_scale"):
+        scales = check_scales("scales", scales)
     check_positive("multi_scale", "p", p, least=0.1, most=10)
     check_not_negative("multi_scale", "eps", eps, most=1)
     check_callable("multi_scale", "embed", embed)
@@ -92,11 +93,11 @@ def multi_scale(
     return normalize(_signed_power(powers.mean(0), 1 / p, eps))
 
 
-def check_scales(owner: str, name: str, scales: Sequence[float]) -> tuple[float, ...]:
+def check_scales(name: str, scales: Sequence[float]) -> tuple[float, ...]:
     """Return the scales as a tuple; raise unless there is at least one and all are numbers from 0.001 to 100."""
     if not isinstance(scales, (list, tuple)) or len(scales) == 0:
-        raise InvalidValue("must hold at least one scale, such as (1.0,)", owner, name, got=short_repr(scales))
-    return tuple(check_positive(owner, name, scale, least=LEAST_SCALE, most=MOST_SCALE) for scale in scales)
+        raise InvalidValue("must hold at least one scale, such as (1.0,)", argument=name, got=short_repr(scales))
+    return tuple(check_positive(CALLER, name, scale, least=LEAST_SCALE, most=MOST_SCALE) for scale in scales)
 
 
 def _resized(images: Float[Tensor, "batch channel height width"], scale: float) -> Float[Tensor, "batch channel _ _"]:

@@ -377,6 +377,7 @@ class PretrainedModule(nn.Module):
             (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
+    @owned_by("Embedder")
     def from_pretrained(cls: type[Self], name: str | Path, *, revision: str | None = None) -> Self:
         """Load an embedder that `save_pretrained` wrote, in eval mode. No other weights are downloaded.
 
@@ -392,7 +393,7 @@ class PretrainedModule(nn.Module):
         """
         config, weights = find_files(name, revision)
         arguments = read_config(config)
-        check_plain_data("Embedder", "init_args", arguments)
+        check_plain_data("init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise InvalidValue(f"{config} must not have `lora`", "Embedder", got=short_repr(arguments["lora"]))
         safetensors = load_safetensors()
@@ -403,7 +404,7 @@ class PretrainedModule(nn.Module):
         except Exception as error:  # safetensors raises its own type of error
             damage = error
         try:
-            with without_pretrained_weights(), limited_to("Embedder", tensors):
+            with without_pretrained_weights(), limited_to(tensors):
                 embedder = cls(**arguments)
         except TypeError as error:
             rule = f"{config} must hold arguments that this release of lightning-retrieval knows"

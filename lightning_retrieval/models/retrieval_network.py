@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.compiled import keep_plain_names
+from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.sides import Side, TwoSides, side_of_module
 from lightning_retrieval.models.whitening import Whitening
@@ -80,15 +81,15 @@ class RetrievalNetwork(nn.Module):
     ) -> None:
         super().__init__()
         keep_plain_names(self)
-        owner = "RetrievalModule"  # the class whose settings these are
-        self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
-        self.query_embedder: nn.Module | None = None
-        if sides is not None:
-            self.query_embedder = rebuild(owner, "sides", sides, TwoSides).query_embedder
-        self.whitening: Whitening | None = None
-        if whitening is not None:
-            self.whitening = rebuild(owner, "whitening", whitening, Whitening)
-        self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
+        with owned_by("RetrievalModule"):  # the class whose settings these are
+            self.embedder = rebuild("embedder", embedder, nn.Module)
+            self.query_embedder: nn.Module | None = None
+            if sides is not None:
+                self.query_embedder = rebuild("sides", sides, TwoSides).query_embedder
+            self.whitening: Whitening | None = None
+            if whitening is not None:
+                self.whitening = rebuild("whitening", whitening, Whitening)
+            self.eval_scales = check_scales("eval_scales", eval_scales)
         self.eval_scales_pooling = checked(self, eval_scales_pooling=eval_scales_pooling)
         self.dtype = torch.get_default_dtype()
         # The preparation of images in evaluation, as plain data, and that of queries; None if not recorded.

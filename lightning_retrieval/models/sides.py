@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lightning_retrieval.checks import check_choice, check_positive
+from lightning_retrieval.invalid import CALLER, owned_by
 from lightning_retrieval.plain_data.rebuild import rebuild
 from lightning_retrieval.preparation.of_model import ModuleSide
 
@@ -87,11 +88,11 @@ class TwoNetworks(TwoSides):
         frozen_side: Side | None = None,
     ) -> None:
         super().__init__(directions=directions)
-        owner = type(self).__name__
-        self.query_embedder = rebuild(owner, "query_embedder", query_embedder, nn.Module)
-        self.query_lr_factor = check_positive(owner, "query_lr_factor", query_lr_factor)
-        if frozen_side is not None:
-            self.frozen_side = check_choice(owner, "frozen_side", frozen_side, SIDES)
+        with owned_by(type(self).__name__):
+            self.query_embedder = rebuild("query_embedder", query_embedder, nn.Module)
+            self.query_lr_factor = check_positive(CALLER, "query_lr_factor", query_lr_factor)
+            if frozen_side is not None:
+                self.frozen_side = check_choice(CALLER, "frozen_side", frozen_side, SIDES)
 
 
 def is_two_sided(batch: Any) -> bool:

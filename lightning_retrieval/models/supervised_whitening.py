@@ -161,7 +161,7 @@ class SupervisedWhitening(WhiteningOfSums):
         labels = _required(labels)
         check_integers("SupervisedWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
         if labels.ndim == 2:
-            check_nesting("SupervisedWhitening", labels)
+            check_nesting(labels)
         from_dim = embeddings.shape[1]
         if self.dim is not None and self.dim > from_dim:
             rule = f"must be at most that of the embeddings, {from_dim}"

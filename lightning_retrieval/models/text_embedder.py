@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import check_integer, check_mapping, is_traced, short_repr
 from lightning_retrieval.compiled import keep_plain_names
-from lightning_retrieval.invalid import InvalidValue, reported_as
+from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import Dim, has_loaded_weights, note_loaded_weights
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
@@ -254,6 +254,7 @@ class TextEmbedder(nn.Module):
             return self._tokenizer.state()
         return torch.empty(0, dtype=torch.uint8)
 
+    @owned_by("TextEmbedder")
     def set_extra_state(self, state: Any) -> None:
         """Rebuild the tokenizer.
 
@@ -264,7 +265,7 @@ class TextEmbedder(nn.Module):
             ValueError: if the state is not one of a tokenizer.
         """
         if self.backbone_name.startswith(HUGGING_FACE):
-            tokenizer = JSONTokenizer.from_state("TextEmbedder", state)
+            tokenizer = JSONTokenizer.from_state(state)
             self._check_tokenizer(tokenizer)
             self._tokenizer = tokenizer
             return
@@ -282,11 +283,11 @@ class TextEmbedder(nn.Module):
     def _build(self) -> None:
         """Build the backbone and its tokenizer."""
         name = self.backbone_name
-        if is_rebuilding():
-            check_plain_data("TextEmbedder", "backbone_args", self.backbone_args)
-            check_integers_of_file("TextEmbedder", "backbone_args", self.backbone_args)
         self._tokenizer = None
         with reported_as("TextEmbedder"):
+            if is_rebuilding():
+                check_plain_data("backbone_args", self.backbone_args)
+                check_integers_of_file("backbone_args", self.backbone_args)
             if name == NGRAM_NET:
                 self._build_ngram_net()
             elif name.startswith(HUGGING_FACE):

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_integer, first_line, short_repr
 from lightning_retrieval.files import check_regular_file
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
 
@@ -148,7 +148,8 @@ class JSONTokenizer(Tokenizer):
         ):
             import tokenizers
         self.text = text
-        check_growth(type(self).__name__, text)
+        with owned_by(type(self).__name__):
+            check_growth(text)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self._tokenizer.no_padding()
@@ -173,11 +174,10 @@ class JSONTokenizer(Tokenizer):
         return torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
 
     @classmethod
-    def from_state(cls, owner: str, state: Any) -> "JSONTokenizer":
+    def from_state(cls, state: Any) -> "JSONTokenizer":
         """Rebuild the tokenizer that `state` has returned.
 
         Args:
-            owner: prefix of error messages.
             state: a value from a file.
 
         Raises:
@@ -185,27 +185,26 @@ class JSONTokenizer(Tokenizer):
         """
         rule = f"the state of a tokenizer must be a tensor of at most {LARGEST_STATE:,} bytes that a checkpoint holds"
         if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-            raise InvalidValue(rule, owner, got=short_repr(state))
+            raise InvalidValue(rule, got=short_repr(state))
         if len(state) > LARGEST_STATE:
-            raise InvalidValue(rule, owner, got=f"{len(state):,}")
+            raise InvalidValue(rule, got=f"{len(state):,}")
         try:
             content = json.loads(state.cpu().numpy().tobytes())
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, Mapping) or not isinstance(content.get("tokenizer"), str):
-            raise InvalidValue(rule, owner, got="bytes that are not the JSON of one")
+            raise InvalidValue(rule, got="bytes that are not the JSON of one")
         max_length: Any = content.get("max_length")  # checked below
         try:
             return cls(content["tokenizer"], max_length=max_length)
         except (ValueError, TypeError) as error:
-            raise InvalidValue(rule, owner, got=f"one that cannot be rebuilt ({first_line(error)})") from None
+            raise InvalidValue(rule, got=f"one that cannot be rebuilt ({first_line(error)})") from None
 
 
-def check_growth(owner: str, text: str) -> None:
+def check_growth(text: str) -> None:
     """Raise if a tokenizer could take memory or time without end for a text, before it is built.
 
     Args:
-        owner: prefix of error messages.
         text: content of `tokenizer.json`.
 
     Raises:
@@ -213,7 +212,7 @@ def check_growth(owner: str, text: str) -> None:
             regular expression repeats a group.
     """
     if len(text) > LARGEST_STATE:
-        raise InvalidValue(f"must have at most {LARGEST_STATE:,} characters", owner, "text", got=f"{len(text):,}")
+        raise InvalidValue(f"must have at most {LARGEST_STATE:,} characters", argument="text", got=f"{len(text):,}")
     try:
         pending = [json.loads(text)]
     except (ValueError, RecursionError):
@@ -230,8 +229,7 @@ def check_growth(owner: str, text: str) -> None:
         raise InvalidValue(
             f"must be a tokenizer that makes no text more than {MOST_GROWTH} times longer and whose regular "
             "expressions repeat no groups",
-            owner,
-            "text",
+            argument="text",
             got=short_repr(text),
             cure="take another tokenizer",
         )

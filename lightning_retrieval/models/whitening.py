@@ -29,7 +29,7 @@ from lightning_retrieval.distributed import (
     together,
     world_size,
 )
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned
 from lightning_retrieval.ranking.rows import float64_device, normalize
 
 _FIT_ROWS = 8192  # number of rows that are converted to float64 at a time
@@ -93,14 +93,13 @@ def rows_of_all_processes(rows: Float[Tensor, "local dim"]) -> FitRows:
     return FitRows(rows, counts, Shard(rank(), world_size(), device=rows.device))
 
 
-def check_on_all_processes(owner: str, check: Callable[[], None], embeddings: Tensor, labels: Tensor | None) -> None:
+def check_on_all_processes(check: Callable[[], None], embeddings: Tensor, labels: Tensor | None) -> None:
     """Raise the same error on all processes unless the rows of each process are valid and have the same form.
 
     The form of embeddings and labels is their dtype, and their shape apart from the number of rows. With several
     processes, this is a collective operation.
 
     Args:
-        owner: prefix of error messages.
         check: raises if the rows of this process are invalid.
         embeddings: one row per image of this process.
         labels: labels of these images, if other processes need them.
@@ -115,7 +114,9 @@ def check_on_all_processes(owner: str, check: Callable[[], None], embeddings: Te
         for name, kind in other.items():
             if kind != first[name]:
                 rule = "must have the same shape, apart from the number of rows, and dtype on all processes"
-                raise InvalidValue(rule, owner, name, got=f"{first[name]} on process 0 and {kind} on process {process}")
+                raise InvalidValue(
+                    rule, argument=name, got=f"{first[name]} on process 0 and {kind} on process {process}"
+                )
 
 
 def _kind(values: Tensor | None) -> str:
@@ -213,6 +214,7 @@ class Whitening(nn.Module):
         """
         raise NotImplementedError
 
+    @owned
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
@@ -225,8 +227,7 @@ class Whitening(nn.Module):
             embeddings: one row per image of this process, from the same model as the embeddings to whiten.
             labels: labels of these images, for whitenings that need labels.
         """
-        owner = type(self).__name__
-        check_on_all_processes(owner, partial(check_matrix, owner, "embeddings", embeddings), embeddings, labels)
+        check_on_all_processes(partial(check_matrix, CALLER, "embeddings", embeddings), embeddings, labels)
         if labels is not None:
             labels = gather_rows(labels)
         return self.fit(gather_rows(embeddings), labels)
@@ -301,6 +302,7 @@ class WhiteningOfSums(Whitening):
 
     needs_labels = False
 
+    @owned
     @torch.inference_mode(False)  # values learned in an evaluation may also be used in training
     @torch.no_grad()
     def fit(
@@ -316,6 +318,7 @@ class WhiteningOfSums(Whitening):
         self._check_given(embeddings, labels)
         return self._fit(embeddings, labels, rows_of_one_process)
 
+    @owned
     @torch.inference_mode(False)
     @torch.no_grad()
     def fit_over_processes(
@@ -333,7 +336,7 @@ class WhiteningOfSums(Whitening):
             return super().fit_over_processes(embeddings, labels)
         compared = labels if self.needs_labels else None
         check = partial(self._check_given, embeddings, labels)
-        check_on_all_processes(type(self).__name__, check, embeddings, compared)
+        check_on_all_processes(check, embeddings, compared)
         if compared is not None:
             labels = gather_rows(compared)
         return self._fit(embeddings, labels, rows_of_all_processes)

@@ -18,9 +18,9 @@ from lightning_retrieval.plain_data.formats import FORMAT_KEY as FORMAT_KEY
 from lightning_retrieval.plain_data.formats import format_of as format_of
 from lightning_retrieval.plain_data.formats import moved_arguments as moved_arguments
 from lightning_retrieval.plain_data.formats import upgraded as upgraded
-from lightning_retrieval.plain_data.rebuild import DescriptionReader as DescriptionReader
 from lightning_retrieval.plain_data.rebuild import accepted_arguments as accepted_arguments
 from lightning_retrieval.plain_data.rebuild import check_arguments as check_arguments
+from lightning_retrieval.plain_data.rebuild import checked_settings as checked_settings
 from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
 from lightning_retrieval.plain_data.rules import TRANSFORM_PACKAGES as TRANSFORM_PACKAGES

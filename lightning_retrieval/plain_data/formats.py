@@ -48,11 +48,10 @@ MOVED = {
 }
 
 
-def format_of(owner: str, checkpoint: Mapping[str, Any]) -> int:
+def format_of(checkpoint: Mapping[str, Any]) -> int:
     """The number of the format of a checkpoint.
 
     Args:
-        owner: prefix of error messages.
         checkpoint: content of the checkpoint.
 
     Raises:
@@ -62,7 +61,7 @@ def format_of(owner: str, checkpoint: Mapping[str, Any]) -> int:
     if type(number) is not int or not 1 <= number <= FORMAT:
         rule = f"a checkpoint must have a format from 1 to {FORMAT}"
         cure = "update lightning-retrieval, which may read it in a later version"
-        raise InvalidValue(rule, owner, got=short_repr(number), cure=cure)
+        raise InvalidValue(rule, got=short_repr(number), cure=cure)
     return number
 
 

@@ -38,11 +38,10 @@ T = TypeVar("T")
 _WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")  # arguments of torchvision's builders
 
 
-def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
+def rebuild(name: str, value: Any, kind: type[T]) -> T:
     """An instance of `kind`: the value itself, or an object rebuilt from its description.
 
     Args:
-        owner: prefix of error messages.
         name: the argument that the value is for.
         value: an object or its description.
         kind: the required class.
@@ -53,29 +52,28 @@ def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
             object itself must be passed.
     """
     if _is_description(value):
-        check_plain_data(owner, name, value)
-        value = DescriptionReader(owner).description(name, value, _Place((kind,))).build()
+        check_plain_data(name, value)
+        value = _description(name, value, _Place((kind,))).build()
     value = without_wrappers(value)
     if not isinstance(value, kind):
-        raise InvalidType(f"must be a {kind.__module__}.{kind.__name__}", owner, name, got=type(value).__name__)
+        raise InvalidType(f"must be a {kind.__module__}.{kind.__name__}", argument=name, got=type(value).__name__)
     return value
 
 
-def rebuild_factory(owner: str, name: str, value: Any, kinds: Kinds) -> Any:
+def rebuild_factory(name: str, value: Any, kinds: Kinds) -> Any:
     """A callable that creates one of `kinds`: the value itself, or a `functools.partial` of its description.
 
     Args:
-        owner: prefix of error messages.
         name: the argument that the value is for.
         value: a callable or its description.
         kinds: classes that the callable may create.
     """
     if _is_description(value):
-        check_plain_data(owner, name, value)
-        return DescriptionReader(owner).description(name, value, _Place(products=kinds)).build()
+        check_plain_data(name, value)
+        return _description(name, value, _Place(products=kinds)).build()
     if not callable(value):
         rule = "must be callable, such as functools.partial(torch.optim.SGD, lr=0.1)"
-        raise InvalidType(rule, owner, name, got=short_repr(value))
+        raise InvalidType(rule, argument=name, got=short_repr(value))
     return value
 
 
@@ -133,108 +131,102 @@ def _is_description(value: Any) -> bool:
     return isinstance(value, dict) and "class_path" in value
 
 
-@dataclass(frozen=True)
-class DescriptionReader:
-    """Looks up the classes of plain data, and raises if an argument does not accept one of them.
+def checked_settings(
+    cls: type[Any], settings: Mapping[str, Any], *, of_format: int = FORMAT, given: Collection[str] = ()
+) -> CheckedSettings:
+    """Check the settings of a module in a file as a whole, before anything is built.
 
     Args:
-        owner: prefix of error messages.
+        cls: class of the module.
+        settings: plain data; entries that the constructor does not accept are skipped.
+        of_format: the number of the file's format, see `formats`.
+        given: names of the arguments that replace those of the file, which are skipped.
+
+    Raises:
+        ValueError: if the file names a class or setting that a file may not name, or an object must be passed
+            again.
+        TypeError: if the file names a class of the wrong kind for an argument.
     """
+    places = _places(cls)
+    skipped = set(given)
+    if of_format < FORMAT:
+        for old, moved in moved_arguments(places).items():
+            if moved.argument in given:
+                skipped.add(old)
+    used = {name: value for name, value in settings.items() if name not in skipped}
+    check_plain_data("hyperparameters", used)
+    if of_format < FORMAT:
+        used = upgraded(used, places)
+    if not _accepts_any(cls):
+        used = {name: value for name, value in used.items() if name in places}
+    return CheckedSettings(used, _arguments(used, places))
 
-    owner: str
 
-    def settings(
-        self, cls: type[Any], settings: Mapping[str, Any], *, of_format: int = FORMAT, given: Collection[str] = ()
-    ) -> CheckedSettings:
-        """Check the settings of a module in a file as a whole, before anything is built.
+def _arguments(given: Mapping[str, Any], places: Mapping[str, _Place]) -> dict[str, Any]:
+    """The arguments of a constructor, with descriptions replaced by `_Description`s."""
+    return {name: _value(name, value, places.get(name, _ANY)) for name, value in given.items()}
 
-        Args:
-            cls: class of the module.
-            settings: plain data; entries that the constructor does not accept are skipped.
-            of_format: the number of the file's format, see `formats`.
-            given: names of the arguments that replace those of the file, which are skipped.
 
-        Raises:
-            ValueError: if the file names a class or setting that a file may not name, or an object must be passed
-                again.
-            TypeError: if the file names a class of the wrong kind for an argument.
-        """
-        places = _places(cls)
-        skipped = set(given)
-        if of_format < FORMAT:
-            for old, moved in moved_arguments(places).items():
-                if moved.argument in given:
-                    skipped.add(old)
-        used = {name: value for name, value in settings.items() if name not in skipped}
-        check_plain_data(self.owner, "hyperparameters", used)
-        if of_format < FORMAT:
-            used = upgraded(used, places)
-        if not _accepts_any(cls):
-            used = {name: value for name, value in used.items() if name in places}
-        return CheckedSettings(used, self.arguments(used, places))
+def _description(name: str, value: dict[str, Any], place: _Place) -> _Description:
+    """The `_Description` for an argument; raise if the argument does not accept the described object."""
+    path, arguments = value["class_path"], _described_arguments(name, value)
+    if arguments is None or "<" in path:
+        rule = f"was a {path} whose constructor arguments are not plain values, so the checkpoint cannot rebuild it"
+        raise InvalidValue(rule, argument=name, cure=f"pass it again: load_from_checkpoint(path, {name}=...)")
+    if issubclass(nn.Module, place.kinds):
+        network = _network(name, path, arguments)
+        if network is not None:
+            check_integers_of_file(name, arguments)
+            return network
+    cls = find_class(name, path, place.kinds + place.products)
+    is_factory = not issubclass(cls, place.kinds)
+    check_arguments(name, cls, arguments, may_lack=is_factory)
+    return _Description(cls, _arguments(arguments, _places(cls)), is_factory)
 
-    def arguments(self, given: Mapping[str, Any], places: Mapping[str, _Place]) -> dict[str, Any]:
-        """The arguments of a constructor, with descriptions replaced by `_Description`s."""
-        return {name: self._value(name, value, places.get(name, _ANY)) for name, value in given.items()}
 
-    def description(self, name: str, value: dict[str, Any], place: _Place) -> _Description:
-        """The `_Description` for an argument; raise if the argument does not accept the described object."""
-        path, arguments = value["class_path"], self._described_arguments(name, value)
-        if arguments is None or "<" in path:
-            rule = f"was a {path} whose constructor arguments are not plain values, so the checkpoint cannot rebuild it"
-            raise InvalidValue(rule, self.owner, name, cure=f"pass it again: load_from_checkpoint(path, {name}=...)")
-        if issubclass(nn.Module, place.kinds):
-            network = self._network(name, path, arguments)
-            if network is not None:
-                check_integers_of_file(self.owner, name, arguments)
-                return network
-        cls = find_class(self.owner, name, path, place.kinds + place.products)
-        is_factory = not issubclass(cls, place.kinds)
-        check_arguments(self.owner, name, cls, arguments, may_lack=is_factory)
-        return _Description(cls, self.arguments(arguments, _places(cls)), is_factory)
+def _value(name: str, value: Any, place: _Place) -> Any:
+    if _is_description(value):
+        return _description(name, value, place)
+    if isinstance(value, dict):
+        return {key: _value(str(key), item, place) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_value(name, item, place) for item in value]
+    if isinstance(value, str) and place.products and not place.takes_strings:
+        raise InvalidValue(
+            "must be passed again, as in load_from_checkpoint(path, lr_scheduler=...), because it is a "
+            "function, and a file may not choose what is called",
+            argument=name,
+            got=short_repr(value),
+        )
+    return value
 
-    def _value(self, name: str, value: Any, place: _Place) -> Any:
-        if _is_description(value):
-            return self.description(name, value, place)
-        if isinstance(value, dict):
-            return {key: self._value(str(key), item, place) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._value(name, item, place) for item in value]
-        if isinstance(value, str) and place.products and not place.takes_strings:
-            raise InvalidValue(
-                "must be passed again, as in load_from_checkpoint(path, lr_scheduler=...), because it is a "
-                "function, and a file may not choose what is called",
-                self.owner,
-                name,
-                got=short_repr(value),
-            )
-        return value
 
-    def _described_arguments(self, name: str, value: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments in a description; None if `describe` could not describe the arguments."""
-        arguments, further = value.get("init_args", {}), value.get("dict_kwargs") or {}
-        is_valid = isinstance(arguments, (dict, type(None))) and isinstance(further, dict)
-        if not is_valid or not isinstance(value["class_path"], str):
-            rule = "must have a string as class_path and a dict of arguments as init_args"
-            raise InvalidType(rule, self.owner, name, got=short_repr(value))
-        if arguments is None:
-            return None
-        return {**arguments, **further}
+def _described_arguments(name: str, value: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments in a description; None if `describe` could not describe the arguments."""
+    arguments, further = value.get("init_args", {}), value.get("dict_kwargs") or {}
+    is_valid = isinstance(arguments, (dict, type(None))) and isinstance(further, dict)
+    if not is_valid or not isinstance(value["class_path"], str):
+        rule = "must have a string as class_path and a dict of arguments as init_args"
+        raise InvalidType(rule, argument=name, got=short_repr(value))
+    if arguments is None:
+        return None
+    return {**arguments, **further}
 
-    def _network(self, name: str, path: str, arguments: dict[str, Any]) -> _Description | None:
-        """The network of a timm or torchvision builder, with random weights; None if the path is not such a builder."""
-        if path.startswith("torchvision.models."):
-            return _network_of_torchvision(path, arguments)
-        if path != "timm.create_model":
-            return None
-        needed = f"timm must be installed for `{name}`: pip install 'lightning-retrieval[timm]'."
-        with optional_import(needed, self.owner):
-            import timm
-        model = arguments.get("model_name")
-        if not (isinstance(model, str) and timm.is_model(model)):
-            raise InvalidValue("must name a model that timm lists", self.owner, name, got=short_repr(model))
-        given = {key: value for key, value in arguments.items() if value is not None}
-        return _Description(timm.create_model, {**given, "pretrained": False})
+
+def _network(name: str, path: str, arguments: dict[str, Any]) -> _Description | None:
+    """The network of a timm or torchvision builder, with random weights; None if the path is not such a builder."""
+    if path.startswith("torchvision.models."):
+        return _network_of_torchvision(path, arguments)
+    if path != "timm.create_model":
+        return None
+    needed = f"timm must be installed for `{name}`: pip install 'lightning-retrieval[timm]'."
+    with optional_import(needed):
+        import timm
+    model = arguments.get("model_name")
+    if not (isinstance(model, str) and timm.is_model(model)):
+        raise InvalidValue("must name a model that timm lists", argument=name, got=short_repr(model))
+    given = {key: value for key, value in arguments.items() if value is not None}
+    return _Description(timm.create_model, {**given, "pretrained": False})
 
 
 def accepted_arguments(cls: type[Any]) -> Collection[str]:
@@ -242,11 +234,10 @@ def accepted_arguments(cls: type[Any]) -> Collection[str]:
     return _places(cls).keys()
 
 
-def check_arguments(owner: str, name: str, cls: type[Any], given: Collection[str], *, may_lack: bool = False) -> None:
+def check_arguments(name: str, cls: type[Any], given: Collection[str], *, may_lack: bool = False) -> None:
     """Raise unless a constructor accepts all arguments of these names, and needs no others.
 
     Args:
-        owner: prefix of error messages.
         name: the argument that an object of the class is for.
         cls: the class.
         given: names of the arguments.
@@ -268,7 +259,7 @@ def check_arguments(owner: str, name: str, cls: type[Any], given: Collection[str
     for problem, names in (("lacks", missing), ("also has", unknown)):
         if names:
             rule = f"must have the arguments of {class_path(cls)}, but its description {problem} {names[0]!r}"
-            raise InvalidType(rule, owner, name, cure="pass the object itself, or take another file")
+            raise InvalidType(rule, argument=name, cure="pass the object itself, or take another file")
 
 
 def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Description | None:

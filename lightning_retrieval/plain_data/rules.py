@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.checks import check_callable, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.plain_data.describe import class_path
 
 Kinds = tuple[type[Any], ...]
@@ -66,11 +66,10 @@ _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in 
 named_by_user: set[str] = set()  # modules named by the user, not by a file
 
 
-def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...] = PACKAGES) -> None:
+def check_plain_data(name: str, value: Any, packages: tuple[str, ...] = PACKAGES) -> None:
     """Raise unless a value from a file is plain data in which all names are permitted; imports nothing.
 
     Args:
-        owner: prefix of error messages.
         name: the argument that the value is for.
         value: numbers, strings, None, lists and dicts.
         packages: modules whose classes a file may name, in addition to the user's modules.
@@ -85,15 +84,14 @@ def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...
         inner, item, depth = pending.pop()
         seen += 1
         if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # nested shared lists may expand exponentially
-            raise InvalidValue("must be plain data", owner, name, got="lists or dicts that are nested too deeply")
-        pending += [(key, part, depth + 1) for key, part in _checked_parts(owner, inner, item, packages)]
+            raise InvalidValue("must be plain data", argument=name, got="lists or dicts that are nested too deeply")
+        pending += [(key, part, depth + 1) for key, part in _checked_parts(inner, item, packages)]
 
 
-def check_integers_of_file(owner: str, name: str, value: Any) -> None:
+def check_integers_of_file(name: str, value: Any) -> None:
     """Raise if a file asks for a size or a number of layers that no network has.
 
     Args:
-        owner: prefix of error messages.
         name: the argument that the value belongs to.
         value: plain data.
 
@@ -104,7 +102,7 @@ def check_integers_of_file(owner: str, name: str, value: Any) -> None:
         if isinstance(item, int) and abs(item) > MOST_INTEGER:
             rule = f"must have integers up to {MOST_INTEGER:,} in a file"
             got = f"{short_repr(item)} for {inner}"
-            raise InvalidValue(rule, owner, name, got=got, cure="build the network in Python, and pass it")
+            raise InvalidValue(rule, argument=name, got=got, cure="build the network in Python, and pass it")
 
 
 def named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -124,13 +122,10 @@ def named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             pending += zip(itertools.repeat(inner), item)
 
 
-def find_class(
-    owner: str, name: str, path: Any, kinds: Kinds = (object,), packages: tuple[str, ...] = PACKAGES
-) -> type[Any]:
+def find_class(name: str, path: Any, kinds: Kinds = (object,), packages: tuple[str, ...] = PACKAGES) -> type[Any]:
     """Look up the class with a path from a file.
 
     Args:
-        owner: prefix of error messages.
         name: the argument that the path belongs to.
         path: dotted path of a class.
         kinds: the class must be a subclass of one of these.
@@ -140,16 +135,16 @@ def find_class(
         ValueError: if a file may not name the class, or the class does not exist.
         TypeError: if the path does not name a class of one of the kinds.
     """
-    _check_path(owner, name, path, packages)
+    _check_path(name, path, packages)
     try:
         cls = _look_up(path, packages)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidValue(f"names the class {path}, which cannot be imported ({error})", owner, name) from None
+        raise InvalidValue(f"names the class {path}, which cannot be imported ({error})", argument=name) from None
     if not (isinstance(cls, type) and issubclass(cls, kinds)):
         shown = " or ".join(map(class_path, kinds))
-        raise InvalidType(f"names {path}, which is not a class of the kind needed here ({shown})", owner, name)
+        raise InvalidType(f"names {path}, which is not a class of the kind needed here ({shown})", argument=name)
     if not _may_name(cls.__module__, packages):
-        raise _not_allowed(owner, name, f"{cls.__module__}.{cls.__qualname__}", packages)
+        raise _not_allowed(name, f"{cls.__module__}.{cls.__qualname__}", packages)
     return cls
 
 
@@ -158,11 +153,10 @@ def names_kernels(name: str, value: Any) -> bool:
     return "_implementation" in name and value is not None and not str(value).isidentifier()
 
 
-def load_function(owner: str, name: str, path: str) -> Any:
+def load_function(name: str, path: str) -> Any:
     """Import a function, or another callable, by a dotted path that the user, not a file, has given.
 
     Args:
-        owner: prefix of error messages.
         name: the argument with the path.
         path: dotted path, whose module is imported.
 
@@ -176,11 +170,11 @@ def load_function(owner: str, name: str, path: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         rule = "must name a function that can be imported"
         cure = "`python -m lightning_retrieval.cli` finds the modules of the working directory"
-        raise InvalidValue(rule, owner, name, got=f"{path} ({error})", cure=cure) from None
-    return check_callable(owner, name, found)
+        raise InvalidValue(rule, argument=name, got=f"{path} ({error})", cure=cure) from None
+    return check_callable(CALLER, name, found)
 
 
-def import_named_module(owner: str, name: str, module: str) -> None:
+def import_named_module(name: str, module: str) -> None:
     """Import a module that the user, not a file, has named by an argument, so that files may name its classes.
 
     Raises:
@@ -189,47 +183,49 @@ def import_named_module(owner: str, name: str, module: str) -> None:
     try:
         importlib.import_module(module)
     except (ImportError, ValueError) as error:
-        raise InvalidValue("must name a module that can be imported", owner, name, got=f"{module} ({error})") from None
+        raise InvalidValue(
+            "must name a module that can be imported", argument=name, got=f"{module} ({error})"
+        ) from None
     named_by_user.add(module)
 
 
-def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...]) -> list[tuple[str, Any]]:
+def _checked_parts(name: str, value: Any, packages: tuple[str, ...]) -> list[tuple[str, Any]]:
     """The elements of a value, with names; raises if the value itself, or a name, may not be in a file."""
     if isinstance(value, (list, tuple)):
         return [(name, item) for item in value]
     if isinstance(value, Mapping):
         if isinstance(value.get("class_path"), str) and value.get("init_args", {}) is not None:
-            _check_path(owner, name, value["class_path"], packages)
+            _check_path(name, value["class_path"], packages)
         names = dict.fromkeys(("class_path", "init_args", "dict_kwargs"), name)
         parts = [(names.get(str(key), str(key)), item) for key, item in value.items()]
         for inner, item in parts:
-            _check_setting(owner, inner, item)
+            _check_setting(inner, item)
         return parts
     if not (value is None or isinstance(value, (bool, int, float, str))):
-        raise InvalidType("must be plain data", owner, name, got=f"{short_repr(value)} ({type(value).__name__})")
+        raise InvalidType("must be plain data", argument=name, got=f"{short_repr(value)} ({type(value).__name__})")
     if isinstance(value, str) and any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
         rule = "must not be an address, since a file may not choose what is downloaded"
-        raise InvalidValue(rule, owner, name, got=short_repr(value), cure=PASS_AGAIN)
+        raise InvalidValue(rule, argument=name, got=short_repr(value), cure=PASS_AGAIN)
     return []
 
 
-def _check_setting(owner: str, name: str, value: Any) -> None:
+def _check_setting(name: str, value: Any) -> None:
     if value and (name.startswith(FORBIDDEN) or names_kernels(name, value)):
         rule = "must not be set in a file, since it makes another library run code or read other files"
-        raise InvalidValue(rule, owner, name, got=short_repr(value), cure=PASS_AGAIN)
+        raise InvalidValue(rule, argument=name, got=short_repr(value), cure=PASS_AGAIN)
 
 
-def _check_path(owner: str, name: str, path: Any, packages: tuple[str, ...]) -> None:
+def _check_path(name: str, path: Any, packages: tuple[str, ...]) -> None:
     """Raise unless a file may name a path, judged by its text; nothing is imported."""
     if not isinstance(path, str):
-        raise InvalidType("must have a string as class_path", owner, name, got=short_repr(path))
+        raise InvalidType("must have a string as class_path", argument=name, got=short_repr(path))
     module = path.rpartition(".")[0]
     is_path = path == "timm.create_model" or module in _PUBLIC_PARENTS or _may_name(module, packages)
     if "<" not in path and not is_path:
-        raise _not_allowed(owner, name, path, packages)
+        raise _not_allowed(name, path, packages)
 
 
-def _not_allowed(owner: str, name: str, path: str, packages: tuple[str, ...]) -> InvalidValue:
+def _not_allowed(name: str, path: str, packages: tuple[str, ...]) -> InvalidValue:
     cure = f"pass the object again: load_from_checkpoint(path, {name}=...)"
     module = path.rpartition(".")[0]
     if _is_installed(module) and not _is_required(module):
@@ -239,8 +235,7 @@ def _not_allowed(owner: str, name: str, path: str, packages: tuple[str, ...]) ->
     return InvalidValue(
         f"names {path}, and a file may name classes only of {', '.join(packages)}, and of modules of yours that are "
         "imported",
-        owner,
-        name,
+        argument=name,
         cure=f"if you trust it, {cure}",
     )
 

@@ -83,11 +83,10 @@ class FolderEntries(NamedTuple):
     special: list[Path]
 
 
-def list_folder(owner: str, folder: Path) -> FolderEntries:
+def list_folder(folder: Path) -> FolderEntries:
     """List a folder.
 
     Args:
-        owner: prefix of error messages.
         folder: the folder; if it does not exist, the lists are empty.
 
     Raises:
@@ -101,16 +100,16 @@ def list_folder(owner: str, folder: Path) -> FolderEntries:
         with os.scandir(folder) as found:
             for entry in found:
                 if not entry.name.startswith("."):
-                    _list_of(owner, entry, entries).append(Path(entry.path))
+                    _list_of(entry, entries).append(Path(entry.path))
     except FileNotFoundError:
         raise
     except OSError as error:
         rule = f"the folder {folder} cannot be listed ({error.strerror}), so its images would be lost"
-        raise Failed(rule, owner, cure="give the right to read it, or move it away") from None
+        raise Failed(rule, cure="give the right to read it, or move it away") from None
     return FolderEntries(*map(sorted, entries))
 
 
-def _list_of(owner: str, entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
+def _list_of(entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
     """The list that an entry belongs to."""
     try:
         if entry.is_dir():
@@ -127,7 +126,6 @@ def _list_of(owner: str, entry: "os.DirEntry[str]", entries: FolderEntries) -> l
         raise MissingFile(
             f"the link {entry.path} leads to {os.readlink(entry.path)}, which does not exist, so images would be "
             "lost if it was a folder",
-            owner,
             cure="restore the folder, or remove the link",
         )
     return entries.files
@@ -174,14 +172,13 @@ def shown_suffixes(paths: Iterable[str]) -> str:
     return sentence
 
 
-def image_files(owner: str, top: Path) -> ImageFiles:
+def image_files(top: Path) -> ImageFiles:
     """Find the image files in a folder at any depth, without hidden files and folders.
 
     Symbolic links to folders are followed, but each folder is listed once: under its own path if it is in the top
     folder, and under the first link to it otherwise. Links to a folder around the top folder are not followed.
 
     Args:
-        owner: prefix of error messages.
         top: an existing folder.
 
     Raises:
@@ -189,7 +186,7 @@ def image_files(owner: str, top: Path) -> ImageFiles:
     """
     suffixes = image_suffixes()
     found = ImageFiles([], [], [])
-    for _, entries in walk_folders(owner, [top], unlisted=Path(os.path.realpath(top)).parents):
+    for _, entries in walk_folders([top], unlisted=Path(os.path.realpath(top)).parents):
         for files, images, others in (
             (entries.files, found.paths, found.others),
             (entries.special, found.special, []),
@@ -200,13 +197,10 @@ def image_files(owner: str, top: Path) -> ImageFiles:
     return ImageFiles(*map(sorted, found))
 
 
-def walk_folders(
-    owner: str, begin: Iterable[Path], *, unlisted: Iterable[Path]
-) -> Iterator[tuple[Path, FolderEntries]]:
+def walk_folders(begin: Iterable[Path], *, unlisted: Iterable[Path]) -> Iterator[tuple[Path, FolderEntries]]:
     """List folders, and those in them at any depth, each once; links to folders are followed after all others.
 
     Args:
-        owner: prefix of error messages.
         begin: the first folders.
         unlisted: real paths of folders that are not listed, if links lead to them.
 
@@ -221,7 +215,7 @@ def walk_folders(
         if real in listed:
             continue
         listed.add(real)
-        entries = list_folder(owner, folder)
+        entries = list_folder(folder)
         for inner in entries.folders:
             (links if inner.is_symlink() else folders).append(inner)
         yield folder, entries

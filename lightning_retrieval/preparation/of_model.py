@@ -87,11 +87,10 @@ def _pixels(size: Any) -> int | tuple[int, int] | None:
     return None
 
 
-def wanted_settings(owner: str, preparation: Any, image_size: Any = None) -> dict[str, Any]:
+def wanted_settings(preparation: Any, image_size: Any = None) -> dict[str, Any]:
     """The settings of a preparation that the arguments of an embedder set.
 
     Args:
-        owner: prefix of error messages.
         preparation: a `Preparation`, the settings to change, or None.
         image_size: the size that replaces `image_size` of `preparation`, or None.
 
@@ -106,14 +105,14 @@ def wanted_settings(owner: str, preparation: Any, image_size: Any = None) -> dic
         settings = dict(preparation)
     elif preparation is not None:
         rule = "must be a Preparation or a dict of its settings"
-        raise InvalidType(rule, owner, "preparation", got=f"{short_repr(preparation)} ({type(preparation).__name__})")
+        raise InvalidType(rule, argument="preparation", got=f"{short_repr(preparation)} ({type(preparation).__name__})")
     known = [field.name for field in fields(Preparation)]
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise InvalidValue(f"must have settings among {', '.join(known)}", owner, "preparation", got=repr(unknown[0]))
+        raise InvalidValue(f"must have settings among {', '.join(known)}", argument="preparation", got=repr(unknown[0]))
     if "image_size" in settings:
-        settings["image_size"] = check_size("Preparation", "image_size", settings["image_size"])
-    image_size = check_size(owner, "image_size", image_size)
+        settings["image_size"] = check_size("image_size", settings["image_size"])
+    image_size = check_size("image_size", image_size)
     if image_size is not None:
         if image_size != settings.get("image_size", image_size):
             settings = without_size(settings)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.checks import check_callable
-from lightning_retrieval.invalid import InvalidValue, reported_as
+from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
@@ -81,7 +81,6 @@ class RunPreparation:
     the transform of the model's earlier evaluation, the preparation of the model's embedder, the default.
 
     Args:
-        owner: the class of the data module, prefix of error messages.
         paper: name of the paper whose transforms are used, or None.
         settings: the given settings of a `Preparation`, by name.
         train_transform: the given transform for training, or None.
@@ -94,22 +93,20 @@ class RunPreparation:
 
     def __init__(
         self,
-        owner: str,
         paper: PaperName | None,
         settings: Mapping[str, Any],
         *,
         train_transform: Transform | None,
         eval_transform: Transform | None,
     ) -> None:
-        self.owner = owner
         self.paper = paper
         self.settings = dict(settings)
         self._given_train = of_pil_images(train_transform)
         self._given_eval = of_pil_images(eval_transform)
         for name, given in (("train_transform", self._given_train), ("eval_transform", self._given_eval)):
-            check_callable(owner, name, given, may_be_none=True)
+            check_callable(CALLER, name, given, may_be_none=True)
         if "background" in settings:
-            check_colour(owner, "background", settings["background"])
+            check_colour("background", settings["background"])
         self._serialised: dict[str, Any] | None = None
         self.preparation = Preparation()
         self.train = CurrentTransform(self.preparation)
@@ -138,7 +135,7 @@ class RunPreparation:
         if predicts and recorded is not None and serialise_transform(evaluation) != recorded:
             rule = f"images must be prepared as the model was evaluated, with {shown_transform(recorded)}"
             cure = "leave out the arguments that differ"
-            raise InvalidValue(rule, self.owner, got=shown_transform(serialise_transform(evaluation)), cure=cure)
+            raise InvalidValue(rule, got=shown_transform(serialise_transform(evaluation)), cure=cure)
         if isinstance(evaluation, Preparation):
             self.preparation = evaluation
         else:
@@ -184,10 +181,9 @@ class RunPreparation:
             raise InvalidValue(
                 f"must be given, because the model was evaluated with {shown_transform(recorded)}, whose code a "
                 "checkpoint does not hold",
-                self.owner,
-                "eval_transform",
+                argument="eval_transform",
             )
-        return rebuild_transform(self.owner, recorded)
+        return rebuild_transform(recorded)
 
     def _base(self, wanted: Preparation | None, recorded: dict[str, Any] | None) -> Preparation:
         """The preparation to which the given settings are applied."""
@@ -200,7 +196,7 @@ class RunPreparation:
     def _changed(self, preparation: Preparation) -> Preparation:
         settings = dict(self.settings)
         image_size = settings.pop("image_size", None)
-        with reported_as(self.owner):
+        with reported_as(CALLER):
             if image_size is not None:
                 preparation = preparation.with_size(image_size)
             return dataclasses.replace(preparation, **settings)

@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_retrieval.checks import check_float, check_integer, check_tensor, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.checks import check_integer, check_tensor, short_repr
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.preparation.prepare import FIT, Box, Fill, Size, colour, padded
 
 Pixels = UInt8[Tensor, "channel height width"]
@@ -30,19 +30,19 @@ MOST_PIXELS = 16384  # per side
 UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
 
 
-def check_colour(owner: str, name: str, value: Any) -> tuple[int, int, int]:
+def check_colour(name: str, value: Any) -> tuple[int, int, int]:
     """Red, green and blue of a colour; raise unless it is a colour name of Pillow or three integers from 0 to 255."""
     rule = "must be the name of a colour, such as 'white' or '#ff8000', or (red, green, blue)"
     if isinstance(value, str):
         try:
             return colour(value)  # type: ignore[return-value]
         except ValueError:
-            raise InvalidValue(rule, owner, name, got=short_repr(value)) from None
+            raise InvalidValue(rule, argument=name, got=short_repr(value)) from None
     if not isinstance(value, (list, tuple)):
-        raise InvalidType(rule, owner, name, got=f"{short_repr(value)} ({type(value).__name__})")
+        raise InvalidType(rule, argument=name, got=f"{short_repr(value)} ({type(value).__name__})")
     if len(value) != 3:
-        raise InvalidValue(rule, owner, name, got=short_repr(value))
-    red, green, blue = (check_integer(owner, name, part, 0, 255) for part in value)
+        raise InvalidValue(rule, argument=name, got=short_repr(value))
+    red, green, blue = (check_integer(CALLER, name, part, 0, 255) for part in value)
     return red, green, blue
 
 
@@ -105,63 +105,49 @@ def padded_pixels(pixels: Pixels, frame: Size, fill: Fill) -> PixelsOfNewSize:
     return torch.from_numpy(framed).permute(2, 0, 1)
 
 
-def check_pixels(owner: str, name: str, pixels: Any) -> None:
+def check_pixels(name: str, pixels: Any) -> None:
     """Raise unless a tensor holds the pixels of one colour image.
 
     Args:
-        owner: prefix of error messages.
         name: name of the argument.
         pixels: a tensor.
     """
-    check_tensor(owner, name, pixels)
+    check_tensor(CALLER, name, pixels)
     if pixels.dtype != torch.uint8:
-        raise InvalidType("must be a PIL image or a tensor of uint8", owner, name, got=pixels.dtype)
+        raise InvalidType("must be a PIL image or a tensor of uint8", argument=name, got=pixels.dtype)
     if pixels.ndim != 3 or len(pixels) != 3:
-        raise InvalidValue("must have shape (3, height, width)", owner, name, got=tuple(pixels.shape))
+        raise InvalidValue("must have shape (3, height, width)", argument=name, got=tuple(pixels.shape))
 
 
-def check_normalized(owner: str, images: Tensor) -> None:
-    """Raise unless images are floating point; images of uint8 have not been normalised.
-
-    Args:
-        owner: prefix of error messages.
-        images: a batch.
-    """
-    if images.dtype == torch.uint8:
-        cure = "normalise them, as `Preparation.normalize` does"
-        raise InvalidType("must be floating point", owner, "images", got="torch.uint8", cure=cure)
-    check_float(owner, "images", images, may_be_meta=True)
-
-
-def check_size(owner: str, name: str, value: Any) -> int | Size | None:
+def check_size(name: str, value: Any) -> int | Size | None:
     """Check a size, which is a number of pixels, a pair or None, and return the size as plain data.
 
     Args:
-        owner: prefix of error messages.
         name: name of the argument.
         value: the size.
     """
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):
-        return check_integer(owner, name, value, 1, MOST_PIXELS)
+        return check_integer(CALLER, name, value, 1, MOST_PIXELS)
     if len(value) != 2:
-        raise InvalidValue("must be one number of pixels or a pair (height, width)", owner, name, got=short_repr(value))
-    height, width = (check_integer(owner, name, side, 1, MOST_PIXELS) for side in value)
+        raise InvalidValue(
+            "must be one number of pixels or a pair (height, width)", argument=name, got=short_repr(value)
+        )
+    height, width = (check_integer(CALLER, name, side, 1, MOST_PIXELS) for side in value)
     return height, width
 
 
-def check_resize(owner: str, name: str, value: Any) -> int | Size | Literal["fit"] | None:
+def check_resize(name: str, value: Any) -> int | Size | Literal["fit"] | None:
     """Check a size as `check_size` does; it may also be `"fit"`.
 
     Args:
-        owner: prefix of error messages.
         name: name of the argument.
         value: the size.
     """
     if not isinstance(value, str):
-        return check_size(owner, name, value)
+        return check_size(name, value)
     if value != FIT:
         rule = "must be a number of pixels, a pair (height, width) or 'fit'"
-        raise InvalidValue(rule, owner, name, got=short_repr(value))
+        raise InvalidValue(rule, argument=name, got=short_repr(value))
     return "fit"

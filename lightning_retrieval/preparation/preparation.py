@@ -37,7 +37,7 @@ from lightning_retrieval.checks import (
     check_tensor,
     short_repr,
 )
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.preparation.pixels import (
     INTERPOLATIONS,
     MOST_PIXELS,
@@ -131,15 +131,16 @@ class Preparation:
 
     NAMES: ClassVar[tuple[str, ...]] = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")
 
+    @owned_by("Preparation")
     def __post_init__(self) -> None:
-        self._set("image_size", check_size("Preparation", "image_size", self.image_size))
-        self._set("resize", check_resize("Preparation", "resize", self.resize))
+        self._set("image_size", check_size("image_size", self.image_size))
+        self._set("resize", check_resize("resize", self.resize))
         check_choice("Preparation", "interpolation", self.interpolation, INTERPOLATIONS)
         self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
         check_mean = partial(check_finite_number, least=0, most=1)
         self._set("mean", _check_channels("mean", self.mean, self.channels, check_mean))
         self._set("std", _check_channels("std", self.std, self.channels, check_positive))
-        check_colour("Preparation", "background", self.background)
+        check_colour("background", self.background)
         if not isinstance(self.background, str):
             self._set("background", tuple(self.background))
         check_bool("Preparation", "reduced_scale", self.reduced_scale)
@@ -171,6 +172,7 @@ class Preparation:
         """
         return self.normalize(self.to_uint8(image))
 
+    @owned_by("Preparation")
     def to_uint8(self, image: Image.Image | Tensor) -> UInt8[Tensor, "channel height width"]:
         """The image after colour conversion, resizing and cropping, but not normalised.
 
@@ -301,7 +303,7 @@ class Preparation:
     def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
         """The pixels of the image in RGB."""
         if isinstance(image, Tensor):
-            check_pixels("Preparation", "image", image)
+            check_pixels("image", image)
             return image
         return to_pixels(self._image(image))
 
@@ -309,13 +311,13 @@ class Preparation:
         """The image in RGB, or in grey for one channel."""
         image: Image.Image = given
         if isinstance(given, Tensor):
-            check_pixels("Preparation", "image", given)
+            check_pixels("image", given)
             image = to_image(given)
         elif not isinstance(given, Image.Image):
             rule = "must be a PIL image or a tensor of uint8"
             cure = "PIL.Image.fromarray converts an array (height, width, 3) of uint8"
-            raise InvalidType(rule, "Preparation", "image", got=type(given).__name__, cure=cure)
-        background = check_colour("Preparation", "background", self.background)
+            raise InvalidType(rule, argument="image", got=type(given).__name__, cure=cure)
+        background = check_colour("background", self.background)
         return in_colours(image, self.channels, background, self.least_size)
 
     def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,7 +346,7 @@ class Preparation:
             raise InvalidValue(rule, "Preparation", "image_size", got=None)
         if isinstance(self.fill, str) and self.fill == BORDER:
             return
-        check_colour("Preparation", "fill", self.fill)
+        check_colour("fill", self.fill)
         if not isinstance(self.fill, str):
             self._set("fill", tuple(self.fill))
         if self.resize != FIT:

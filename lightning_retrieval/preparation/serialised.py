@@ -70,11 +70,10 @@ class AlbumentationsTransform:
             return None
 
     @classmethod
-    def from_dict(cls, owner: str, serialised: dict[str, Any]) -> "AlbumentationsTransform":
+    def from_dict(cls, serialised: dict[str, Any]) -> "AlbumentationsTransform":
         """Rebuild a transform from plain data. Only classes of albumentations are created.
 
         Args:
-            owner: prefix of error messages.
             serialised: the result of `as_dict`.
 
         Raises:
@@ -85,7 +84,6 @@ class AlbumentationsTransform:
             optional_import(
                 "the model was evaluated with a transform of albumentations, which is not installed; install it: "
                 "pip install 'lightning-retrieval[albumentations]'.",
-                owner,
             ),
         ):
             import albumentations  # type: ignore[import-untyped]
@@ -134,7 +132,7 @@ def _serialise_step(step: Any) -> dict[str, Any] | None:
         return None
     try:
         serialised = _class_and_arguments(step)
-        is_complete = _class_and_arguments(_rebuild("serialise_transform", serialised)) == serialised
+        is_complete = _class_and_arguments(_rebuild(serialised)) == serialised
     except (TypeError, ValueError, AttributeError):  # an argument is stored under another name, or is a function
         return None
     if is_complete:
@@ -180,11 +178,10 @@ def _name_of(transform: Transform) -> str | None:
     return f"{module}.{name}"
 
 
-def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | None = None) -> Transform:
+def rebuild_transform(serialised: dict[str, Any], requested: str | None = None) -> Transform:
     """Rebuild the transform that a model was evaluated with.
 
     Args:
-        owner: prefix of error messages.
         serialised: the result of `serialise_transform`.
         requested: the name of the function or preparation that the caller requests, or None. The requested transform
             must equal the serialised one. Functions are imported only if they are requested.
@@ -193,33 +190,32 @@ def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | N
         ValueError: if the transform is a function that was not requested, another transform was requested, or the plain
             data do not describe a transform.
     """
-    preparation = check_serialised_transform(owner, serialised)
+    preparation = check_serialised_transform(serialised)
     if "function" in serialised:
-        return _requested_function(owner, serialised["function"], requested)
-    if requested is not None and serialise_transform(named_transform(owner, requested)) != serialised:
+        return _requested_function(serialised["function"], requested)
+    if requested is not None and serialise_transform(named_transform(requested)) != serialised:
         rule = f"must be that of the model, which was evaluated with {shown_transform(serialised)}"
-        raise InvalidValue(rule, owner, "transform", got=repr(requested), cure="leave it out")
+        raise InvalidValue(rule, argument="transform", got=repr(requested), cure="leave it out")
     if preparation is not None:
         return preparation
     try:
         if "albumentations" in serialised:
-            return AlbumentationsTransform.from_dict(owner, serialised)
-        step: Transform = _rebuild(owner, serialised)
+            return AlbumentationsTransform.from_dict(serialised)
+        step: Transform = _rebuild(serialised)
     except (
         TypeError,
         KeyError,
         AttributeError,
         RecursionError,
     ) as error:  # raised by constructors or by albumentations
-        raise _no_transform(owner, serialised, error) from None
+        raise _no_transform(serialised, error) from None
     return step
 
 
-def check_serialised_transform(owner: str, serialised: Any) -> Preparation | None:
+def check_serialised_transform(serialised: Any) -> Preparation | None:
     """Raise unless plain data from a file describe a transform and hold only permitted names; nothing is imported.
 
     Args:
-        owner: prefix of error messages.
         serialised: the result of `serialise_transform`, unless the file is damaged or forged.
 
     Returns:
@@ -229,20 +225,20 @@ def check_serialised_transform(owner: str, serialised: Any) -> Preparation | Non
         ValueError: if the data describe no transform, or hold a name that is not permitted.
         TypeError: if a value is not plain data.
     """
-    plain_data.check_plain_data(owner, "transform", serialised, plain_data.TRANSFORM_PACKAGES)
-    _check_work(owner, serialised)
+    plain_data.check_plain_data("transform", serialised, plain_data.TRANSFORM_PACKAGES)
+    _check_work(serialised)
     found = [name for name in FORMS if isinstance(serialised, dict) and name in serialised]
     if len(found) != 1 or not isinstance(serialised[found[0]], FORMS[found[0]]):  # type: ignore[arg-type]
-        raise _no_transform(owner, serialised)
+        raise _no_transform(serialised)
     if "preparation" not in serialised:
         return None
     try:
         return Preparation(**serialised["preparation"])
     except (TypeError, ValueError) as error:
-        raise _no_transform(owner, serialised, error) from None
+        raise _no_transform(serialised, error) from None
 
 
-def _check_work(owner: str, serialised: Any) -> None:
+def _check_work(serialised: Any) -> None:
     """Raise if a transform in a file asks for large images, many steps or many repetitions."""
     steps, padding, growth = 0, 0.0, 1.0
     for name, value in plain_data.named_values("transform", serialised):
@@ -252,7 +248,7 @@ def _check_work(owner: str, serialised: Any) -> None:
         most = MOST_REPEATS if name in REPEATS else LARGEST_NUMBER
         if not abs(value) <= most:
             rule = f"the recorded `transform` must have numbers up to {most:,} as {name}"
-            raise InvalidValue(rule, owner, got=short_repr(value), cure="give another transform")
+            raise InvalidValue(rule, got=short_repr(value), cure="give another transform")
         if name in PADDINGS:
             padding += abs(value)
         elif name in FACTORS:
@@ -261,26 +257,25 @@ def _check_work(owner: str, serialised: Any) -> None:
         raise InvalidValue(
             f"the recorded `transform` must have at most {MOST_STEPS} steps, add at most {LARGEST_NUMBER:,} pixels, "
             f"and enlarge images at most {MOST_GROWTH} times",
-            owner,
             got=short_repr(serialised),
             cure="give another transform",
         )
 
 
-def _no_transform(owner: str, serialised: Any, error: Exception | None = None) -> InvalidValue:
+def _no_transform(serialised: Any, error: Exception | None = None) -> InvalidValue:
     """The error for plain data that do not describe a transform."""
     reason = ""
     if error is not None:
         reason = f" ({first_line(error)})"
     return InvalidValue(
-        "the recorded `transform` must describe a transform of images", owner, got=f"{short_repr(serialised)}{reason}"
+        "the recorded `transform` must describe a transform of images", got=f"{short_repr(serialised)}{reason}"
     )
 
 
-def _rebuild(owner: str, value: Any, name: str = "transform") -> Any:
+def _rebuild(value: Any, name: str = "transform") -> Any:
     """Rebuild a transform, or its argument `name`, from plain data."""
     if isinstance(value, list):
-        return [_rebuild(owner, item, name) for item in value]
+        return [_rebuild(item, name) for item in value]
     if isinstance(value, str) and name == "interpolation":
         from torchvision.transforms import InterpolationMode
 
@@ -291,22 +286,22 @@ def _rebuild(owner: str, value: Any, name: str = "transform") -> Any:
         return value
     path, arguments = value.get("class_path"), value.get("init_args", {})
     if not isinstance(arguments, dict):
-        raise InvalidValue("must have a dict of arguments", owner, "transform", got=short_repr(arguments))
-    cls = plain_data.find_class(owner, "transform", path, packages=plain_data.TRANSFORM_PACKAGES)
+        raise InvalidValue("must have a dict of arguments", argument="transform", got=short_repr(arguments))
+    cls = plain_data.find_class("transform", path, packages=plain_data.TRANSFORM_PACKAGES)
     is_callable = any("__call__" in vars(base) for base in cls.__mro__)
     if cls.__name__ == "Lambda" or not _is_known(cls) or not is_callable:
         rule = "must name transforms of torchvision or timm, but no Lambda"
-        raise InvalidValue(rule, owner, "transform", got=short_repr(path))
-    return cls(**{argument: _rebuild(owner, plain, argument) for argument, plain in arguments.items()})
+        raise InvalidValue(rule, argument="transform", got=short_repr(path))
+    return cls(**{argument: _rebuild(plain, argument) for argument, plain in arguments.items()})
 
 
-def _requested_function(owner: str, recorded: str | None, requested: str | None) -> Transform:
+def _requested_function(recorded: str | None, requested: str | None) -> Transform:
     """Import the function that a model was evaluated with; raise unless the caller requested it."""
     shown = recorded or _UNKNOWN
     if requested is None:
         example = recorded or "package.function"
         rule = f"must be given, because the model was evaluated with {shown}, whose code a checkpoint does not hold"
-        raise InvalidValue(rule, owner, "transform", cure=f"give {example!r}, which is imported, if you trust it")
+        raise InvalidValue(rule, argument="transform", cure=f"give {example!r}, which is imported, if you trust it")
     is_same = recorded is None or requested == recorded
     if (
         not is_same and recorded is not None and recorded.startswith("__main__.")
@@ -314,15 +309,14 @@ def _requested_function(owner: str, recorded: str | None, requested: str | None)
         is_same = requested.rpartition(".")[2] == recorded.rpartition(".")[2]
     if not is_same or requested in Preparation.NAMES:
         rule = f"must be the one that the model was evaluated with, {shown}"
-        raise InvalidValue(rule, owner, "transform", got=repr(requested))
-    return _imported_function(owner, requested)
+        raise InvalidValue(rule, argument="transform", got=repr(requested))
+    return _imported_function(requested)
 
 
-def named_transform(owner: str, name: str) -> Transform:
+def named_transform(name: str) -> Transform:
     """The preparation or function that the caller has named.
 
     Args:
-        owner: prefix of error messages.
         name: one of `Preparation.NAMES`, or the dotted name `package.function`, which is imported.
 
     Raises:
@@ -333,16 +327,16 @@ def named_transform(owner: str, name: str) -> Transform:
     if "." not in name:
         names = ", ".join(map(repr, Preparation.NAMES))
         rule = f"must be one of {names}, or the name of a function such as 'package.function'"
-        raise InvalidValue(rule, owner, "transform", got=short_repr(name))
-    return _imported_function(owner, name)
+        raise InvalidValue(rule, argument="transform", got=short_repr(name))
+    return _imported_function(name)
 
 
-def _imported_function(owner: str, name: str) -> Transform:
+def _imported_function(name: str) -> Transform:
     """Import the function that the caller has named, but nothing of Python's standard library: it has no transforms."""
     if name.split(".")[0] in sys.stdlib_module_names:
         rule = "must name a function of yours from a PIL image to a tensor"
-        raise InvalidValue(rule, owner, "transform", got=f"{name!r}, which is part of Python")
-    function: Transform = plain_data.load_function(owner, "transform", name)
+        raise InvalidValue(rule, argument="transform", got=f"{name!r}, which is part of Python")
+    function: Transform = plain_data.load_function("transform", name)
     return function
 
 

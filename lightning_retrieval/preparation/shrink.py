@@ -71,7 +71,7 @@ def shrink_images(images: Path, output: Path, size: int, *, workers: int | None 
     if not images.is_dir():
         raise MissingFile("must be a folder of images", argument="images", got=f"{images}, which is not a folder")
     _check_apart(images, output)
-    paths = image_files(CALLER, images).paths
+    paths = image_files(images).paths
     if not paths:
         raise InvalidValue("must be a folder of images", argument="images", got=f"{images}, which holds no image")
     _begin(output, size)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.checks import CURE_OF_ONE_HOT, check_counts, short_repr
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue
 
 
 class Role(IntFlag):
@@ -41,32 +41,30 @@ def has_role(roles: Integer[Tensor, " row"], role: Role) -> Bool[Tensor, " row"]
     return found
 
 
-def check_roles(owner: str, roles: Integer[Tensor, " row"]) -> None:
+def check_roles(roles: Integer[Tensor, " row"]) -> None:
     """Raise unless all roles are from 0 to 3."""
     if bool(((roles < Role.JUNK) | (roles > Role.BOTH)).any()):
         rule = "must be from 0 to 3 (1 query, 2 gallery, 3 both, 0 neither)"
-        raise InvalidValue(rule, owner, "roles", got=f"{int(roles.min())} to {int(roles.max())}")
+        raise InvalidValue(rule, argument="roles", got=f"{int(roles.min())} to {int(roles.max())}")
 
 
-def check_dims(owner: str, dims: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
+def check_dims(dims: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
     """The numbers of dimensions as a tuple; raise unless they are integers >= 1 in ascending order.
 
     Args:
-        owner: prefix of error messages.
         dims: numbers of dimensions to which embeddings are shortened.
         may_be_empty: whether `dims` may be empty.
     """
-    checked = check_counts(owner, "dims", dims, may_be_empty=may_be_empty)
+    checked = check_counts(CALLER, "dims", dims, may_be_empty=may_be_empty)
     if list(checked) != sorted(set(checked)):
-        raise InvalidValue("must be different numbers in ascending order", owner, "dims", got=short_repr(dims))
+        raise InvalidValue("must be different numbers in ascending order", argument="dims", got=short_repr(dims))
     return checked
 
 
-def check_dims_fit(owner: str, dims: tuple[int, ...], embeddings: Float[Tensor, "batch dim"]) -> None:
+def check_dims_fit(dims: tuple[int, ...], embeddings: Float[Tensor, "batch dim"]) -> None:
     """Raise if one of `dims` is larger than the dimension of the embeddings.
 
     Args:
-        owner: prefix of error messages.
         dims: in ascending order; may be empty.
         embeddings: one row for each item.
     """
@@ -74,7 +72,7 @@ def check_dims_fit(owner: str, dims: tuple[int, ...], embeddings: Float[Tensor, 
     if dims and dims[-1] > dim:
         rule = f"must be at most the dimension of the embeddings, {dim}"
         cure = "give smaller `dims`, or train embeddings of more dimensions"
-        raise InvalidValue(rule, owner, "dims", got=dims[-1], cure=cure)
+        raise InvalidValue(rule, argument="dims", got=dims[-1], cure=cure)
 
 
 def finest(labels: Int[Tensor, "row ..."]) -> Int[Tensor, " row"]:
@@ -91,7 +89,7 @@ def as_levels(labels: Int[Tensor, "row ..."]) -> Int[Tensor, "row level"]:
     return labels
 
 
-def check_nesting(owner: str, labels: Int[Tensor, "row level"]) -> None:
+def check_nesting(labels: Int[Tensor, "row level"]) -> None:
     """Raise an error if a label occurs with two different labels of the next coarser level."""
     if labels.shape[1] == 1:
         return
@@ -106,4 +104,4 @@ def check_nesting(owner: str, labels: Int[Tensor, "row level"]) -> None:
                 cure = f"; {CURE_OF_ONE_HOT}"
             rule = f"label levels must nest, each label of level {level} within one of level {level + 1}"
             got = f"label {int(repeated[0])} within {coarse[fine == repeated[0]].tolist()}{cure}"
-            raise InvalidValue(rule, owner, got=got)
+            raise InvalidValue(rule, got=got)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import as_int64, check_integers, check_tensor, short_repr
 from lightning_retrieval.distributed import to_host
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
 from lightning_retrieval.ranking.labels import Role, check_nesting, check_roles, finest, has_role
 
 NO_TAG = -1  # fills the rows of images that have fewer tags than others
@@ -71,6 +71,7 @@ class Relevance(ABC):
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{self.name}({settings})"
 
+    @owned
     def columns(self, labels: Int[Tensor, "row ..."], batch: Any) -> Int[Tensor, "row column"]:
         """What the rule reads of each image: its finest label, if the rule has classes, and the entries `reads`.
 
@@ -92,7 +93,7 @@ class Relevance(ABC):
         parts = []
         if self.has_classes:
             if labels.ndim == 2:
-                check_nesting(self.name, to_host(labels))
+                check_nesting(to_host(labels))
             parts.append(finest(labels)[:, None].long())
         for name in self.reads:
             values = as_int64(self.name, name, self._entry(batch, name))
@@ -101,13 +102,12 @@ class Relevance(ABC):
             parts.append(values.reshape(rows, -1).long())
         return torch.cat(parts, 1)
 
-    def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
+    def check_columns(self, name: str, columns: Tensor) -> None:
         """Raise unless `columns` has the form that the method `columns` returns.
 
         A subclass may also check the values. Losses and metrics call this once, not for each block.
 
         Args:
-            owner: prefix of error messages.
             name: the argument that the columns were given for.
             columns: integers, one row for each image.
         """
@@ -122,8 +122,7 @@ class Relevance(ABC):
             raise InvalidValue(
                 f"must be the columns that {self.name} reads, of shape (rows, {wanted}) for "
                 f"{', '.join(names) or 'any entries'}",
-                owner,
-                name,
+                argument=name,
                 got=tuple(columns.shape),
                 cure=f"pass {self.name}.columns(labels, batch)",
             )
@@ -142,7 +141,7 @@ class Relevance(ABC):
             TypeError: if `masks` does not return two masks of bool, of which the second may be None.
         """
         masks = self.masks(queries, references)
-        _check_masks(self.name, masks, (len(queries), len(references)))
+        self._check_masks(masks, (len(queries), len(references)))
         relevant, candidate = masks
         if candidate is None:
             return relevant.clone(), torch.ones_like(relevant)
@@ -175,21 +174,20 @@ class Relevance(ABC):
             raise InvalidValue(rule, self.name, "batch", got=", ".join(map(repr, batch)) or "none", cure=cure)
         return batch[name]
 
-
-def _check_masks(owner: str, masks: Any, shape: tuple[int, int]) -> None:
-    """Raise unless these are two masks of bool and of this shape, or one and None."""
-    rule = f"must return two bool tensors of shape {shape}, of which the second may be None"
-    if not isinstance(masks, tuple) or len(masks) != 2:
-        raise InvalidType(rule, owner, "masks", got=short_repr(masks))
-    relevant, candidate = masks
-    given = [relevant]
-    if candidate is not None:
-        given.append(candidate)
-    for mask in given:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise InvalidType(rule, owner, "masks", got=short_repr(mask))
-        if mask.shape != shape:
-            raise InvalidValue(rule, owner, "masks", got=f"the shape {tuple(mask.shape)}")
+    def _check_masks(self, masks: Any, shape: tuple[int, int]) -> None:
+        """Raise unless these are two masks of bool and of this shape, or one and None."""
+        rule = f"must return two bool tensors of shape {shape}, of which the second may be None"
+        if not isinstance(masks, tuple) or len(masks) != 2:
+            raise InvalidType(rule, self.name, "masks", got=short_repr(masks))
+        relevant, candidate = masks
+        given = [relevant]
+        if candidate is not None:
+            given.append(candidate)
+        for mask in given:
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                raise InvalidType(rule, self.name, "masks", got=short_repr(mask))
+            if mask.shape != shape:
+                raise InvalidValue(rule, self.name, "masks", got=f"the shape {tuple(mask.shape)}")
 
 
 def shared_levels(
@@ -300,9 +298,9 @@ class GalleryOnly(Relevance):
     reads = ("roles",)
     reads_single = True
 
-    def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
-        super().check_columns(owner, name, columns)
-        check_roles(owner, columns[:, 1])
+    def check_columns(self, name: str, columns: Tensor) -> None:
+        super().check_columns(name, columns)
+        check_roles(columns[:, 1])
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
         is_query, is_gallery = has_role(queries[:, 1], Role.QUERY), has_role(references[:, 1], Role.GALLERY)
@@ -343,11 +341,11 @@ class SharedTags(Relevance):
             batch = {"tags": tags_of_multi_hot(tags)}
         return super().columns(labels, batch)
 
-    def check_columns(self, owner: str, name: str, columns: Tensor) -> None:
-        super().check_columns(owner, name, columns)
+    def check_columns(self, name: str, columns: Tensor) -> None:
+        super().check_columns(name, columns)
         if bool((columns.long() < NO_TAG).any()):  # uint8 has no NO_TAG
             rule = f"must be tags >= 0, or {NO_TAG} in rows with fewer tags"
-            raise InvalidValue(rule, owner, name, got=int(columns.min()))
+            raise InvalidValue(rule, argument=name, got=int(columns.min()))
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, None]:
         if is_multi_hot(queries, references):

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import CombinedLoader, pl
+from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
 from lightning_retrieval.checks import check_path, first_line
@@ -282,7 +283,7 @@ def wait_for_other_processes() -> None:
         ) from None
 
 
-class EmbeddingWriter(pl.Callback):
+class EmbeddingWriter(Callback):
     """Writes the outputs of `predict_step` to a folder of Parquet or .npy files, instead of keeping them in memory.
 
     Each file has the embeddings of `shard_size` images with their ids, paths and labels, and appears when it is

@@ -44,7 +44,7 @@ from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
-from lightning_retrieval.plain_data import DescriptionReader, class_path, describe, format_of
+from lightning_retrieval.plain_data import checked_settings, class_path, describe, format_of
 from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
@@ -61,11 +61,10 @@ LONGEST_PROBLEM = 200  # characters of torch's list of names in a message
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
 
 
-def check_weights(owner: str, checkpoint: Mapping[str, Any]) -> None:
+def check_weights(checkpoint: Mapping[str, Any]) -> None:
     """Raise unless the states of modules in a checkpoint are tensors by name, besides what modules add themselves.
 
     Args:
-        owner: prefix of error messages.
         checkpoint: content of the checkpoint.
 
     Raises:
@@ -74,20 +73,19 @@ def check_weights(owner: str, checkpoint: Mapping[str, Any]) -> None:
     for key in STATES:
         state = checkpoint.get(key, {})
         if not isinstance(state, Mapping):
-            raise InvalidValue(f"a checkpoint must have a dict of tensors as {key}", owner, got=short_repr(state))
+            raise InvalidValue(f"a checkpoint must have a dict of tensors as {key}", got=short_repr(state))
         for name, value in state.items():
             is_added = isinstance(name, str) and name.endswith(EXTRA_STATE)
             if not isinstance(name, str) or not (is_added or isinstance(value, Tensor)):
                 rule = f"a checkpoint must have tensors by name in {key}"
                 got = f"{short_repr(value)} for {short_repr(name)}"
-                raise InvalidValue(rule, owner, got=got, cure="take another checkpoint")
+                raise InvalidValue(rule, got=got, cure="take another checkpoint")
 
 
-def load_weights(owner: str, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load the weights of a checkpoint into a module.
 
     Args:
-        owner: prefix of error messages.
         module: the module.
         state: its weights and buffers by name.
         strict: as for `load_state_dict`.
@@ -102,7 +100,6 @@ def load_weights(owner: str, module: nn.Module, state: Mapping[str, Any], *, str
         raise InvalidValue(
             "the checkpoint must have the weights of the model that it describes, which it has not "
             f"({problem[:LONGEST_PROBLEM]})",
-            owner,
             cure="take another checkpoint",
         ) from None
 
@@ -130,11 +127,10 @@ def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
             checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in names}
 
 
-def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+def add_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     """Add the pretrained weights to a checkpoint of adapters, from the module that will load it.
 
     Args:
-        owner: prefix of error messages.
         module: the module, with its pretrained weights.
         checkpoint: content of the checkpoint, which is changed in place.
 
@@ -147,20 +143,19 @@ def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) 
     names = checkpoint[BASE_WEIGHTS]
     if not isinstance(names, dict) or not all(isinstance(value, float) for value in names.values()):
         rule = f"the checkpoint must have numbers by the names of weights as {BASE_WEIGHTS}"
-        raise InvalidValue(rule, owner, got=short_repr(names))
+        raise InvalidValue(rule, got=short_repr(names))
     found = module.state_dict()
     missing = [name for name in names if name not in found]
     if missing:
         raise InvalidValue(
             f"the checkpoint is one of adapters for another backbone: its weights have {missing[0]}, which this "
             "module does not have",
-            owner,
         )
     for name, value in _fingerprints(module, list(names)).items():
         if abs(value - names[name]) > 0.01 * abs(names[name]):
             rule = "the checkpoint must be loaded with the pretrained weights that its adapters were trained with"
             got = f"others (the mean absolute value of {name} is {value:.4g}, and was {names[name]:.4g})"
-            raise InvalidValue(rule, owner, got=got)
+            raise InvalidValue(rule, got=got)
     for key in STATES:
         if key in checkpoint:
             checkpoint[key] = {**{name: found[name] for name in names}, **checkpoint[key]}
@@ -230,6 +225,7 @@ def _defining_class(module: Any, method: str) -> str:
     return ""
 
 
+@owned_by(MODULE.rpartition(".")[2])
 def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     """The networks of a checkpoint of `RetrievalModule`; None for any other file, such as one of a subclass.
 
@@ -246,24 +242,22 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     settings = _settings_of_module(checkpoint)
     if settings is None:
         return None
-    with owned_by(MODULE.rpartition(".")[2]):
-        check_content(checkpoint)
-    check_weights(MODULE.rpartition(".")[2], checkpoint)
+    check_content(checkpoint)
+    check_weights(checkpoint)
     rename_plainly_in(checkpoint)
-    reader = DescriptionReader(MODULE.rpartition(".")[2])
-    of_format = format_of(reader.owner, checkpoint)
-    reader.settings(TrainingObjects, settings, of_format=of_format)
-    checked = reader.settings(RetrievalNetwork, settings, of_format=of_format)
+    of_format = format_of(checkpoint)
+    checked_settings(TrainingObjects, settings, of_format=of_format)
+    checked = checked_settings(RetrievalNetwork, settings, of_format=of_format)
     # Pretrained weights would be downloaded, only to be replaced.
-    with without_pretrained_weights(), limited_to(reader.owner, weights_of(checkpoint)):
+    with without_pretrained_weights(), limited_to(weights_of(checkpoint)):
         network = RetrievalNetwork(**checked.arguments())
-    add_base_weights(reader.owner, network, checkpoint)
-    load_preparations(reader.owner, network, checkpoint)
+    add_base_weights(network, checkpoint)
+    load_preparations(network, checkpoint)
     state = copy.copy(checkpoint["state_dict"])  # copies also `_metadata`
     for name in checkpoint["state_dict"]:
         if name.startswith(ONLY_TRAINED):
             del state[name]
-    load_weights(reader.owner, network, state)
+    load_weights(network, state)
     return network
 
 
@@ -281,18 +275,17 @@ def _settings_of_module(checkpoint: Any) -> dict[str, Any] | None:
     return settings
 
 
-def load_preparations(owner: str, module: Any, checkpoint: Mapping[str, Any]) -> None:
+def load_preparations(module: Any, checkpoint: Mapping[str, Any]) -> None:
     """Give a module the preparations of images that a checkpoint records, after checking them.
 
     Args:
-        owner: prefix of error messages.
         module: the module, or its networks.
         checkpoint: content of the checkpoint.
     """
     for name in PREPARATIONS:
         preparation = checkpoint.get(name)
         if preparation is not None:
-            check_serialised_transform(owner, preparation)
+            check_serialised_transform(preparation)
         setattr(module, name, preparation)
 
 
@@ -300,12 +293,10 @@ class ShardedRunCheckpoints:
     """Replaces the checkpoint methods of a `ModelParallelStrategy`.
 
     Args:
-        owner: prefix of error messages.
         strategy: the `ModelParallelStrategy` of a Trainer.
     """
 
-    def __init__(self, owner: str, strategy: Any) -> None:
-        self.owner = owner
+    def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
         self.writes_shards = getattr(strategy, "sharded_checkpoints", False)
 
@@ -340,7 +331,7 @@ class ShardedRunCheckpoints:
             storage_options: options of the strategy's `CheckpointIO`, which does not write shards.
         """
         if self.writes_shards:
-            with owned_by(self.owner):
+            with owned_by(type(self.strategy.lightning_module).__name__):
                 write_sharded_checkpoint(Path(filepath), checkpoint)
         elif rank() == 0:
             self.strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -357,7 +348,7 @@ class ShardedRunCheckpoints:
         """
         path = Path(checkpoint_path)
         module = self.strategy.lightning_module
-        with owned_by(self.owner):
+        with owned_by(type(module).__name__):
             if is_sharded_checkpoint(path):
                 checkpoint: dict[str, Any] = self._read_shards(path, weights_only)
             else:
@@ -369,15 +360,15 @@ class ShardedRunCheckpoints:
                 from lightning_retrieval.training.restored_states import restrict_states  # needs Lightning
 
                 checkpoint = restrict_states(module.trainer, checkpoint)
-        rename_plainly_in(checkpoint)
-        module.unfilled -= checkpoint["state_dict"].keys()
-        add_base_weights(self.owner, module, checkpoint)
-        current = module.state_dict()
-        local = {name: sharded_like(current.get(name), value) for name, value in checkpoint["state_dict"].items()}
-        module.load_state_dict(local, strict=module.strict_loading)
-        for optimizer, saved in zip(self.strategy.optimizers, checkpoint.get("optimizer_states", ())):
-            self._load_optimizer(optimizer, saved)
-        return checkpoint
+            rename_plainly_in(checkpoint)
+            module.unfilled -= checkpoint["state_dict"].keys()
+            add_base_weights(module, checkpoint)
+            current = module.state_dict()
+            local = {name: sharded_like(current.get(name), value) for name, value in checkpoint["state_dict"].items()}
+            module.load_state_dict(local, strict=module.strict_loading)
+            for optimizer, saved in zip(self.strategy.optimizers, checkpoint.get("optimizer_states", ())):
+                self._load_optimizer(optimizer, saved)
+            return checkpoint
 
     def _read_shards(self, path: Path, weights_only: bool | None) -> Any:
         """The content of a sharded checkpoint; each process verifies some of the files, and reads only its shards."""
@@ -420,7 +411,6 @@ class ShardedRunCheckpoints:
                 raise InvalidValue(
                     "the optimizer's state of a sharded parameter must have the shape of the parameter, "
                     f"{tuple(parameter.shape)}",
-                    self.owner,
                     got=f"{tuple(value.shape)} for {name!r}",
                     cure="use another optimizer, or DDP",
                 )

@@ -36,7 +36,7 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.files import remove
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.models.sides import TwoSides
 from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
@@ -53,22 +53,21 @@ class VerifiedCheckpoints(CheckpointIO):
     Everything else is delegated to another `CheckpointIO`.
 
     Args:
-        owner: prefix of error messages.
         checkpoint_io: the `CheckpointIO` that writes, loads and removes the files.
         trainer: the Trainer. Only what it has saved, or is in the `dirpath` of one of its callbacks, is removed.
     """
 
-    def __init__(self, owner: str, checkpoint_io: CheckpointIO, trainer: Any = None) -> None:
-        self.owner = owner
+    def __init__(self, checkpoint_io: CheckpointIO, trainer: Any = None) -> None:
         self.checkpoint_io = checkpoint_io
         self.trainer = trainer
         self._saved: set[str] = set()
-        _write_beside_target(owner, checkpoint_io)
+        _write_beside_target(checkpoint_io)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint. A local file of Lightning's own `CheckpointIO` gets its name when it is complete."""
         self._saved.add(str(path))
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        with owned_by(self._owner):
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify a checkpoint and load it. With `weights_only` None or True, nothing in it can run code.
@@ -78,7 +77,7 @@ class VerifiedCheckpoints(CheckpointIO):
         """
         if weights_only is None:  # for a remote address, Lightning would treat None as False
             weights_only = True
-        with owned_by(self.owner):
+        with owned_by(self._owner):
             check_checkpoint(path)
             if is_sharded_checkpoint(path):
                 content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
@@ -92,7 +91,7 @@ class VerifiedCheckpoints(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint of the run. Any other path, and any folder but a sharded checkpoint, stays as it is."""
         if not (self._is_of_run(path) and is_file_or_checkpoint(path)):
-            rank_zero_warn(f"{self.owner}: {path} is no checkpoint of this run, so it was not deleted.")
+            rank_zero_warn(f"{self._owner}: {path} is no checkpoint of this run, so it was not deleted.")
             return
         local = local_path(path)
         if local is not None and local.is_symlink():
@@ -114,7 +113,15 @@ class VerifiedCheckpoints(CheckpointIO):
 
     def teardown(self) -> None:
         """Tear down the other `CheckpointIO`."""
-        self.checkpoint_io.teardown()
+        with owned_by(self._owner):  # of an error of a thread that has written
+            self.checkpoint_io.teardown()
+
+    @property
+    def _owner(self) -> str:
+        """The class of the module, prefix of error messages."""
+        if self.trainer is None:
+            return CALLER
+        return type(self.trainer.lightning_module).__name__
 
 
 class _BesideTarget(TorchCheckpointIO):
@@ -124,18 +131,15 @@ class _BesideTarget(TorchCheckpointIO):
     is then overwritten in place, and a killed process leaves neither the old nor the new checkpoint.
     """
 
-    owner: str
-
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         file_system, local = fsspec.core.url_to_fs(str(path))
         if storage_options is None and isinstance(file_system, LocalFileSystem):
-            with owned_by(self.owner):
-                write_checkpoint(Path(local), checkpoint)
+            write_checkpoint(Path(local), checkpoint)
         else:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
-def _write_beside_target(owner: str, checkpoint_io: CheckpointIO | None) -> None:
+def _write_beside_target(checkpoint_io: CheckpointIO | None) -> None:
     """Let Lightning's own `CheckpointIO`, or a subclass that calls its method, write a local file beside its target.
 
     The `CheckpointIO` may be within another one, such as the async one.
@@ -144,7 +148,6 @@ def _write_beside_target(owner: str, checkpoint_io: CheckpointIO | None) -> None
         checkpoint_io = checkpoint_io.checkpoint_io
     if isinstance(checkpoint_io, TorchCheckpointIO) and not isinstance(checkpoint_io, _BesideTarget):
         checkpoint_io.__class__ = _class_beside_target(type(checkpoint_io))
-        checkpoint_io.owner = owner  # type: ignore[attr-defined]
 
 
 @cache
@@ -217,7 +220,7 @@ class CheckpointedModule(pl.LightningModule):
         """Let the Trainer's strategy write and read checkpoints by `VerifiedCheckpoints`."""
         strategy = self.trainer.strategy
         if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
-            strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io, self.trainer)
+            strategy.checkpoint_io = VerifiedCheckpoints(strategy.checkpoint_io, self.trainer)
 
     @_restricted_classmethod
     def load_from_checkpoint(
@@ -248,23 +251,25 @@ class CheckpointedModule(pl.LightningModule):
             TypeError: if `strict` or `weights_only` is not True, False or None, another argument is neither a path nor
                 a device, or the checkpoint describes an object of the wrong kind for an argument.
         """
-        check_flag(cls.__name__, "strict", strict)
-        checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
+        with owned_by(cls.__name__):
+            check_flag(CALLER, "strict", strict)
+            checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
         return restored_module(cls, checkpoint, kwargs, strict)
 
+    @owned
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Prepare the module for the weights of a checkpoint, and convert it to the run's precision.
 
         Lightning would convert it after the weights are loaded.
         """
-        checkpoint_files.check_weights(type(self).__name__, checkpoint)
+        checkpoint_files.check_weights(checkpoint)
         without_wrappers(self)
         checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
         _unfreeze(self, checkpoint.get(TRAINABLE, ()))
-        checkpoint_files.add_base_weights(type(self).__name__, self, checkpoint)
-        checkpoint_files.load_preparations(type(self).__name__, self, checkpoint)
+        checkpoint_files.add_base_weights(self, checkpoint)
+        checkpoint_files.load_preparations(self, checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
@@ -281,7 +286,7 @@ class CheckpointedModule(pl.LightningModule):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = without_sources(complete)
 
 
-def _with_complete_parts(arguments: dict[str, Any], owner: Any) -> dict[str, Any]:
+def _with_complete_parts(arguments: dict[str, Any], module: Any) -> dict[str, Any]:
     """The arguments of an object, with the complete description of each part that has the method `init_args`.
 
     A config may give only the name of a model; the structure of the model is then read from a hub or a folder. From a
@@ -289,11 +294,11 @@ def _with_complete_parts(arguments: dict[str, Any], owner: Any) -> dict[str, Any
 
     Args:
         arguments: arguments of the object's constructor as plain data, by the names of the object's attributes.
-        owner: the object: a module, or its settings that hold a network.
+        module: the object.
     """
     complete = dict(arguments)
     for name, value in arguments.items():
-        part = getattr(owner, name, None)
+        part = getattr(module, name, None)
         named = isinstance(value, dict) and str(value.get("class_path")).rpartition(".")[2]
         if named != unsharded_class(part).__name__:
             continue
@@ -331,12 +336,12 @@ def restored_module(
         raise InvalidValue(rule, cls.__name__, got="none")
     with owned_by(cls.__name__):
         check_content(checkpoint)
-    module = module_of_checkpoint(cls, checkpoint, given)
-    module.configure_model()
-    module.on_load_checkpoint(checkpoint)
-    if strict is None:
-        strict = module.strict_loading
-    checkpoint_files.load_weights(cls.__name__, module, checkpoint["state_dict"], strict=strict)
+        module = module_of_checkpoint(cls, checkpoint, given)
+        module.configure_model()
+        module.on_load_checkpoint(checkpoint)
+        if strict is None:
+            strict = module.strict_loading
+        checkpoint_files.load_weights(module, checkpoint["state_dict"], strict=strict)
     devices = [value.device for value in state.values() if isinstance(value, Tensor)]
     return module.to(*devices[:1])
 

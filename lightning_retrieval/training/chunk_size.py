@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.checks import check_auto, check_callable, check_integer, check_tensor, short_repr
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.random_state import RandomState
 from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
@@ -77,7 +77,8 @@ def largest_chunk_size(
         5
     """
     check_callable("largest_chunk_size", "embed", embed)
-    check_inputs("largest_chunk_size", inputs)
+    with owned_by("largest_chunk_size"):
+        check_inputs(inputs)
     keep_graphs = check_integer("largest_chunk_size", "keep_graphs", keep_graphs, least=1)
     reserve = check_integer("largest_chunk_size", "reserve", reserve, least=0)
     rows = len(inputs)
@@ -190,11 +191,10 @@ def _leaves(output: Tensor) -> list[Tensor]:
     return leaves
 
 
-def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
+def check_chunk_size(chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
     """Return the argument `chunk_size` of a module: a value for both sides, or a dict with a value for each side.
 
     Args:
-        owner: prefix of error messages.
         chunk_size: the argument.
 
     Raises:
@@ -202,17 +202,17 @@ def check_chunk_size(owner: str, chunk_size: Any) -> ChunkSize | dict[Side, Chun
         TypeError: if a value is not an integer, None or `"auto"`.
     """
     if not isinstance(chunk_size, Mapping):
-        return _check_one_size(owner, "chunk_size", chunk_size)
+        return _check_one_size("chunk_size", chunk_size)
     if chunk_size.keys() != set(SIDES):
         rule = "a dict as `chunk_size` must have the keys queries and candidates"
-        raise InvalidValue(rule, owner, got=short_repr(chunk_size))
-    return {side: _check_one_size(owner, f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
+        raise InvalidValue(rule, got=short_repr(chunk_size))
+    return {side: _check_one_size(f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
 
 
-def _check_one_size(owner: str, name: str, size: Any) -> ChunkSize:
+def _check_one_size(name: str, size: Any) -> ChunkSize:
     if size is None:
         return None
-    checked: int | Literal["auto"] = check_auto(owner, name, size, least=1)
+    checked: int | Literal["auto"] = check_auto(CALLER, name, size, least=1)
     return checked
 
 

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_retrieval.checks import check_callable, check_integer, check_tensor
 from lightning_retrieval.compiled import is_compiled
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.random_state import RandomState
 
 _OWNER = "chunked_backward"
@@ -239,7 +239,8 @@ class EmbeddedChunks:
         trained: bool = True,
     ) -> None:
         check_callable(_OWNER, "embed", embed)
-        check_inputs(_OWNER, inputs)
+        with owned_by(_OWNER):
+            check_inputs(inputs)
         check_integer(_OWNER, "keep_graphs", keep_graphs, least=0)
         self._embed, self._chunks = embed, _chunks_of(inputs, chunk_size, least_chunks)
         self._is_compiled = is_compiled(embed)
@@ -345,14 +346,14 @@ def _rows_of_chunks(chunks: Sequence[_Chunk], gradient: Tensor) -> list[Tensor]:
     return rows
 
 
-def check_inputs(owner: str, inputs: Tensor) -> None:
+def check_inputs(inputs: Tensor) -> None:
     """Raise unless `inputs` holds at least one row and is not part of a graph."""
-    check_tensor(owner, "inputs", inputs)
+    check_tensor(CALLER, "inputs", inputs)
     if inputs.grad_fn is not None:
         rule = "must not be part of a graph, because each chunk would back-propagate through it again"
-        raise InvalidValue(rule, owner, "inputs", cure="detach them, or make that graph part of `embed`")
+        raise InvalidValue(rule, argument="inputs", cure="detach them, or make that graph part of `embed`")
     if inputs.ndim == 0 or len(inputs) == 0:
-        raise InvalidValue("must hold at least one row", owner, "inputs", got=f"shape {tuple(inputs.shape)}")
+        raise InvalidValue("must hold at least one row", argument="inputs", got=f"shape {tuple(inputs.shape)}")
 
 
 def _backward(embeddings: Tensor, gradient: Tensor, context: Callable[[], AbstractContextManager[None]]) -> bool:

@@ -48,11 +48,10 @@ class EqualBatches:
         of_batches, of_labels = self._hash % 2 ** (_BITS - 1), self._hash_of_labels % 2**_BITS
         return int(of_batches << _BITS | of_labels)
 
-    def compare(self, owner: str, sides: Sequence[GlobalRows]) -> None:
+    def compare(self, sides: Sequence[GlobalRows]) -> None:
         """Raise on all processes if two of them have had the same batches.
 
         Args:
-            owner: prefix of error messages.
             sides: for each side of a batch, its rows in all processes, gathered with the hash that `add` returned.
 
         Raises:
@@ -65,13 +64,13 @@ class EqualBatches:
         has_ids = sides[0].ids is not None
         equal = self._first_equal([hashes >> _BITS for hashes in sides[0].hashes])
         if equal is not None:
-            raise _same_batches(owner, *equal, self._rows[equal[1]], has_ids=has_ids)
+            raise _same_batches(*equal, self._rows[equal[1]], has_ids=has_ids)
         self._is_done = min(self._rows) >= LEAST_ROWS
         if not self._is_done or has_ids or self._may_repeat_labels:
             return
         equal = self._first_equal([hashes % 2**_BITS for hashes in sides[0].hashes])
         if equal is not None and len(torch.unique(sides[0].labels)) >= LEAST_LABELS and rank() == 0:
-            warnings.warn(_warning(owner, *equal, self._rows[equal[1]]), stacklevel=2)
+            warnings.warn(_warning(*equal, self._rows[equal[1]]), stacklevel=2)
 
     def _first_equal(self, hashes: Sequence[int]) -> tuple[int, int] | None:
         """The first two ranks that have the same hash after enough rows; None if there are none."""
@@ -97,17 +96,17 @@ def _hash_of_labels(rows: LocalRows) -> int:
     return hash(tuple(to_host(rows.labels).flatten().tolist()))
 
 
-def _warning(owner: str, first: int, second: int, rows: int) -> str:
+def _warning(first: int, second: int, rows: int) -> str:
     """The warning for two ranks with the same labels, whose images may be the same."""
     return (
-        f"{owner}: each process must have its own part of a batch, got the same labels in {rows} rows on the ranks "
-        f"{first} and {second}; if their images are the same but for random transforms, each would be a positive of "
-        "its own copy: use RetrievalDataLoader(dataset, PKSampler(...)), or let the data set return the index of each "
-        "image as its id, which is then compared instead."
+        f"RetrievalModule: each process must have its own part of a batch, got the same labels in {rows} rows on the "
+        f"ranks {first} and {second}; if their images are the same but for random transforms, each would be a positive "
+        "of its own copy: use RetrievalDataLoader(dataset, PKSampler(...)), or let the data set return the index of "
+        "each image as its id, which is then compared instead."
     )
 
 
-def _same_batches(owner: str, first: int, second: int, rows: int, *, has_ids: bool) -> InvalidValue:
+def _same_batches(first: int, second: int, rows: int, *, has_ids: bool) -> InvalidValue:
     """The error for two ranks with the same rows."""
     same, cure = "labels and inputs", ""
     if has_ids:
@@ -115,7 +114,6 @@ def _same_batches(owner: str, first: int, second: int, rows: int, *, has_ids: bo
     ranks = f"the ranks {first} and {second}, so that each image would be a positive of its own copy"
     return InvalidValue(
         "each process must have its own part of a batch",
-        owner,
         got=f"the same {same} in {rows} rows on {ranks}",
         cure="use RetrievalDataLoader(dataset, PKSampler(...)), or another sampler that gives each process other "
         f"images{cure}",

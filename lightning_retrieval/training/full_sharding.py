@@ -332,11 +332,10 @@ class ShardedParts:
         return int(most)
 
 
-def check_placements(owner: str, parameters: Sequence[Any]) -> None:
+def check_placements(parameters: Sequence[Any]) -> None:
     """Raise unless each parameter that is sharded is held by all processes: once, or once by each group of them.
 
     Args:
-        owner: prefix of error messages.
         parameters: the parameters of the network.
 
     Raises:
@@ -347,7 +346,7 @@ def check_placements(owner: str, parameters: Sequence[Any]) -> None:
         if not parameter.placements[-1].is_shard() or processes != world_size():
             rule = f"a parameter must be sharded over all {world_size()} processes, or not at all"
             got = f"the placement {parameter.placements} on {parameter.device_mesh}"
-            raise InvalidValue(rule, owner, got=got, cure="call fully_shard with the mesh of shard_network")
+            raise InvalidValue(rule, got=got, cure="call fully_shard with the mesh of shard_network")
 
 
 def clip_sharded_gradients(parameters: Sequence[Any], limit: float, algorithm: str) -> None:

@@ -25,7 +25,7 @@ from lightning_retrieval.backend import (
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
@@ -76,16 +76,16 @@ class OptimizedModule(CheckpointedModule):
             frequency: the argument `lr_scheduler_frequency`.
             monitor: the argument `lr_scheduler_monitor`.
         """
-        owner = type(self).__name__
-        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, (Optimizer,))
+        self.optimizer = rebuild_factory("optimizer", optimizer, (Optimizer,))
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is not None:
             schedulers = (LRScheduler, ReduceLROnPlateau)
-            self.lr_scheduler = rebuild_factory(owner, "lr_scheduler", lr_scheduler, schedulers)
-        self.lr_scheduler_interval = check_choice(owner, "lr_scheduler_interval", interval, ("epoch", "step"))
-        self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", frequency, least=1)
-        self.lr_scheduler_monitor = check_string(owner, "lr_scheduler_monitor", monitor)
+            self.lr_scheduler = rebuild_factory("lr_scheduler", lr_scheduler, schedulers)
+        self.lr_scheduler_interval = check_choice(CALLER, "lr_scheduler_interval", interval, ("epoch", "step"))
+        self.lr_scheduler_frequency = check_integer(CALLER, "lr_scheduler_frequency", frequency, least=1)
+        self.lr_scheduler_monitor = check_string(CALLER, "lr_scheduler_monitor", monitor)
 
+    @owned
     def _make_optimizer(self, scheduler_settings: Mapping[str, Any] = MappingProxyType({}), **rates: Any) -> Any:
         """The return value of `configure_optimizers`: the optimizer and, if there is one, its scheduler.
 
@@ -97,7 +97,7 @@ class OptimizedModule(CheckpointedModule):
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {
-            "scheduler": make_scheduler(type(self).__name__, self.lr_scheduler, optimizer, factors),
+            "scheduler": make_scheduler(self.lr_scheduler, optimizer, factors),
             "interval": self.lr_scheduler_interval,
             "frequency": self.lr_scheduler_frequency,
             **scheduler_settings,
@@ -357,15 +357,16 @@ class ManualTraining(OptimizedModule):
         is_first = self._throughput.measured == 1
         return is_first or bool(trainer.fast_dev_run) or trainer._logger_connector.should_update_logs
 
+    @owned
     def configure_callbacks(self) -> Any:
         """Check the flags of the Trainer. This is the first hook in which the Trainer is known."""
-        owner, strategy = type(self).__name__, self.trainer.strategy
-        check_trainer(owner, self.trainer)
+        strategy = self.trainer.strategy
+        check_trainer(self.trainer)
         strategy.training_step = CheckedSteps(strategy, self)
         if isinstance(strategy, DDPStrategy):
             release_ddp(strategy, self)
         if isinstance(strategy, ModelParallelStrategy):
-            ShardedRunCheckpoints(owner, strategy).install()
+            ShardedRunCheckpoints(strategy).install()
         # All state of a step is complete when it ends, so a run can be resumed from a checkpoint after any step.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
         # `configure_model` is overridden, but does nothing under the strategies that `WeightAveraging` supports.
@@ -373,6 +374,7 @@ class ManualTraining(OptimizedModule):
         self._is_first_step = True
         return super().configure_callbacks()
 
+    @owned
     def on_train_start(self) -> None:
         """Raise if weights are missing, a loader or scheduler cannot be used, or a plateau gets no validation.
 
@@ -383,12 +385,11 @@ class ManualTraining(OptimizedModule):
         check_filled(self)
         warn_of_half_parameters(self)
         trainer: Any = self.trainer
-        check_draws_images(type(self).__name__, trainer)
-        with owned_by(type(self).__name__):
-            check_optimizer_states(trainer.optimizers)
-            check_links(trainer.callbacks)
+        check_draws_images(trainer)
+        check_optimizer_states(trainer.optimizers)
+        check_links(trainer.callbacks)
         for config in trainer.lr_scheduler_configs:
-            check_scheduler_length(type(self).__name__, trainer, config)
+            check_scheduler_length(trainer, config)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
         interval = getattr(trainer, "val_check_interval", "a time")
@@ -542,11 +543,10 @@ def fraction_of_run(trainer: Any) -> float:
     return float(min(trainer.global_step / steps, 1.0))
 
 
-def check_scheduler_length(owner: str, trainer: Any, config: Any) -> None:
+def check_scheduler_length(trainer: Any, config: Any) -> None:
     """Compare the length of a learning-rate scheduler with what is left of a run, which may have been resumed.
 
     Args:
-        owner: prefix of messages.
         trainer: a `pytorch_lightning.Trainer` in a run.
         config: the scheduler with its interval and frequency, as in `trainer.lr_scheduler_configs`.
 
@@ -561,8 +561,7 @@ def check_scheduler_length(owner: str, trainer: Any, config: Any) -> None:
     if isinstance(scheduler, OneCycleLR) and last > scheduler.total_steps:
         raise InvalidValue(
             "must last until the run ends",
-            owner,
-            "lr_scheduler",
+            argument="lr_scheduler",
             got=f"{name} with total_steps={scheduler.total_steps} for {last} steps",
             cure="a resumed run has the total_steps of its checkpoint, so end it there, or begin a new run with "
             "the weights of the checkpoint",
@@ -570,9 +569,9 @@ def check_scheduler_length(owner: str, trainer: Any, config: Any) -> None:
     is_resumed = trainer.global_step > 0
     if isinstance(scheduler, CosineAnnealingLR) and is_resumed and last > scheduler.T_max:
         rank_zero_warn(
-            f"{owner}: the learning rate rises again, because this run goes on to step {last} of {name}, which has "
-            f"T_max={scheduler.T_max} in the checkpoint; end the run there, or begin a new run with the weights of the "
-            "checkpoint."
+            f"{type(trainer.lightning_module).__name__}: the learning rate rises again, because this run goes on to "
+            f"step {last} of {name}, which has T_max={scheduler.T_max} in the checkpoint; end the run there, or begin "
+            "a new run with the weights of the checkpoint."
         )
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
 from lightning_retrieval.distributed import rank, unshared
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
@@ -165,31 +165,33 @@ class RetrievalModule(ManualTraining):
         objects |= {"lr_scheduler": lr_scheduler, "updates": updates, "memory": memory, "relevance": relevance}
         objects |= {"sides": sides, "whitening": whitening}
         self._keep_hyperparameters(objects, inspect.currentframe())
-        owner = type(self).__name__
-        self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
-        self.loss = adapt_loss(owner, rebuild(owner, "loss", loss, nn.Module))
-        self.sides = TwoSides() if sides is None else rebuild(owner, "sides", sides, TwoSides)
-        self._set_query_embedder()
-        self._set_optimizer(
-            optimizer,
-            lr_scheduler,
-            interval=lr_scheduler_interval,
-            frequency=lr_scheduler_frequency,
-            monitor=lr_scheduler_monitor,
-        )
-        self.memory = None if memory is None else rebuild(owner, "memory", memory, CrossBatchMemory)
-        self._check_memory()
-        self.relevance = check_relevance(owner, self.loss, relevance)
-        self.whitening = None if whitening is None else rebuild(owner, "whitening", whitening, Whitening)
-        self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
-        self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
-        self.chunk_size = check_chunk_size(owner, chunk_size)
-        self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
-        self.gather: bool | GatherDtype = check_choice(owner, "gather", gather, tuple(GATHER_DTYPES))
-        self.updates = Updates() if updates is None else rebuild(owner, "updates", updates, Updates)
-        self._set_frozen_backbones()
-        self._fraction = 0.0  # fraction of the training that is done
-        self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
+        with owned_by(type(self).__name__):
+            self.embedder = rebuild("embedder", embedder, nn.Module)
+            self.loss = adapt_loss(rebuild("loss", loss, nn.Module))
+            self.sides = TwoSides() if sides is None else rebuild("sides", sides, TwoSides)
+            self._set_query_embedder()
+            self._set_optimizer(
+                optimizer,
+                lr_scheduler,
+                interval=lr_scheduler_interval,
+                frequency=lr_scheduler_frequency,
+                monitor=lr_scheduler_monitor,
+            )
+            self.memory = None if memory is None else rebuild("memory", memory, CrossBatchMemory)
+            self._check_memory()
+            self.relevance = check_relevance(self.loss, relevance)
+            self.whitening = None if whitening is None else rebuild("whitening", whitening, Whitening)
+            self.eval_scales = check_scales("eval_scales", eval_scales)
+            self.eval_scales_pooling = check_choice(
+                CALLER, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING)
+            )
+            self.chunk_size = check_chunk_size(chunk_size)
+            self.keep_graphs = check_integer(CALLER, "keep_graphs", keep_graphs, least=1)
+            self.gather: bool | GatherDtype = check_choice(CALLER, "gather", gather, tuple(GATHER_DTYPES))
+            self.updates = Updates() if updates is None else rebuild("updates", updates, Updates)
+            self._set_frozen_backbones()
+            self._fraction = 0.0  # fraction of the training that is done
+            self.seed = check_integer(CALLER, "seed", seed_or_default(seed), least=0, most=None)
         self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
             "queries": ChunkSizeSearch(),
             "candidates": ChunkSizeSearch(),
@@ -197,13 +199,12 @@ class RetrievalModule(ManualTraining):
 
     def _set_query_embedder(self) -> None:
         """Register the network of queries, if there is one, and freeze the network of the frozen side."""
-        owner = type(self).__name__
         self.query_embedder = self.sides.query_embedder
         if self.query_embedder is self.embedder:
             cure = "give TwoSides(), and one network embeds both sides"
-            raise InvalidValue("must have another network than `embedder`", owner, "sides", got="the same", cure=cure)
+            raise InvalidValue("must have another network than `embedder`", argument="sides", got="the same", cure=cure)
         if self.query_embedder is not None or self.sides.directions == "both":
-            check_references(owner, self.loss, "two sides")
+            check_references(self.loss, "two sides")
         if self.query_embedder is not None and self.sides.frozen_side is not None:
             networks = {"queries": self.query_embedder, "candidates": self.embedder}
             networks[self.sides.frozen_side].requires_grad_(False)
@@ -212,14 +213,12 @@ class RetrievalModule(ManualTraining):
         """Raise if the loss cannot rank a memory, or the network of candidates is trained without any gradient."""
         if self.memory is None:
             return
-        owner = type(self).__name__
-        check_references(owner, self.loss, "a `memory`")
+        check_references(self.loss, "a `memory`")
         is_detached = self.memory.mode == "one_list_detached" and self.sides.directions == "queries"
         if self.query_embedder is not None and is_detached and trainable_parameters(self.embedder):
             raise InvalidValue(
                 "with TwoNetworks and directions='queries', CrossBatchMemory(mode='one_list_detached') leaves "
                 "`embedder` without a gradient",
-                owner,
                 got="an `embedder` to train",
                 cure="give another mode, directions='both' or frozen_side='candidates'",
             )
@@ -228,7 +227,7 @@ class RetrievalModule(ManualTraining):
         """Prepare to freeze the backbone of each network in the first epochs."""
         epochs = self.updates.freeze_backbone_epochs
         if epochs > 0:
-            check_backbone(type(self).__name__, "freeze_backbone_epochs", self._networks())
+            check_backbone("freeze_backbone_epochs", self._networks())
         self._frozen_backbones = FrozenBackbone(epochs), FrozenBackbone(epochs)
 
     def _networks(self) -> list[nn.Module]:
@@ -288,13 +287,14 @@ class RetrievalModule(ManualTraining):
             return self.embed(inputs, whiten)
         return embed_at_scales(self, self.forward_queries, inputs, whiten)
 
+    @owned
     def unpack_batch(self, batch: Any) -> Unpacked:
         """Split a batch of the DataLoader into images, labels, and dataset indices of the images (or None).
 
         Labels have shape (batch,), or (batch, levels), finest first. A batch must be `(images, labels)`,
         `(images, labels, ids)` or a dict with these keys; override this method for any other form.
         """
-        return unpack(type(self).__name__, batch)
+        return unpack(batch)
 
     def configure_optimizers(self) -> Any:
         """Create one optimizer for the parameters of embedder and loss, and the scheduler of the optimizer.
@@ -361,6 +361,7 @@ class RetrievalModule(ManualTraining):
         for network, frozen in zip(self._networks(), self._frozen_backbones):
             frozen.set_epoch(network, self.current_epoch)
 
+    @owned
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute gradients in chunks, sum them over processes, and step. All state of a step changes here.
 
@@ -415,9 +416,9 @@ class RetrievalModule(ManualTraining):
             if self.relevance is not None:
                 columns = self.relevance.columns(labels, batch)
             sides.append(LocalRows(columns, ids, inputs=inputs))
-        owner, hash_of_batch = type(self).__name__, self._equal_batches.add(sides)
-        gathered = gather_labels(owner, sides, gather=self.gather is not False, hash_of_batch=hash_of_batch)
-        self._equal_batches.compare(owner, gathered)
+        hash_of_batch = self._equal_batches.add(sides)
+        gathered = gather_labels(sides, gather=self.gather is not False, hash_of_batch=hash_of_batch)
+        self._equal_batches.compare(gathered)
         if self._is_first_step:
             check_rows = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked], gathered)
         return TrainingStep(self, gathered, self._advance_fraction(), self._dimensions, check_rows)

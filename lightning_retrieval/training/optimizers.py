@@ -81,17 +81,16 @@ class Updates:
         return f"{type(self).__name__}({settings})"
 
 
-def check_backbone(owner: str, name: str, embedders: Sequence[nn.Module]) -> None:
+def check_backbone(name: str, embedders: Sequence[nn.Module]) -> None:
     """Raise if none of some embedders has a backbone.
 
     Args:
-        owner: prefix of error messages.
         name: the argument that needs a backbone.
         embedders: any modules.
     """
     if not any(isinstance(getattr(embedder, "backbone", None), nn.Module) for embedder in embedders):
         came = " and ".join(type(embedder).__name__ for embedder in embedders)
-        raise InvalidValue("needs an embedder with a `backbone`, such as Embedder", owner, name, got=came)
+        raise InvalidValue("needs an embedder with a `backbone`, such as Embedder", argument=name, got=came)
 
 
 class FrozenBackbone:
@@ -127,14 +126,13 @@ class FrozenBackbone:
             self.names = []
 
 
-def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
+def layer_depths(backbone: nn.Module) -> dict[str, int]:
     """The number of the layer of each parameter of a backbone, by the name of the parameter.
 
     For a backbone of timm, timm defines the blocks. For other backbones, the blocks are the elements of the list of
     layers (`nn.Sequential`, `nn.ModuleList`) that has the most parameters.
 
     Args:
-        owner: prefix of error messages.
         backbone: any network.
 
     Raises:
@@ -148,7 +146,7 @@ def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
     path, blocks = _largest_list(backbone)
     if blocks is None:
         rule = "must be 1 for a backbone without a list of layers (nn.Sequential or nn.ModuleList)"
-        raise InvalidValue(rule, owner, "layer_decay", got=f"a {type(backbone).__name__} without one")
+        raise InvalidValue(rule, argument="layer_decay", got=f"a {type(backbone).__name__} without one")
     prefixes = [f"{path}{name}." for name, block in blocks.named_children() if _size(block) > 0]
     depths: dict[str, int] = {}
     depth = 0
@@ -217,10 +215,10 @@ def make_optimizer(
     if query_embedder is not None:
         networks.append((query_embedder, getattr(query_embedder, "head", None), query_lr_factor))
     if layer_decay != 1:
-        check_backbone(type(module).__name__, "layer_decay", [network for network, _, _ in networks])
+        check_backbone("layer_decay", [network for network, _, _ in networks])
     places: dict[nn.Parameter, _Place] = {}
     for number, (network, head_of_network, factor) in enumerate(networks):
-        for parameter, place in _places(type(module).__name__, network, head_of_network, layer_decay):
+        for parameter, place in _places(network, head_of_network, layer_decay):
             rate = factor
             if place.part == HEAD:
                 rate *= head_lr_factor
@@ -233,37 +231,36 @@ def make_optimizer(
     if head_lr_factor != 1 and all(place.part != HEAD for place in groups):
         rule = f"is {head_lr_factor}, but the embedder has no `head` with parameters"
         cure = "name its last layers `head`, or keep the factor 1"
-        raise InvalidValue(rule, type(module).__name__, "head_lr_factor", cure=cure)
+        raise InvalidValue(rule, argument="head_lr_factor", cure=cure)
     optimizer = make([{"params": groups[place]} for place in sorted(groups)])
-    return optimizer, _multiply_rates(type(module).__name__, optimizer, places)
+    return optimizer, _multiply_rates(optimizer, places)
 
 
-def _multiply_rates(owner: str, optimizer: Optimizer, places: dict[nn.Parameter, "_Place"]) -> list[float]:
+def _multiply_rates(optimizer: Optimizer, places: dict[nn.Parameter, "_Place"]) -> list[float]:
     """Multiply the rate of each group by the factor of its parameters, and return the factors of the groups.
 
     Args:
-        owner: prefix of error messages.
         optimizer: the optimizer, which may have split the groups that it was given.
         places: place of each parameter of the networks.
     """
     factors = []
     for group in optimizer.param_groups:
-        factors.append(_factor_of_group(owner, group, places))
+        factors.append(_factor_of_group(group, places))
         if factors[-1] != 1:
             group["lr"] = group["lr"] * factors[-1]  # not in place: groups may share a tensor
     return factors
 
 
-def _factor_of_group(owner: str, group: dict[str, Any], places: dict[nn.Parameter, "_Place"]) -> float:
+def _factor_of_group(group: dict[str, Any], places: dict[nn.Parameter, "_Place"]) -> float:
     factors = {places.get(parameter, _Place()).factor for parameter in group["params"]}
     if len(factors) > 1:
         rule = "must keep parameters with different learning rates in different groups"
         got = f"a group with the factors {sorted(factors)} of `head_lr_factor`, `layer_decay` and `query_lr_factor`"
         cure = "pass the given groups on to the optimizer, or split them"
-        raise InvalidValue(rule, owner, "optimizer", got=got, cure=cure)
+        raise InvalidValue(rule, argument="optimizer", got=got, cure=cure)
     if factors not in ({1.0}, set()) and group.get("lr") is None:
         rule = "must have a learning rate if `head_lr_factor`, `layer_decay` or `query_lr_factor` is not 1"
-        raise InvalidValue(rule, owner, "optimizer", got=f"lr={group.get('lr')!r}", cure="give it `lr`")
+        raise InvalidValue(rule, argument="optimizer", got=f"lr={group.get('lr')!r}", cure="give it `lr`")
     return next(iter(factors), 1.0)
 
 
@@ -276,11 +273,10 @@ class _Place(NamedTuple):
     factor: float = 1.0
 
 
-def _places(owner: str, network: nn.Module, head: Any, layer_decay: float) -> Iterator[tuple[nn.Parameter, _Place]]:
+def _places(network: nn.Module, head: Any, layer_decay: float) -> Iterator[tuple[nn.Parameter, _Place]]:
     """The parameters of a network, each with its place; the first place of a parameter counts.
 
     Args:
-        owner: prefix of error messages.
         network: the embedder.
         head: the last layers of the embedder, or None.
         layer_decay: as for `make_optimizer`.
@@ -290,7 +286,7 @@ def _places(owner: str, network: nn.Module, head: Any, layer_decay: float) -> It
             yield parameter, _Place(part=HEAD)
     backbone = getattr(network, "backbone", None)
     if layer_decay != 1 and isinstance(backbone, nn.Module):
-        depths = layer_depths(owner, backbone)
+        depths = layer_depths(backbone)
         last = max(depths.values())
         for name, parameter in backbone.named_parameters():
             depth = depths.get(name, last)

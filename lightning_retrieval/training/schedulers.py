@@ -25,11 +25,10 @@ RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # attribut
 TRIED_STEPS = 3  # a scheduler that ignores the rates of the groups in so many steps is taken to ignore them always
 
 
-def make_scheduler(owner: str, make: Callable[[Optimizer], Any], optimizer: Optimizer, factors: Sequence[float]) -> Any:
+def make_scheduler(make: Callable[[Optimizer], Any], optimizer: Optimizer, factors: Sequence[float]) -> Any:
     """Create the scheduler of an optimizer so that the rates of the parameter groups keep their factors.
 
     Args:
-        owner: prefix of error messages.
         make: class or function that creates the scheduler from the optimizer.
         optimizer: the optimizer, whose rates have the factors.
         factors: rate of each parameter group divided by the learning rate of the optimizer.
@@ -42,11 +41,11 @@ def make_scheduler(owner: str, make: Callable[[Optimizer], Any], optimizer: Opti
     rates = _rates(optimizer.param_groups)
     scheduler = make(optimizer)
     parts = list(_parts(scheduler))
-    _warn_of_floor(owner, parts, rates)
+    _warn_of_floor(parts, rates)
     if any(isinstance(part, WITH_RATES_OF_THEIR_OWN) for part in parts):
-        _multiply_rates(owner, parts, optimizer, factors)
+        _multiply_rates(parts, optimizer, factors)
     elif isinstance(scheduler, LRScheduler):
-        _check_factors(owner, scheduler, make, rates, factors)
+        _check_factors(scheduler, make, rates, factors)
     return scheduler
 
 
@@ -57,26 +56,26 @@ def _parts(scheduler: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def _warn_of_floor(owner: str, parts: Sequence[Any], rates: Sequence[float]) -> None:
+def _warn_of_floor(parts: Sequence[Any], rates: Sequence[float]) -> None:
     """Warn if a scheduler with one `eta_min` for all groups would increase the rate of a group instead."""
     for part in parts:
         floor = getattr(part, "eta_min", 0.0)
         if min(rates) < floor:
             warnings.warn(
-                f"{owner}: `eta_min` of {type(part).__name__} must be at most the smallest learning rate of the "
+                f"{type(part).__name__}: `eta_min` must be at most the smallest learning rate of the "
                 f"parameter groups, {min(rates):.3g}, so that it does not increase with time, got {floor}; give a "
                 "smaller `eta_min`.",
                 stacklevel=2,
             )
 
 
-def _multiply_rates(owner: str, parts: Sequence[Any], optimizer: Optimizer, factors: Sequence[float]) -> None:
+def _multiply_rates(parts: Sequence[Any], optimizer: Optimizer, factors: Sequence[float]) -> None:
     """Multiply all numbers that schedulers have set to the same value for each group by the factors of the groups."""
     name, groups = type(parts[0]).__name__, optimizer.param_groups
     for key in RATES_OF_GROUPS:
         if not all(key in group for group in groups):
             continue
-        rates = _with_factors(owner, name, _rates(groups, key), factors)
+        rates = _with_factors(name, _rates(groups, key), factors)
         for group, rate in zip(groups, rates):
             if isinstance(group[key], Tensor):
                 group[key].fill_(rate)
@@ -86,15 +85,15 @@ def _multiply_rates(owner: str, parts: Sequence[Any], optimizer: Optimizer, fact
         for attribute in RATES_OF_SCHEDULERS:
             if hasattr(part, attribute):
                 rates = list(map(float, getattr(part, attribute)))
-                setattr(part, attribute, _with_factors(owner, name, rates, factors))
+                setattr(part, attribute, _with_factors(name, rates, factors))
 
 
-def _with_factors(owner: str, name: str, rates: list[float], factors: Sequence[float]) -> list[float]:
+def _with_factors(name: str, rates: list[float], factors: Sequence[float]) -> list[float]:
     """Rates as they are if they have the factors, else, if they are all equal, multiplied by the factors."""
     if _has_factors(rates, factors):
         return rates
     if len(set(rates)) > 1:
-        raise _wrong_factors(owner, name, rates, factors)
+        raise _wrong_factors(name, rates, factors)
     return list(map(operator.mul, rates, factors))
 
 
@@ -109,7 +108,6 @@ def _rates(groups: Sequence[dict[str, Any]], key: str = "lr") -> list[float]:
 
 
 def _check_factors(
-    owner: str,
     scheduler: LRScheduler,
     make: Callable[[Optimizer], Any],
     rates: Sequence[float],
@@ -122,7 +120,7 @@ def _check_factors(
         return
     without = list(map(operator.truediv, rates, factors))
     if _first_rates(make, optimizer, rates) == _first_rates(make, optimizer, without):
-        raise _wrong_factors(owner, type(scheduler).__name__, current, factors)
+        raise _wrong_factors(type(scheduler).__name__, current, factors)
 
 
 def _first_rates(make: Callable[[Optimizer], Any], optimizer: Optimizer, rates: Sequence[float]) -> list[list[float]]:
@@ -143,13 +141,12 @@ def _first_rates(make: Callable[[Optimizer], Any], optimizer: Optimizer, rates: 
     return found
 
 
-def _wrong_factors(owner: str, name: str, rates: Sequence[float], factors: Sequence[float]) -> ValueError:
+def _wrong_factors(name: str, rates: Sequence[float], factors: Sequence[float]) -> ValueError:
     wanted, came = (", ".join(map("{:.6g}".format, numbers)) for numbers in (factors, rates))
     return InvalidValue(
         f"must keep the factors {wanted} between the learning rates of the parameter groups (`head_lr_factor`, "
         "`layer_decay`, `query_lr_factor`)",
-        owner,
-        "lr_scheduler",
+        argument="lr_scheduler",
         got=f"{name}, which sets {came}",
         cure="give it one number for all groups, a list with these factors, or use a scheduler that multiplies the "
         "rates of the optimizer",

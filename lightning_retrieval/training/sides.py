@@ -23,11 +23,10 @@ from lightning_retrieval.training.optimizers import trainable_parameters, traine
 Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
 
 
-def unpack(owner: str, batch: Any) -> Unpacked:
+def unpack(batch: Any) -> Unpacked:
     """Split a batch into images, labels and ids; the ids are None if the batch has none.
 
     Args:
-        owner: prefix of error messages.
         batch: `(images, labels)`, `(images, labels, ids)` or a dict with these keys, as the DataLoader yields.
 
     Raises:
@@ -44,7 +43,6 @@ def unpack(owner: str, batch: Any) -> Unpacked:
     raise InvalidType(
         "a batch must be (images, labels), (images, labels, ids) or a dict with the keys images, labels and "
         "optionally ids",
-        owner,
         got=_form_in_words(batch),
         cure="override unpack_batch for another form",
     )
@@ -70,21 +68,19 @@ def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
         ValueError: if the batch lacks a side.
         TypeError: if the batch has one side, but the module needs two, or the loss cannot rank references.
     """
-    owner = type(module).__name__
     if not is_two_sided(batch):
         if module.query_embedder is not None or module.sides.directions == "both":
             raise InvalidType(
                 "with TwoNetworks or directions='both', a batch for training must be {'queries': batch, "
                 "'candidates': batch}",
-                owner,
                 got=_form_in_words(batch),
                 cure="give the data module Pairs",
             )
         return [batch], [module.unpack_batch(batch)]
     if len(batch) < len(SIDES):
         rule = "a batch for training must have queries and candidates"
-        raise InvalidValue(rule, owner, got=f"only {', '.join(batch)}")
-    check_references(owner, module.loss, "a batch of queries and candidates")
+        raise InvalidValue(rule, got=f"only {', '.join(batch)}")
+    check_references(module.loss, "a batch of queries and candidates")
     batches = [batch[side] for side in SIDES]
     return batches, [module.unpack_batch(batch_of_side) for batch_of_side in batches]
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.checks import as_int64, is_integer, short_repr
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.random_state import step_random_state
@@ -72,7 +72,6 @@ class GlobalRows(Rows):
 
 
 def gather_batch(
-    owner: str,
     embeddings: Float[Tensor, "shard dim"],
     labels: Int[Tensor, "shard ..."],
     ids: Int[Tensor, " shard"] | None,
@@ -83,7 +82,6 @@ def gather_batch(
     """Gather the batch of all processes, if nothing of it was gathered before the forward pass. It may have no rows.
 
     Args:
-        owner: as for `gather_labels`.
         embeddings: as for `gather_embeddings`.
         labels: label of each row.
         ids: id of each row, or None on all processes.
@@ -95,18 +93,17 @@ def gather_batch(
         TypeError: as `gather_labels`.
     """
     # The inputs of the embeddings are unknown, but this call compares the dimension in any case.
-    (rows,) = gather_labels(owner, [LocalRows(labels, ids, inputs=embeddings)], gather=gather, may_be_empty=True)
-    Dimensions().compare(owner, [embeddings], [rows])
+    (rows,) = gather_labels([LocalRows(labels, ids, inputs=embeddings)], gather=gather, may_be_empty=True)
+    Dimensions().compare([embeddings], [rows])
     return gather_embeddings(embeddings, rows, gather=gather, local_queries=local_queries), rows
 
 
 def gather_labels(
-    owner: str, sides: Sequence[LocalRows], *, gather: bool, may_be_empty: bool = False, hash_of_batch: int = 0
+    sides: Sequence[LocalRows], *, gather: bool, may_be_empty: bool = False, hash_of_batch: int = 0
 ) -> list[GlobalRows]:
     """Gather the labels and ids of all processes, for each side of a batch. No embeddings are needed.
 
     Args:
-        owner: prefix of error messages.
         sides: rows of this process. The numbers of rows of the processes may differ.
         gather: False returns the rows of this process only.
         may_be_empty: whether a process may have no rows.
@@ -117,28 +114,28 @@ def gather_labels(
             also if they differ in their number of rows; unless `may_be_empty`, also if one of them has no rows.
         TypeError: on all processes, if labels or ids are not integers on one of them.
     """
-    sides = [_signed(owner, rows) for rows in sides]
+    sides = [_signed(rows) for rows in sides]
     if world_size() == 1:
         for rows in sides:
             if not _has_rows(rows.labels):
-                raise InvalidType("must be a tensor of integers", owner, "labels", got=_form_in_words(rows.labels))
+                raise InvalidType("must be a tensor of integers", argument="labels", got=_form_in_words(rows.labels))
         if not may_be_empty:
-            _check_not_empty(owner, [[len(rows.labels) for rows in sides]])
+            _check_not_empty([[len(rows.labels) for rows in sides]])
         return [GlobalRows(rows.labels, rows.ids, counts=[len(rows.labels)]) for rows in sides]
     forms_of_sides = [(*_form_of(rows), hash_of_batch) for rows in sides]
     local_forms = to_device([forms_of_sides], sides[0].inputs.device)
     forms_of_processes = to_host(gather_rows(local_forms, [1] * world_size()))
     if not may_be_empty:
-        _check_not_empty(owner, forms_of_processes[:, :, 0].tolist())
+        _check_not_empty(forms_of_processes[:, :, 0].tolist())
     gathered = []
     for rows, forms in zip(sides, forms_of_processes.unbind(1)):
-        gathered.append(_gather_side(owner, rows, _Forms(*forms.unbind(1)), gather))
+        gathered.append(_gather_side(rows, _Forms(*forms.unbind(1)), gather))
     return gathered
 
 
-def _signed(owner: str, rows: LocalRows) -> LocalRows:
+def _signed(rows: LocalRows) -> LocalRows:
     """The rows with labels and ids of signed types."""
-    return replace(rows, labels=as_int64(owner, "labels", rows.labels), ids=as_int64(owner, "ids", rows.ids))
+    return replace(rows, labels=as_int64(CALLER, "labels", rows.labels), ids=as_int64(CALLER, "ids", rows.ids))
 
 
 def gather_embeddings(
@@ -202,27 +199,26 @@ def _has_rows(labels: Any) -> bool:
     return isinstance(labels, Sized) and getattr(labels, "ndim", 1) > 0
 
 
-def _gather_side(owner: str, rows: LocalRows, forms: _Forms, gather: bool) -> GlobalRows:
+def _gather_side(rows: LocalRows, forms: _Forms, gather: bool) -> GlobalRows:
     """Gather the labels and ids of one side; raise if the processes' batches do not match."""
     labels, ids = rows.labels, rows.ids
     if not forms.are_integers.all():
         raise InvalidType(
             "labels must be integers of shape (rows,) or (rows, levels) and ids integers of shape (rows,), on "
             "every process",
-            owner,
             got=f"labels {_form_in_words(labels)} and ids {_form_in_words(ids)} on rank {rank()}",
         )
     kinds = list(zip(forms.label_levels.tolist(), forms.has_ids.tolist()))
     if len(set(kinds)) > 1:
         rule = "the processes' batches may differ only in their number of rows"
-        raise InvalidValue(rule, owner, got=f"(label levels, has ids) {kinds} in rank order")
+        raise InvalidValue(rule, got=f"(label levels, has ids) {kinds} in rank order")
     counts = forms.rows.tolist()
     if gather:
         labels, ids = _gather_labels_and_ids(labels, ids, counts)
     elif min(counts) < max(counts):
         rule = "with gather=False the loss is the mean of the processes' losses, which needs batches of equal size"
         got = f"{counts} rows in rank order"
-        raise InvalidValue(rule, owner, got=got, cure="keep gather=True, or drop the uneven batch")
+        raise InvalidValue(rule, got=got, cure="keep gather=True, or drop the uneven batch")
     shapes, hashes = tuple(forms.input_shape.tolist()), tuple(forms.hash_of_batch.tolist())
     return GlobalRows(labels, ids, counts=counts, input_shapes=shapes, hashes=hashes)
 
@@ -233,11 +229,10 @@ def _form_in_words(values: Any) -> str:
     return short_repr(values)
 
 
-def _check_not_empty(owner: str, counts: Sequence[list[int]]) -> None:
+def _check_not_empty(counts: Sequence[list[int]]) -> None:
     """Raise if a side has no rows in some process, because the others would wait for its embeddings.
 
     Args:
-        owner: prefix of error messages.
         counts: for each process, the number of rows of each side.
     """
     if min(map(min, counts)) > 0:
@@ -248,7 +243,7 @@ def _check_not_empty(owner: str, counts: Sequence[list[int]]) -> None:
         of_processes, least, rows = [*counts], "query and one candidate", "queries and candidates"
     rule = f"each process needs at least one {least}"
     got = f"{of_processes} {rows} in rank order"
-    raise InvalidValue(rule, owner, got=got, cure="use larger batches, or fewer processes")
+    raise InvalidValue(rule, got=got, cure="use larger batches, or fewer processes")
 
 
 class Dimensions:
@@ -261,11 +256,10 @@ class Dimensions:
     def __init__(self) -> None:
         self._compared: dict[tuple[int, int], int] = {}  # the dimension by side and input shape
 
-    def compare(self, owner: str, embeddings: Sequence[Tensor], sides: Sequence[GlobalRows]) -> None:
+    def compare(self, embeddings: Sequence[Tensor], sides: Sequence[GlobalRows]) -> None:
         """Raise on all processes if their embeddings differ in dimension.
 
         Args:
-            owner: prefix of error messages.
             embeddings: for each side of a batch, the embeddings of this process.
             sides: for each side, its rows in all processes.
         """
@@ -275,7 +269,7 @@ class Dimensions:
         dimensions = to_host(gather_rows(local, [1] * world_size())).tolist()
         if dimensions != dimensions[:1] * world_size():
             got = f"{dimensions} in rank order, with one number for each side of the batch"
-            raise InvalidValue("the embeddings of all processes must have the same dimension", owner, got=got)
+            raise InvalidValue("the embeddings of all processes must have the same dimension", got=got)
         for number, rows in enumerate(sides):
             for shape in rows.input_shapes:
                 self._compared[number, shape] = dimensions[0][number]
@@ -381,11 +375,6 @@ class TrainingStep:
     def __post_init__(self) -> None:
         self.number = self.module.global_step
 
-    @property
-    def owner(self) -> str:
-        """The prefix of error messages."""
-        return type(self.module).__name__
-
     def loss(self, *embeddings: Tensor) -> Tensor:
         """Compute this process's contribution to the loss from its embeddings.
 
@@ -393,7 +382,7 @@ class TrainingStep:
             embeddings: embeddings of the images, or of the queries and of the candidates.
         """
         self._check_counts(embeddings)
-        self.dimensions.compare(self.owner, embeddings, self.rows)
+        self.dimensions.compare(embeddings, self.rows)
         self.embeddings = list(map(self._gather, embeddings, self.rows))
         if self.check_rows is not None:
             self.check_rows()
@@ -404,7 +393,7 @@ class TrainingStep:
             values, terms_of_values = [], []
             for ranked in self._ranked_batches():
                 value: Any = loss.of_batch(ranked)
-                _check_scalar(self.owner, value)
+                _check_scalar(value)
                 values.append(value)
                 terms_of_values.append(dict(loss.terms))
             value, terms = self._combined(values, terms_of_values)
@@ -444,9 +433,9 @@ class TrainingStep:
         if zero.isnan():
             self._check_finite()
             rule = "embeddings must be finite"
-            raise InvalidValue(rule, self.owner, got=f"NaN or inf on another rank at step {self.number}")
+            raise InvalidValue(rule, got=f"NaN or inf on another rank at step {self.number}")
         if not math.isfinite(totals[0]):
-            raise InvalidValue(f"the loss is {totals[0].item()} at step {self.number}", self.owner)
+            raise InvalidValue(f"the loss is {totals[0].item()} at step {self.number}")
         return dict(zip(terms, totals))
 
     def remember(self) -> None:
@@ -486,7 +475,7 @@ class TrainingStep:
             labels = rows.counts[rank()]
             if labels != len(of_side):
                 rule = "a batch must have one label for each image"
-                raise InvalidValue(rule, self.owner, got=f"{labels} labels for {len(of_side)} images")
+                raise InvalidValue(rule, got=f"{labels} labels for {len(of_side)} images")
 
     def _gather(self, embeddings: Tensor, rows: GlobalRows) -> Tensor:
         """The embeddings of all processes, of the images or of one side."""
@@ -525,7 +514,6 @@ class TrainingStep:
                 cure = "look at the images and at the weights of the network, which no step has changed"
             raise InvalidValue(
                 "embeddings must be finite",
-                self.owner,
                 got=f"NaN or inf in {len(rows)} of {len(finite)} rows at step {self.number} (seen on rank "
                 f"{rank()}), the first for {which}",
                 cure=cure,
@@ -576,6 +564,6 @@ def _named(direction: str, value: Tensor, terms: Mapping[str, Tensor]) -> dict[s
     return {direction: value.detach(), **named}
 
 
-def _check_scalar(owner: str, value: Any) -> None:
+def _check_scalar(value: Any) -> None:
     if not isinstance(value, Tensor) or value.ndim:
-        raise InvalidValue("must return a scalar", owner, "loss", got=repr(value), cure="set its reduction")
+        raise InvalidValue("must return a scalar", argument="loss", got=repr(value), cure="set its reduction")

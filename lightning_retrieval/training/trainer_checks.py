@@ -68,42 +68,39 @@ WRONG_WHEN_SHARDED = {
 }
 
 
-def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
+def adapt_loss(loss: nn.Module) -> BatchLoss:
     """Adapt a loss to the interface of this library; raise if the loss does not rank embeddings.
 
     Args:
-        owner: prefix of error messages.
         loss: a loss of this library or of another library.
     """
     if isinstance(loss, BlackboxMAPLoss):
         rule = "BlackboxMAPLoss takes scores of images for classes, not embeddings and labels"
         cure = "call it in a training loop of your own, or rank images by images with BlackboxAPLoss and a `memory`"
-        raise InvalidType(rule, owner, cure=cure)
+        raise InvalidType(rule, cure=cure)
     return as_batch_loss(loss)
 
 
-def check_relevance(owner: str, loss: BatchLoss, relevance: Any) -> Relevance | None:
+def check_relevance(loss: BatchLoss, relevance: Any) -> Relevance | None:
     """Return the rule of relevance, rebuilt if it is plain data; raise if a term of the loss cannot follow it.
 
     Args:
-        owner: prefix of error messages.
         loss: the loss.
         relevance: a rule, the description of a rule, or None.
     """
     if relevance is None:
         return None
-    rule: Relevance = rebuild(owner, "relevance", relevance, Relevance)  # type: ignore[type-abstract]
+    rule: Relevance = rebuild("relevance", relevance, Relevance)  # type: ignore[type-abstract]
     for part in loss.modules():
         if isinstance(part, BatchLoss):
             part.check_relevance(rule)
     return rule
 
 
-def check_trainer(owner: str, trainer: Any) -> None:
+def check_trainer(trainer: Any) -> None:
     """Raise if a flag or a callback of the Trainer would break the ranked lists or the sum of gradients.
 
     Args:
-        owner: name of the module's class.
         trainer: a `pytorch_lightning.Trainer`.
 
     Raises:
@@ -114,25 +111,25 @@ def check_trainer(owner: str, trainer: Any) -> None:
         value = getattr(trainer, name)
         value = getattr(value, "value", value)  # the clipping algorithm is an enum member
         if value:
-            cure = f"give it to the module: {owner}(..., updates=Updates({name}={value!r}))"
-            raise InvalidValue(f"Trainer({name}={value!r}) has no effect with manual optimization", owner, cure=cure)
+            module_name = type(trainer.lightning_module).__name__
+            cure = f"give it to the module: {module_name}(..., updates=Updates({name}={value!r}))"
+            raise InvalidValue(f"Trainer({name}={value!r}) has no effect with manual optimization", cure=cure)
     if trainer.accumulate_grad_batches != 1:
         rule = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would split the ranked lists"
-        raise InvalidValue(rule, owner, cure="use larger batches and embed them in chunks with chunk_size")
+        raise InvalidValue(rule, cure="use larger batches and embed them in chunks with chunk_size")
     overfit_batches = getattr(trainer, "overfit_batches", 0)
     if overfit_batches:
         raise InvalidValue(
             f"Trainer(overfit_batches={overfit_batches}) replaces the sampler, so that batches would no longer hold "
             "several images of each class",
-            owner,
             cure="use limit_train_batches instead",
         )
     for callback in trainer.callbacks:
-        _check_callback(owner, callback, trainer.lightning_module)
-    _check_precision(owner, trainer.precision_plugin)
-    _check_strategy(owner, trainer.strategy)
+        _check_callback(callback, trainer.lightning_module)
+    _check_precision(trainer.precision_plugin)
+    _check_strategy(trainer.strategy)
     if isinstance(trainer.strategy, ModelParallelStrategy):
-        _check_model_parallel(owner, trainer)
+        _check_model_parallel(trainer)
 
 
 def keeps_parameters(strategy: Any) -> bool:
@@ -271,24 +268,22 @@ def check_processes(module: Any) -> None:
     """
     if world_size() == 1:
         return
-    owner = type(module).__name__
     chunk_sizes = [chunk_size_of(module.chunk_size, side) for side in SIDES]
     if module.memory is not None and module.gather is False:
         rule = f"a memory must be the same on all {world_size()} processes, which gather=False does not provide"
-        raise InvalidValue(rule, owner, cure="keep gather=True")
+        raise InvalidValue(rule, cure="keep gather=True")
     if has_sharded_parameters(module):
-        check_placements(owner, list(module.parameters()))
+        check_placements(list(module.parameters()))
         if "auto" in chunk_sizes:
             raise InvalidValue(
                 "chunk_size='auto' is found by each process for itself, but with ModelParallelStrategy they embed "
                 "each chunk together",
-                owner,
                 cure="give a number, such as chunk_size=32",
             )
     has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     if has_sync_norm and set(chunk_sizes) != {None}:
         rule = "SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of chunks"
-        raise InvalidValue(rule, owner, cure="set chunk_size=None, or remove sync_batchnorm")
+        raise InvalidValue(rule, cure="set chunk_size=None, or remove sync_batchnorm")
 
 
 def train_loaders(trainer: Any) -> list[Any]:
@@ -336,11 +331,10 @@ def check_samplers(trainer: Any) -> None:
                 original.check_one_process()
 
 
-def check_draws_images(owner: str, trainer: Any) -> None:
+def check_draws_images(trainer: Any) -> None:
     """Raise if a loader of training images would collate whole batches, because its `sampler` draws batches.
 
     Args:
-        owner: prefix of the error message.
         trainer: a `pytorch_lightning.Trainer` in a run.
     """
     for loader in train_loaders(trainer):
@@ -351,7 +345,6 @@ def check_draws_images(owner: str, trainer: Any) -> None:
             raise InvalidValue(
                 f"a {type(sampler).__name__} must be the `batch_sampler` of a DataLoader, because it draws whole "
                 "batches",
-                owner,
                 got="a DataLoader with it as its `sampler`",
                 cure="use DataLoader(dataset, batch_sampler=...)",
             )
@@ -403,17 +396,18 @@ def _check_side(module: Any, labels: Tensor, rows: GlobalRows, side: Mapping[str
         if not is_integer(rows.ids) or rows.ids.shape != labels.shape[:1]:
             return
         ids = to_host(rows.ids)
-    owner, loader = type(module).__name__, module.trainer.train_dataloader
+    loader = module.trainer.train_dataloader
     if hasattr(loader, "check_first_batch"):
         loader.check_first_batch(labels, ids, gathered=gathered, **side)
     elif ids is not None and not side:  # only images of the same side are in each other's lists
-        _warn_of_ids(owner, loader, finest(labels), ids)
+        _warn_of_ids(module, finest(labels), ids)
     if module.memory is None and ranked_by_class and is_ranked:
-        _warn_of_one_label(owner, finest(labels))
+        _warn_of_one_label(module, finest(labels))
 
 
-def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
+def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor) -> None:
     """Warn if an id has two labels, or if ids repeat although the loader seems to draw different images."""
+    name = type(module).__name__
     unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
     repeated = int((counts[inverse] > 1).sum())
     if not repeated:
@@ -430,13 +424,13 @@ def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
         row = int(differs[0])
         labels_of_id = f"{int(labels[first[inverse[row]]])} and {int(labels[row])}"
         rank_zero_warn(
-            f"{owner}: an image must have one label, but in the first batch the id {int(ids[row])} has the labels "
+            f"{name}: an image must have one label, but in the first batch the id {int(ids[row])} has the labels "
             f"{labels_of_id}, and {len(ids)} images have {len(unique)} different ids; images with the same id are not "
             f"in each other's lists: {cure}."
         )
-    elif _repeats_are_unexpected(loader, fraction_of_ids=len(unique) / len(ids)):
+    elif _repeats_are_unexpected(module.trainer.train_dataloader, fraction_of_ids=len(unique) / len(ids)):
         rank_zero_warn(
-            f"{owner}: in the first batch {repeated} of {len(ids)} images share their id with others, so that they "
+            f"{name}: in the first batch {repeated} of {len(ids)} images share their id with others, so that they "
             f"are not in each other's lists; unless the sampler draws images several times, {cure}."
         )
 
@@ -456,80 +450,78 @@ def _repeats_are_unexpected(loader: Any, fraction_of_ids: float) -> bool:
     return replacement is not True and fraction_of_ids <= 0.5
 
 
-def _warn_of_one_label(owner: str, labels: Tensor) -> None:
+def _warn_of_one_label(module: Any, labels: Tensor) -> None:
+    name = type(module).__name__
     if len(labels) > 1 and bool((labels == labels[0]).all()):
         rank_zero_warn(
-            f"{owner}: all {len(labels)} images of the first batch have the label {int(labels[0])}, so that no list "
+            f"{name}: all {len(labels)} images of the first batch have the label {int(labels[0])}, so that no list "
             "has a negative and nothing is learned; check the labels, and that the sampler draws several classes."
         )
 
 
-def _check_callback(owner: str, callback: Any, module: Any) -> None:
+def _check_callback(callback: Any, module: Any) -> None:
     for kind, reason in WRONG_CALLBACKS.items():
         if isinstance(callback, kind):
-            raise InvalidValue(f"the callback {kind.__name__} of Lightning {reason}", owner)
+            raise InvalidValue(f"the callback {kind.__name__} of Lightning {reason}")
     if isinstance(callback, ModelCheckpoint):
-        _check_model_checkpoint(owner, callback)
+        _check_model_checkpoint(callback, module)
     if isinstance(callback, BackboneFinetuning) and not isinstance(getattr(module, "backbone", None), nn.Module):
         raise InvalidValue(
             "the callback BackboneFinetuning of Lightning needs a module with a `backbone`",
-            owner,
             cure="give a subclass the property `backbone`, which returns a part of `embedder`, or derive a "
             "callback from BaseFinetuning",
         )
 
 
-def _check_model_checkpoint(owner: str, callback: Any) -> None:
+def _check_model_checkpoint(callback: Any, module: Any) -> None:
     """Raise if a checkpoint would never be saved, or would be ranked by an outdated metric."""
     if callback._train_time_interval is not None:
         rule = "ModelCheckpoint(train_time_interval=...) of Lightning never saves with manual optimization"
-        raise InvalidValue(rule, owner, cure="use every_n_train_steps")
+        raise InvalidValue(rule, cure="use every_n_train_steps")
     monitor = callback.monitor
     folders = re.findall(r"\{([^{}:]*/[^{}:]*)", callback.filename or "")
     if folders and callback.auto_insert_metric_name:
         metric = folders[0]
         rank_zero_warn(
-            f"{owner}: ModelCheckpoint(filename={callback.filename!r}) of Lightning would write each checkpoint into a "
-            f"folder, since it inserts the name {metric!r}, which has a slash; give filename='{{epoch}}-"
-            f"{metric.rpartition('/')[2]}={{{metric}:.3f}}' and auto_insert_metric_name=False."
+            f"{type(module).__name__}: ModelCheckpoint(filename={callback.filename!r}) of Lightning would write each "
+            f"checkpoint into a folder, since it inserts the name {metric!r}, which has a slash; give "
+            f"filename='{{epoch}}-{metric.rpartition('/')[2]}={{{metric}:.3f}}' and auto_insert_metric_name=False."
         )
     if callback._every_n_train_steps and monitor is not None and not monitor.startswith("train/"):
         raise InvalidValue(
             f"ModelCheckpoint(monitor={monitor!r}, every_n_train_steps={callback._every_n_train_steps}) of "
             "Lightning would save before the validation, with the metric of the validation before it",
-            owner,
             cure="leave out every_n_train_steps, and add another ModelCheckpoint without monitor for the steps",
         )
 
 
-def _check_precision(owner: str, plugin: Any) -> None:
+def _check_precision(plugin: Any) -> None:
     if isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision)):
         rule = f"{type(plugin).__name__} replaces layers of the network, which has not been tested with this library"
-        raise InvalidValue(rule, owner, cure="use Trainer(precision='bf16-mixed') or another precision without it")
+        raise InvalidValue(rule, cure="use Trainer(precision='bf16-mixed') or another precision without it")
 
 
-def _check_strategy(owner: str, strategy: Any) -> None:
+def _check_strategy(strategy: Any) -> None:
     if getattr(strategy, "_ddp_kwargs", {}).get("static_graph"):
         rule = "DDPStrategy(static_graph=True) expects one backward pass through DDP per step, but here there is none"
-        raise InvalidValue(rule, owner, cure="remove it")
+        raise InvalidValue(rule, cure="remove it")
     for name in ("ddp_comm_hook", "model_averaging_period"):
         if getattr(strategy, f"_{name}", None) is not None:
             rule = f"DDPStrategy({name}=...) has no effect on gradients that are summed once per step, outside of DDP"
-            raise InvalidValue(rule, owner, cure="remove it")
+            raise InvalidValue(rule, cure="remove it")
     if isinstance(strategy, (SingleDeviceXLAStrategy, XLAStrategy)):
         rule = f"{type(strategy).__name__} trains on a TPU, which has not been tested with this library"
-        raise InvalidValue(rule, owner, cure="use a GPU or the CPU")
+        raise InvalidValue(rule, cure="use a GPU or the CPU")
     if not keeps_parameters(strategy):
         rule = f"gradients are summed over full parameters, which {type(strategy).__name__} does not keep"
         cure = "use Trainer(strategy='auto') or 'ddp', or ModelParallelStrategy for a large network"
-        raise InvalidValue(rule, owner, cure=cure)
+        raise InvalidValue(rule, cure=cure)
 
 
-def _check_model_parallel(owner: str, trainer: Any) -> None:
+def _check_model_parallel(trainer: Any) -> None:
     """Raise if a run with `ModelParallelStrategy` would fail, wait forever or train wrongly.
 
     Args:
-        owner: name of the module's class.
         trainer: a `pytorch_lightning.Trainer` with this strategy.
 
     Raises:
@@ -545,7 +537,6 @@ def _check_model_parallel(owner: str, trainer: Any) -> None:
         processes = strategy.num_processes * strategy.num_nodes
         raise InvalidValue(
             "all processes must share the data, and a checkpoint must be one file",
-            owner,
             got=f"ModelParallelStrategy(tensor_parallel_size={strategy._tensor_parallel_size!r}, "
             f"save_distributed_checkpoint={strategy._save_distributed_checkpoint})",
             cure=f"use ModelParallelStrategy(data_parallel_size={processes}, tensor_parallel_size=1, "
@@ -555,7 +546,6 @@ def _check_model_parallel(owner: str, trainer: Any) -> None:
         raise InvalidValue(
             "ModelParallelStrategy needs a newer torch, in which gradients can be summed instead of averaged "
             "(FSDPModule.set_force_sum_reduction_for_comms)",
-            owner,
             got=f"torch {torch.__version__}",
             cure="update torch, or use DDP",
         )
@@ -563,11 +553,10 @@ def _check_model_parallel(owner: str, trainer: Any) -> None:
         for kind, reason in WRONG_WHEN_SHARDED.items():
             if isinstance(callback, kind):
                 rule = f"the callback {type(callback).__name__} of Lightning {reason}"
-                raise InvalidValue(rule, owner, cure="leave it out, or use Trainer(strategy='ddp')")
+                raise InvalidValue(rule, cure="leave it out, or use Trainer(strategy='ddp')")
     if trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1:
         raise InvalidValue(
             "in predict the processes may have unequal numbers of batches, but with ModelParallelStrategy they "
             "embed each batch together",
-            owner,
             cure="predict with Trainer(strategy='ddp') from a checkpoint",
         )

@@ -29,6 +29,7 @@ WITH_ALL_SETTINGS = (
         "ResumableCSVLogger",
         "PublishedResults",
         "RetrievalGallery",
+        "RetrievalReport",
         "ScoreHistogram",
         "TrainingCurve",
     ),

@@ -136,19 +136,19 @@ def test_the_newest_of_all_folders_is_found(tmp_path):
     write(tmp_path / "a/last.ckpt", 5, when=200)
     newest = write(tmp_path / "b/step=7.ckpt", 7, when=300)
     write(tmp_path / "b/step=9.ckpt", 9, when=100)
-    assert newest_checkpoint(OWNER, [tmp_path / "a", str(tmp_path / "b"), tmp_path / "none"]) == newest
-    assert newest_checkpoint(OWNER, [tmp_path, tmp_path / "none"]) is None
+    assert newest_checkpoint([tmp_path / "a", str(tmp_path / "b"), tmp_path / "none"]) == newest
+    assert newest_checkpoint([tmp_path, tmp_path / "none"]) is None
 
 
 def test_one_that_a_kill_has_left_half_written_is_skipped_unless_there_is_no_other(tmp_path):
     newer = write(tmp_path / "a/last.ckpt", 7, when=200)
     newer.write_bytes(newer.read_bytes()[:-30])
     damaged = pytest.warns(UserWarning, match=r"^fit: skipped the checkpoint .*last.ckpt, which is damaged: ")
-    with damaged, pytest.raises(ValueError, match=r"^fit: all 1 checkpoints in .*a are damaged; remove them to begin"):
-        newest_checkpoint(OWNER, [tmp_path / "a"])
+    with damaged, pytest.raises(ValueError, match=r"^all 1 checkpoints in .*a are damaged; remove them to begin"):
+        newest_checkpoint([tmp_path / "a"])
     older = write(tmp_path / "a/step=5.ckpt", 5, when=100)
     with damaged:
-        assert newest_checkpoint(OWNER, [tmp_path / "a"]) == older
+        assert newest_checkpoint([tmp_path / "a"]) == older
 
 
 # --- the same checkpoint on all processes

@@ -329,8 +329,8 @@ def test_before_fit_is_logged_at_step_0_and_printed_beside_the_trained_results(t
     run.test(module, verbose=False)
     trained = expected_metrics(module, 3, "test")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines if line.strip()] == [
-        ["untrained", "trained"],
+    assert next(line.split() for line in lines if line.strip()) == ["untrained", "trained", "95", "%", "interval"]
+    assert [line.split()[:3] for line in lines if line.strip()][1:] == [
         *(
             [name, *(f"{table[name]:.{0 if 'skipped' in name else 4}f}" for table in (untrained, trained))]
             for name in untrained
@@ -623,6 +623,12 @@ def test_a_table_has_the_metrics_of_its_last_column_and_titles_if_there_are_seve
         "           untrained     trained",
         "test/mAP      0.2500      0.5000",
         "test/R@1         nan      1.0000",
+    ]
+    table = results_table({"trained": {"test/mAP": 0.25, "test/skipped_queries": 3.0}}, {"test/mAP": (0.125, 0.5)})
+    assert table.splitlines() == [
+        "                                       95 % interval",
+        "test/mAP                  0.2500    0.1250 to 0.5000",
+        "test/skipped_queries           3",
     ]
 
 

@@ -1,6 +1,7 @@
 """Errors that keep their parts: the sentence, other owners and names, pickling, and errors of data-loader workers."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_retrieval.invalid import (
     MissingFile,
     MissingPackage,
     NotWritten,
+    owned,
     owned_by,
     reported_as,
 )
@@ -89,3 +91,24 @@ def test_an_error_of_a_data_loader_worker_keeps_its_type_and_sentence():
     with pytest.raises(ValueError, match=r"me: `tau` must be a finite number > 0, got -1\.0"):
         next(batches)
     batches._shutdown_workers()
+
+
+def test_a_method_names_the_class_of_its_object():
+    """A subclass names itself, and the signature stays, which jsonargparse and Lightning read."""
+
+    class Base:
+        @owned
+        def double(self, k, *, owner="", most=9):
+            if k > most:
+                raise InvalidValue("must be small", owner, "k", got=k)
+            return 2 * k
+
+    class Derived(Base):
+        pass
+
+    assert Base().double(3) == 6
+    with pytest.raises(InvalidValue, match=r"^Derived: `k` must be small, got 10\.$"):
+        Derived().double(10)
+    with pytest.raises(InvalidValue, match=r"^first: `k` must be small, got 5\.$"):
+        Derived().double(5, owner="first", most=4)
+    assert list(inspect.signature(Derived.double).parameters) == ["self", "k", "owner", "most"]

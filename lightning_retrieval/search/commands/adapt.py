@@ -18,7 +18,7 @@ from lightning_retrieval import losses
 from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
 from lightning_retrieval.datamodules.image_table import check_values
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by, reported_as
+from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
@@ -122,7 +122,7 @@ def named_loss(name: str, arguments: str) -> nn.Module:
             path = f"lightning_retrieval.{name}"
     description = {"class_path": path, "init_args": parsed}
     try:
-        return rebuild(CALLER, "loss", description, nn.Module)
+        return rebuild("loss", description, nn.Module)
     except TypeError as error:
         rule = "`loss` and `loss_args` must name a loss and its arguments"
         raise InvalidValue(rule, got=f"{name} and {arguments} ({first_line(error)})") from None
@@ -263,7 +263,7 @@ def _fit(
 ) -> int:
     """Train until the mAP of the held-out classes stops rising, load the best head, and return the number of epochs."""
     _start_with_principal_directions(head, trained.embeddings)
-    batch_loss = adapt_loss(CALLER, loss)
+    batch_loss = adapt_loss(loss)
     parameters = [*head.parameters(), *batch_loss.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
     best, best_epoch, best_state = _mean_ap(head, held_out), 0, copy.deepcopy(head.state_dict())
@@ -380,7 +380,7 @@ def _preparation(manifest: EmbeddingManifest, source: Any) -> dict[str, Any] | N
 def _save(embedder: AdaptedEmbedder, loss: nn.Module, preparation: dict[str, Any] | None, output: Path) -> None:
     """Write the checkpoint. A loss that cannot be rebuilt from it is replaced: only further training needs the loss."""
     try:
-        loss = rebuild(CALLER, "loss", describe(loss), nn.Module)
+        loss = rebuild("loss", describe(loss), nn.Module)
     except ValueError:
         loss = losses.SmoothAPLoss()
     module = RetrievalModule(embedder, loss)
@@ -388,5 +388,5 @@ def _save(embedder: AdaptedEmbedder, loss: nn.Module, preparation: dict[str, Any
     with quiet_trainer():
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         trainer.strategy.connect(module)
-        trainer.strategy.checkpoint_io = VerifiedCheckpoints(OWNER, trainer.strategy.checkpoint_io)
+        trainer.strategy.checkpoint_io = VerifiedCheckpoints(trainer.strategy.checkpoint_io)
         trainer.save_checkpoint(output, weights_only=True)

@@ -23,11 +23,11 @@ from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
 from lightning_retrieval.search.commands.options import model_settings
-from lightning_retrieval.search.commands.search import FONTS
 from lightning_retrieval.search.commands.search_images import Hit, ImageSearcher, QueryResult, image_folder
 from lightning_retrieval.search.commands.stores import opened_index
+from lightning_retrieval.search.html_page import FONTS
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -145,7 +145,7 @@ def images_in_folder(folder: Path) -> ListedImages:
     """
     if not folder.is_dir():
         raise MissingFile("must be a folder of images", argument="images", got=f"{folder}, which is not a folder")
-    found = image_files(CALLER, folder)
+    found = image_files(folder)
     if found.special and rank() == 0:
         shown = printable(first_of(found.special))
         print(f"Skipped files that are not regular files, but FIFOs, sockets or devices: {shown}.", file=sys.stderr)

@@ -47,8 +47,8 @@ from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.store.conditions import LARGEST_INTEGER, new_columns
 from lightning_retrieval.search.store.disk_lists import help_build_on_disk
+from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 from lightning_retrieval.search.store.index import RECALL_AT, RetrievalIndex
-from lightning_retrieval.search.store.milvus_store import EmbeddingStore
 from lightning_retrieval.search.store.rows import FolderRows
 
 Missing = Literal["error", "keep"]

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_retrieval.checks import first_line
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import (
@@ -55,9 +55,9 @@ def choose_transform(
     wanted = side.wanted
     transform: Transform
     if recorded is not None:
-        transform, source = rebuild_transform(CALLER, recorded, requested), "checkpoint"
+        transform, source = rebuild_transform(recorded, requested), "checkpoint"
     elif requested is not None:
-        transform, source = named_transform(CALLER, requested), "argument"
+        transform, source = named_transform(requested), "argument"
     elif wanted is not None:
         transform, source = wanted, "model"
     else:

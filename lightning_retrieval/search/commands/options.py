@@ -1,4 +1,4 @@
-"""Options and messages of the commands that load a model: `adapt`, `embed`, `export`, `index`, `search` and `demo`.
+"""Options of the commands that load a model: `adapt`, `embed`, `export`, `index`, `report`, `search` and `demo`.
 
 This module makes the parsers of these commands and does not import torch, so help appears immediately. The code of a
 command is in the module of the same name, which is imported after parsing.
@@ -88,7 +88,7 @@ def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
     _take_backbone(parser, options)
     if command == "index":
         _check_index_options(parser, options)
-    if command in ("embed", "export") and options.checkpoint is None:
+    if command in ("embed", "export", "report") and options.checkpoint is None:
         parser.error(f"the following arguments are required: --checkpoint; {MODEL_NEEDED}")
     if command == "search" and not options.queries and not options.text:
         parser.error("an image or --text must be given")
@@ -358,6 +358,38 @@ def _add_replacement(group: argparse._MutuallyExclusiveGroup) -> None:
     )
 
 
+def _add_report_options(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument(
+        "--images",
+        type=Path,
+        required=True,
+        metavar="DIR|TABLE",
+        help="class folders, in which the folders train and test may be splits, or a CSV or Parquet table with the "
+        "columns image and label and, optionally, split, role, camera and box",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file of the page, which ends with .html; the table is written beside it, with the ending .csv",
+    )
+    parser.add_argument(
+        "--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to, default the table's"
+    )
+    parser.add_argument(
+        "--false_match_rate",
+        type=float,
+        default=0.05,
+        metavar="F",
+        help="fraction of the queries, from 0 to 1, for which the threshold may show an image of another class, "
+        "default 0.05",
+    )
+    _add_transform(parser)
+    _add_embedding(parser)
+
+
 def _add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("queries", nargs="*", metavar="IMAGE", help="image file to search for")
     parser.add_argument(
@@ -537,6 +569,11 @@ COMMANDS = {
         "Embed the images in a folder and write an index of them, or of embeddings that `embed` wrote.",
         "lightning-retrieval index --checkpoint best.ckpt --images photos --output index",
         _add_index_options,
+    ),
+    "report": Command(
+        "Show what a model gets wrong on labelled images: a page, and a table to correct the labels with.",
+        "lightning-retrieval report --checkpoint best.ckpt --images test --output a.html",
+        _add_report_options,
     ),
     "search": Command(
         "Find the images of an index that are nearest to query images or texts.",

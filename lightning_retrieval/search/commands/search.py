@@ -4,10 +4,7 @@ The page is a single HTML file that needs no server, network connection or other
 """
 
 import argparse
-import base64
-import io
 import json
-import os
 import sys
 from collections.abc import Sequence
 from html import escape
@@ -16,35 +13,29 @@ from string import Template
 from typing import Any
 
 import torch
+from PIL import Image
 
 from lightning_retrieval.command_line import printable
-from lightning_retrieval.files import new_file, not_written, reason
+from lightning_retrieval.files import new_file, not_written
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
 from lightning_retrieval.search.commands.options import model_settings
 from lightning_retrieval.search.commands.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.search.commands.stores import opened_index
+from lightning_retrieval.search.html_page import embedded_picture, page_target, shared_style
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 # The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
 PAGE = Path(__file__).with_name("page.html")
-LONGEST_SIDE = 320  # pixels of a picture in the page
-SHARP_SIDE = 96  # pictures up to this size are enlarged without blurring
-FONTS = (  # a browser uses the first installed font that has a character, so names of classes may be in any script
-    *("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans"),
-    *("Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic"),
-    *("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Nirmala UI", "Noto Sans Thai", "Leelawadee UI"),
-    *("Noto Color Emoji", "Apple Color Emoji", "Segoe UI Emoji", "sans-serif"),
-)
 
 
 def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
     """Run the command: print the results or write the page, and return the queries that could not be read."""
     page, images = options.html, options.images
     if page is not None:
-        _page_target(page)  # raises before the search
+        page_target("html", page)  # raises before the search
     if images is not None and not images.is_dir():
         rule = "must be the folder of the index's images"
         raise InvalidValue(rule, argument="images", got=f"{images}, which is not a folder")
@@ -78,24 +69,11 @@ def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list
     return results, unreadable
 
 
-def _page_target(page: Path) -> Path:
-    """The file to write the page to, with symbolic links resolved; raises unless it is a regular or a new file."""
-    target = Path(os.path.realpath(page))
-    if page.is_dir() or not target.parent.is_dir():
-        raise InvalidValue("must be a file in an existing folder", argument="html", got=page)
-    is_special = page.exists() and not page.is_file()
-    is_loop = target.is_symlink()
-    if is_special or is_loop:
-        got = f"{page}, which is a FIFO, a socket, a device or a link to itself"
-        raise InvalidValue("must be a regular file", argument="html", got=got)
-    return target
-
-
 def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about: str) -> None:
     """Write the page, and print a warning if images of the results can no longer be read."""
     source, missing = result_page(results, images, about)
     try:
-        with new_file(_page_target(page)) as file:
+        with new_file(page_target("html", page)) as file:
             file.write(source.encode())
     except OSError as error:
         raise not_written(f"`html` {page}", error) from None
@@ -160,7 +138,7 @@ def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tup
         queries = f"{len(results)} queries"
         navigation = f'<nav aria-label="Queries">{"".join(links)}</nav>'
     page = Template(PAGE.read_text(encoding="utf-8")).substitute(
-        about=escape(about), queries=queries, links=navigation, sections="".join(sections), fonts=", ".join(FONTS)
+        about=escape(about), queries=queries, links=navigation, sections="".join(sections), style=shared_style()
     )
     return page, missing
 
@@ -220,25 +198,10 @@ def _picture(folder: Path | None, path: str, description: str) -> tuple[str, str
         path: path of the image.
         description: the alternative text.
     """
-    try:
-        file = Path(path)
-        if folder is not None:
-            file = image_file(folder, path)
-        image = read_image(file)
-    except Exception as error:  # Pillow's readers raise errors of many types for damaged files
-        return _missing_picture(description), reason(error)
-    stream = io.BytesIO()
-    if max(image.size) <= SHARP_SIDE:
-        kind, style = "png", " sharp"
-        image.save(stream, kind)
-    else:
-        kind, style = "jpeg", ""
-        image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-        image.save(stream, kind, quality=85)
-    data = base64.b64encode(stream.getvalue()).decode()
-    source = f"data:image/{kind};base64,{data}"
-    return f'<span class="picture{style}"><img src="{source}" alt="{escape(description)}"></span>', ""
 
+    def read() -> Image.Image:
+        if folder is None:
+            return read_image(Path(path))
+        return read_image(image_file(folder, path))
 
-def _missing_picture(description: str) -> str:
-    return f'<span class="picture gone" role="img" aria-label="{escape(description)}">not readable now</span>'
+    return embedded_picture(read, description)

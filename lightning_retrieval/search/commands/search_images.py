@@ -24,7 +24,7 @@ from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.commands.stores import THRESHOLD
 from lightning_retrieval.search.image_files import is_named
 from lightning_retrieval.search.store.conditions import Request
-from lightning_retrieval.search.store.milvus_store import EmbeddingStore
+from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 OWNER = "search_images"
 DEFAULT_K = 10

@@ -25,14 +25,10 @@ from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
 from lightning_retrieval.search.store.disk_lists import ROWS_IN_MEMORY, check_lists, check_rows_in_memory
+from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 from lightning_retrieval.search.store.index import RetrievalIndex
 from lightning_retrieval.search.store.milvus_connection import check_dim, check_store
-from lightning_retrieval.search.store.milvus_store import (
-    EmbeddingStore,
-    MilvusStore,
-    check_no_missing,
-    check_path_bytes,
-)
+from lightning_retrieval.search.store.milvus_store import MilvusStore, check_no_missing, check_path_bytes
 from lightning_retrieval.search.store.rows import Rows, plain_values
 from lightning_retrieval.search.store.storage import MANIFEST, check_folder
 

@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_mapping, check_string, short_repr
+from lightning_retrieval.checks import check_mapping, check_string, check_unmasked, short_repr
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
@@ -142,6 +142,7 @@ def _column(name: str, values: Values, rows: int) -> Column:
 
     if isinstance(values, pyarrow.Array) and len(values) == rows:
         return values
+    check_unmasked(CALLER, "columns", values)
     listed: Any = values
     if isinstance(values, (Tensor, np.ndarray)):
         listed = values.tolist()

@@ -26,7 +26,7 @@ from lightning_retrieval.search.store.id_table import (
     ids_after,
     integer_ids,
 )
-from lightning_retrieval.search.store.index import RetrievalIndex, measure_recall
+from lightning_retrieval.search.store.index import measure_recall
 from lightning_retrieval.search.store.milvus_connection import (
     COLUMN,
     EMBEDDING,
@@ -596,6 +596,3 @@ class MilvusStore:
         self._connection.load(self.collection)
         self.recall = measure_recall(self.search, embeddings, ids)
         self._call("alter_collection_properties", properties={milvus.RECALL: str(self.recall)})
-
-
-EmbeddingStore = RetrievalIndex | MilvusStore  # both have the same methods

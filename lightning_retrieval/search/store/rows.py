@@ -15,7 +15,14 @@ from jaxtyping import Float, Float32, Int, Integer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings, has_finite_sum
+from lightning_retrieval.checks import (
+    check_float,
+    check_integer,
+    check_mapping,
+    check_strings,
+    check_unmasked,
+    has_finite_sum,
+)
 from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.progress import Progress
@@ -136,6 +143,7 @@ class ArrayRows:
 
 def _float_dtype(name: str, array: NDArray[Any]) -> np.dtype[Any]:
     """The dtype of a floating-point array in the byte order of the machine; raise if it is another dtype."""
+    check_unmasked(CALLER, name, array)
     dtype = array.dtype.newbyteorder("=")
     if dtype not in (np.float16, np.float32, np.float64):
         raise InvalidType("must have the dtype float16, float32 or float64", argument=name, got=array.dtype)

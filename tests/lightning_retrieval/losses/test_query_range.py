@@ -197,7 +197,7 @@ def test_positives_are_counted_as_the_masks_say(form, graded, self_counts):
             given["ref_ids"] = ref_ids
         include_self, self_is_positive = self_counts
         lists = EmbeddingLists(
-            "test", ranked_batch(**given), include_self=include_self, self_is_positive=self_is_positive, graded=graded
+            ranked_batch(**given), include_self=include_self, self_is_positive=self_is_positive, graded=graded
         )
         relevant, _ = lists.masks(torch.arange(12))
         assert lists.count_positives()[0].tolist() == (relevant > 0).sum(1).tolist()

@@ -85,7 +85,7 @@ def test_a_text_embedder_is_rebuilt_from_plain_data_and_its_state(kind, tmp_path
     if kind in TEXT_MODELS:
         (tmp_path / "model").rename(tmp_path / "gone")
     with without_pretrained_weights():
-        rebuilt = rebuild("Test", "query_embedder", described, torch.nn.Module).eval()
+        rebuilt = rebuild("query_embedder", described, torch.nn.Module).eval()
     assert rebuilt.has_random_weights
     rebuilt.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert not rebuilt.has_random_weights

@@ -48,7 +48,7 @@ def test_an_object_and_back():
         "class_path": PATH,
         "init_args": {"tau": 0.07, "reduction": "sum", "class_balanced": True, "include_self": False},
     }
-    again = rebuild("Test", "loss", description, RetrievalLoss)
+    again = rebuild("loss", description, RetrievalLoss)
     assert type(again) is SmoothAPLoss
     assert repr(again) == repr(loss)
     assert describe(again) == description
@@ -62,7 +62,7 @@ def test_an_object_that_tells_its_arguments():
 
 @pytest.mark.parametrize("given", [functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5), torch.optim.AdamW])
 def test_a_factory_and_back(given):
-    factory = rebuild_factory("Test", "optimizer", describe(given), (torch.optim.Optimizer,))
+    factory = rebuild_factory("optimizer", describe(given), (torch.optim.Optimizer,))
     parameters = [nn.Parameter(torch.zeros(1))]
     made, expected = factory(parameters), given(parameters)
     assert type(made) is type(expected)
@@ -71,7 +71,7 @@ def test_a_factory_and_back(given):
 
 def test_a_callable_stands_for_itself():
     make = lambda parameters: None  # noqa: E731
-    assert rebuild_factory("Test", "optimizer", make, (torch.optim.Optimizer,)) is make
+    assert rebuild_factory("optimizer", make, (torch.optim.Optimizer,)) is make
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_a_callable_stands_for_itself():
 def test_what_cannot_be_described_says_so_when_it_is_loaded(value):
     description = describe(value)
     assert description["init_args"] is None
-    match = r"Test: `thing` was a .* pass it again: load_from_checkpoint\(path, thing=\.\.\.\)\."
+    match = r"`thing` was a .* pass it again: load_from_checkpoint\(path, thing=\.\.\.\)\."
     with pytest.raises(ValueError, match=match):
-        rebuild("Test", "thing", description, nn.Module)
+        rebuild("thing", description, nn.Module)
     with pytest.raises(ValueError, match=match):
-        rebuild_factory("Test", "thing", description, (nn.Module,))
+        rebuild_factory("thing", description, (nn.Module,))
 
 
 def test_a_class_inside_a_function_cannot_be_found_again():
@@ -105,15 +105,15 @@ def test_a_class_inside_a_function_cannot_be_found_again():
             super().__init__()
 
     with pytest.raises(ValueError, match=r"`net` was a .*<locals>\.Local"):
-        rebuild("Test", "net", describe(Local()), nn.Module)
+        rebuild("net", describe(Local()), nn.Module)
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(("load", "kind"), [(rebuild, RetrievalLoss), (rebuild_factory, (RetrievalLoss,))])
 def test_only_the_expected_kind_is_made(load, kind, monkeypatch):
     monkeypatch.setattr(nn.Linear, "__init__", lambda *args, **kwargs: pytest.fail("it was called"))
-    with pytest.raises(TypeError, match=r"Test: `loss` names torch.nn.Linear, which is not a class of the kind"):
-        load("Test", "loss", {"class_path": "torch.nn.Linear", "init_args": {"args": ["true"]}}, kind)
+    with pytest.raises(TypeError, match=r"`loss` names torch.nn.Linear, which is not a class of the kind"):
+        load("loss", {"class_path": "torch.nn.Linear", "init_args": {"args": ["true"]}}, kind)
 
 
 @pytest.mark.refusal
@@ -127,10 +127,10 @@ def test_only_the_expected_kind_is_made(load, kind, monkeypatch):
     ],
 )
 def test_what_is_no_description(given, sentence):
-    with pytest.raises(TypeError, match=f"^Test: `loss` must {sentence}"):
-        rebuild("Test", "loss", given, RetrievalLoss)
-    with pytest.raises(TypeError, match=r"^Test: `optimizer` must be callable, .* got 0\.1\."):
-        rebuild_factory("Test", "optimizer", 0.1, (torch.optim.Optimizer,))
+    with pytest.raises(TypeError, match=f"^`loss` must {sentence}"):
+        rebuild("loss", given, RetrievalLoss)
+    with pytest.raises(TypeError, match=r"^`optimizer` must be callable, .* got 0\.1\."):
+        rebuild_factory("optimizer", 0.1, (torch.optim.Optimizer,))
 
 
 def test_every_loss_of_the_package_can_be_described():
@@ -144,7 +144,7 @@ def test_every_loss_of_the_package_can_be_described():
             settings = {"WeightedSum": {"losses": {name: (w, SmoothAPLoss(tau=0.2)) for name, w in terms.items()}}}
             settings["NestedLoss"] = {"loss": SmoothAPLoss(tau=0.2), "dims": (2, 8), "weights": (1.0, 0.5)}
             loss = cls(**settings.get(name, {}))
-            assert repr(rebuild("Test", "loss", describe(loss), nn.Module)) == repr(loss)
+            assert repr(rebuild("loss", describe(loss), nn.Module)) == repr(loss)
 
 
 @pytest.mark.refusal
@@ -152,7 +152,7 @@ def test_every_loss_of_the_package_can_be_described():
     ("weight", "match"),
     [
         ({"class_path": "lightning_retrieval.losses.After", "init_args": {"start": "0.2"}}, "After: `start` must be a"),
-        ({"class_path": "torch.optim.SGD", "init_args": {}}, "Test: `ap` names torch.optim.SGD, which is not a"),
+        ({"class_path": "torch.optim.SGD", "init_args": {}}, "`ap` names torch.optim.SGD, which is not a"),
         ({"class_path": "torch.nn.Identity", "init_args": {}}, r"WeightedSum: `losses\['ap'\]` must be a number or a"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_weight_in_a_file_is_a_number_or_a_schedule(weight, match):
     losses = {"ap": [weight, {"class_path": PATH, "init_args": {}}]}
     description = {"class_path": "lightning_retrieval.WeightedSum", "init_args": {"losses": losses}}
     with pytest.raises(TypeError, match=f"^{match}"):
-        rebuild("Test", "loss", description, nn.Module)
+        rebuild("loss", description, nn.Module)
 
 
 class Base:

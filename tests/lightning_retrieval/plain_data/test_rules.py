@@ -17,9 +17,9 @@ from torch import nn
 import lightning_retrieval
 from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models
 from lightning_retrieval.plain_data import (
-    DescriptionReader,
     add_named_packages,
     check_plain_data,
+    checked_settings,
     class_path,
     find_class,
     import_named_module,
@@ -57,14 +57,14 @@ def test_shortest_path():
     assert {path: class_path(cls) for path, cls in KNOWN.items()} == {path: path for path in KNOWN}
     inner = f"{__name__}.Outer.Inner"
     assert class_path(Outer.Inner) == inner
-    assert find_class("Test", "thing", inner) is Outer.Inner
+    assert find_class("thing", inner) is Outer.Inner
 
 
 @pytest.mark.parametrize("path", PUBLIC_CLASSES)
 def test_public_class_has_a_public_path_that_leads_back_to_it(path):
     cls = PUBLIC_CLASSES[path]
-    assert find_class("Test", "thing", path) is cls
-    assert find_class("Test", "thing", class_path(cls)) is cls
+    assert find_class("thing", path) is cls
+    assert find_class("thing", class_path(cls)) is cls
 
 
 @pytest.mark.parametrize("path", [*KNOWN, *PUBLIC_CLASSES])
@@ -81,35 +81,35 @@ NOT_ALLOWED = (
 @pytest.mark.refusal
 def test_only_modules_that_the_user_has_imported_are_looked_in(planted):
     module, written = planted
-    with pytest.raises(ValueError, match=rf"^Test: `net` {NOT_ALLOWED}planted_module first"):
-        rebuild("Test", "net", {"class_path": f"{module}.Net"}, nn.Module)
+    with pytest.raises(ValueError, match=rf"^`net` {NOT_ALLOWED}planted_module first"):
+        rebuild("net", {"class_path": f"{module}.Net"}, nn.Module)
     assert not written.exists()
     imported = importlib.import_module(module)
     assert written.exists()  # so the file shows an import
-    assert find_class("Test", "net", f"{module}.Net", (nn.Module,)) is imported.Net
+    assert find_class("net", f"{module}.Net", (nn.Module,)) is imported.Net
 
 
 def test_module_that_the_user_names_is_imported(planted):
     module, written = planted
-    import_named_module("Test", "--import_module", module)
+    import_named_module("--import_module", module)
     assert written.exists()
-    assert find_class("Test", "net", f"{module}.Net").__name__ == "Net"
+    assert find_class("net", f"{module}.Net").__name__ == "Net"
 
 
 def test_a_class_of_the_users_script_is_found(monkeypatch):
     net = type("Net", (nn.Module,), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Net", net, raising=False)
-    assert find_class("Test", "net", "__main__.Net") is net
+    assert find_class("net", "__main__.Net") is net
 
 
 @pytest.mark.refusal
 def test_a_library_that_the_user_has_not_named_is_no_module_of_the_user(monkeypatch):
     importlib.import_module("torchmetrics.classification")
     for path in ("torchmetrics.classification.BinaryAccuracy", "unittest.TestCase", f"{__name__}.Callable"):
-        with pytest.raises(ValueError, match=r"^Test: `thing` names .*, and a file may name classes only of"):
-            find_class("Test", "thing", path)
-    with pytest.raises(ValueError, match=r"^Test: `thing` names the class .*, which cannot be imported"):
-        find_class("Test", "thing", f"{__name__}.jsonargparse.ArgumentParser")
+        with pytest.raises(ValueError, match=r"^`thing` names .*, and a file may name classes only of"):
+            find_class("thing", path)
+    with pytest.raises(ValueError, match=r"^`thing` names the class .*, which cannot be imported"):
+        find_class("thing", f"{__name__}.jsonargparse.ArgumentParser")
 
 
 @pytest.mark.refusal
@@ -120,16 +120,16 @@ def test_without_known_requirements_no_installed_library_is_a_module_of_the_user
     importlib.import_module("torchmetrics.classification")
     monkeypatch.setattr(importlib.metadata, "requires", requires)
     monkeypatch.setattr(rules, "_required_modules", rules._required_modules.__wrapped__)  # not the cache
-    assert find_class("Test", "thing", f"{__name__}.Outer") is Outer
-    with pytest.raises(ValueError, match=r"^Test: `thing` names .*, and a file may name classes only of"):
-        find_class("Test", "thing", "torchmetrics.classification.BinaryAccuracy")
+    assert find_class("thing", f"{__name__}.Outer") is Outer
+    with pytest.raises(ValueError, match=r"^`thing` names .*, and a file may name classes only of"):
+        find_class("thing", "torchmetrics.classification.BinaryAccuracy")
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("value", [{"a": [object()]}, {"a": b"x"}, {"a": {"class_path": 3, "init_args": nn.Linear}}])
 def test_plain_data_hold_nothing_else(value):
-    with pytest.raises(TypeError, match=r"^Test: `(a|init_args)` must be plain data, got"):
-        check_plain_data("Test", "settings", value)
+    with pytest.raises(TypeError, match=r"^`(a|init_args)` must be plain data, got"):
+        check_plain_data("settings", value)
 
 
 @pytest.mark.refusal
@@ -144,24 +144,24 @@ def test_plain_data_are_not_nested_too_deeply():
     nested = LINEAR
     for _ in range(150):
         nested = {"class_path": "torch.nn.ModuleList", "init_args": {"modules": [nested]}}
-    sentence = r"^Test: `\w+` must be plain data, got lists or dicts that are nested"
+    sentence = r"^`\w+` must be plain data, got lists or dicts that are nested"
     with pytest.raises(ValueError, match=sentence):
-        check_plain_data("Test", "settings", deep)
+        check_plain_data("settings", deep)
     with pytest.raises(ValueError, match=sentence.removesuffix(" nested")):
-        DescriptionReader("Test").settings(RetrievalModule, {"embedder": LINEAR, "loss": doubled})
+        checked_settings(RetrievalModule, {"embedder": LINEAR, "loss": doubled})
     with pytest.raises(ValueError, match=sentence):
-        rebuild("Test", "net", nested, nn.Module)
+        rebuild("net", nested, nn.Module)
 
 
 @pytest.mark.refusal
 def test_a_path_does_not_lead_through_modules_of_others():
     """Neither by an import of a module beside the classes, nor by asking a module that makes what it is asked for."""
     for path in ("torch.nn.parallel.DistributedDataParallel", "timm.data.readers.reader_tfds.ReaderTfds"):
-        with pytest.raises(ValueError, match=rf"^Test: `net` names {path}, and a file may name classes only of"):
-            find_class("Test", "net", path)
+        with pytest.raises(ValueError, match=rf"^`net` names {path}, and a file may name classes only of"):
+            find_class("net", path)
     path = "lightning_retrieval.training.module.torch.classes.evil.Net"
-    with pytest.raises(ValueError, match=r"^Test: `net` names the class .*, which cannot be imported"):
-        find_class("Test", "net", path)
+    with pytest.raises(ValueError, match=r"^`net` names the class .*, which cannot be imported"):
+        find_class("net", path)
 
 
 @pytest.mark.refusal
@@ -187,10 +187,10 @@ def test_a_path_does_not_lead_through_modules_of_others():
 @pytest.mark.hostile
 def test_settings_that_a_file_may_not_make(name, value):
     description = {"class_path": "lightning_retrieval.Embedder", "init_args": {"backbone_args": [{name: value}]}}
-    with pytest.raises(ValueError, match=rf"^Test: `({name}|url)` must "):
-        check_plain_data("Test", "embedder", {"embedder": description})
+    with pytest.raises(ValueError, match=rf"^`({name}|url)` must "):
+        check_plain_data("embedder", {"embedder": description})
     description["init_args"]["backbone_args"] = [{name: type(value)()}]  # empty, as jsonargparse writes it
-    check_plain_data("Test", "embedder", {"embedder": description})
+    check_plain_data("embedder", {"embedder": description})
 
 
 @pytest.mark.hostile
@@ -198,25 +198,25 @@ def test_networks_of_builders_get_no_pretrained_weights(monkeypatch):
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *args, **kwargs: pytest.fail("downloads"))
     settings = {"model_name": "resnet18.a1_in1k", "pretrained": True, "pretrained_cfg": None, "checkpoint_path": ""}
     description = {"class_path": "timm.create_model", "init_args": settings, "dict_kwargs": {"num_classes": 0}}
-    assert type(rebuild("Test", "net", description, nn.Module)).__name__ == "ResNet"
+    assert type(rebuild("net", description, nn.Module)).__name__ == "ResNet"
     for path in ("torchvision.models.resnet18", "torchvision.models.detection.fasterrcnn_mobilenet_v3_large_fpn"):
         description = {"class_path": path, "init_args": {"weights": "DEFAULT", "weights_backbone": "DEFAULT"}}
         description["init_args"] = {"weights": "DEFAULT", "pretrained": True}
-        assert type(rebuild("Test", "net", description, nn.Module)).__name__ in ("ResNet", "FasterRCNN")
+        assert type(rebuild("net", description, nn.Module)).__name__ in ("ResNet", "FasterRCNN")
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("model", ["no_such_model", "hf-hub:timm/resnet18", 3, None])
 def test_networks_of_timm_are_those_that_it_lists(model):
-    with pytest.raises(ValueError, match=r"^Test: `(net|model_name)` must "):
-        rebuild("Test", "net", {"class_path": "timm.create_model", "init_args": {"model_name": model}}, nn.Module)
+    with pytest.raises(ValueError, match=r"^`(net|model_name)` must "):
+        rebuild("net", {"class_path": "timm.create_model", "init_args": {"model_name": model}}, nn.Module)
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("path", ["timm.create_model", "torchvision.models.resnet18"])
 def test_builders_of_networks_make_nothing_else(path):
-    with pytest.raises((ValueError, TypeError), match=r"^Test: `optimizer` names"):
-        rebuild_factory("Test", "optimizer", {"class_path": path}, (torch.optim.Optimizer,))
+    with pytest.raises((ValueError, TypeError), match=r"^`optimizer` names"):
+        rebuild_factory("optimizer", {"class_path": path}, (torch.optim.Optimizer,))
 
 
 class Wide(nn.Module):
@@ -233,11 +233,11 @@ LINEAR = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_
 def test_arguments_are_what_their_annotations_say():
     path = f"{__name__}.Wide"
     description = {"class_path": path, "init_args": {"layer": LINEAR, "norm": LINEAR, "width": 3}}
-    made = rebuild("Test", "net", description, nn.Module)
+    made = rebuild("net", description, nn.Module)
     assert type(made.layer) is nn.Linear
     assert (made.norm.func, made.norm.keywords) == (nn.Linear, LINEAR["init_args"])
-    with pytest.raises(TypeError, match=r"^Test: `width` names torch.nn.Linear, which is not a class of the kind"):
-        rebuild("Test", "net", {"class_path": path, "init_args": {"width": LINEAR}}, nn.Module)
+    with pytest.raises(TypeError, match=r"^`width` names torch.nn.Linear, which is not a class of the kind"):
+        rebuild("net", {"class_path": path, "init_args": {"width": LINEAR}}, nn.Module)
 
 
 class OfUser(RetrievalModule):
@@ -247,38 +247,36 @@ class OfUser(RetrievalModule):
 
 def test_an_argument_without_annotation_accepts_what_it_does_in_the_base_class():
     module = OfUser(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-    checked = DescriptionReader("Test").settings(OfUser, dict(module.hparams))
+    checked = checked_settings(OfUser, dict(module.hparams))
     assert checked.arguments()["optimizer"].keywords["lr"] == 0.1
-    assert DescriptionReader("Test").settings(OfUser, {"optimizer": "a word"}).checked == {"optimizer": "a word"}
-    with pytest.raises(TypeError, match=r"^Test: `dim` names torch.optim.SGD, which is not a class of the kind"):
-        DescriptionReader("Test").settings(OfUser, {"dim": module.hparams["optimizer"]})
+    assert checked_settings(OfUser, {"optimizer": "a word"}).checked == {"optimizer": "a word"}
+    with pytest.raises(TypeError, match=r"^`dim` names torch.optim.SGD, which is not a class of the kind"):
+        checked_settings(OfUser, {"dim": module.hparams["optimizer"]})
 
 
 @pytest.mark.refusal
 @pytest.mark.hostile
 def test_a_string_is_never_called():
     path = f"{__name__}.Wide"
-    with pytest.raises(ValueError, match=r"^Test: `norm` must be passed again, .* got 'torch.nn.Linear'"):
-        rebuild("Test", "net", {"class_path": path, "init_args": {"norm": "torch.nn.Linear"}}, nn.Module)
+    with pytest.raises(ValueError, match=r"^`norm` must be passed again, .* got 'torch.nn.Linear'"):
+        rebuild("net", {"class_path": path, "init_args": {"norm": "torch.nn.Linear"}}, nn.Module)
     scheduler = {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": {"lr_lambda": ["builtins.print"]}}
-    with pytest.raises(ValueError, match=r"^Test: `lr_lambda` must be passed again, .* got 'builtins.print'"):
-        rebuild_factory("Test", "lr_scheduler", scheduler, (torch.optim.lr_scheduler.LRScheduler,))
+    with pytest.raises(ValueError, match=r"^`lr_lambda` must be passed again, .* got 'builtins.print'"):
+        rebuild_factory("lr_scheduler", scheduler, (torch.optim.lr_scheduler.LRScheduler,))
 
 
 def test_settings_are_checked_before_anything_is_built(monkeypatch):
     """The first argument is good; nothing is built of it, since the second one is not."""
     monkeypatch.setattr(nn.Linear, "__init__", lambda *args, **kwargs: pytest.fail("built"))
-    with pytest.raises(ValueError, match=r"^Test: `loss` names the class torch.nn.NoSuchLoss"):
-        DescriptionReader("Test").settings(
-            RetrievalModule, {"embedder": LINEAR, "loss": {"class_path": "torch.nn.NoSuchLoss"}}
-        )
+    with pytest.raises(ValueError, match=r"^`loss` names the class torch.nn.NoSuchLoss"):
+        checked_settings(RetrievalModule, {"embedder": LINEAR, "loss": {"class_path": "torch.nn.NoSuchLoss"}})
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("module", ["no_such_module", "", "torch.no_such_module"])
 def test_module_that_cannot_be_imported(module):
-    with pytest.raises(ValueError, match=rf"Test: `module` must name a module that can be imported, got {module} \("):
-        import_named_module("Test", "module", module)
+    with pytest.raises(ValueError, match=rf"`module` must name a module that can be imported, got {module} \("):
+        import_named_module("module", module)
 
 
 LIGHTNING = (
@@ -303,8 +301,8 @@ def test_no_lightning_is_a_module_of_the_user(module, monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     net = type("Net", (nn.Module,), {"__module__": module})
     monkeypatch.setattr(sys.modules[module], "Net", net, raising=False)
-    with pytest.raises(ValueError, match=rf"^Test: `net` names {re.escape(module)}\.Net, and a file may name classes"):
-        find_class("Test", "net", f"{module}.Net", (nn.Module,))
+    with pytest.raises(ValueError, match=rf"^`net` names {re.escape(module)}\.Net, and a file may name classes"):
+        find_class("net", f"{module}.Net", (nn.Module,))
 
 
 @pytest.fixture
@@ -326,10 +324,10 @@ def installed(tmp_path, monkeypatch):
 @pytest.mark.hostile
 def test_an_installed_package_is_the_users_only_if_the_user_names_it(installed):
     """Libraries import each other, so an import alone does not say that the user knows the package."""
-    with pytest.raises(ValueError, match=rf"^Test: `net` names {installed}, .* \(in the commands: --import_module"):
-        find_class("Test", "net", installed)
-    import_named_module("Test", "--import_module", "acme_models")
-    assert find_class("Test", "net", installed).__name__ == "Net"
+    with pytest.raises(ValueError, match=rf"^`net` names {installed}, .* \(in the commands: --import_module"):
+        find_class("net", installed)
+    import_named_module("--import_module", "acme_models")
+    assert find_class("net", installed).__name__ == "Net"
 
 
 @pytest.mark.refusal
@@ -337,15 +335,15 @@ def test_an_installed_package_is_the_users_only_if_the_user_names_it(installed):
 def test_no_library_of_this_environment_is_the_users(name):
     """Also those that are no requirement, but only those of requirements."""
     importlib.import_module(name.partition(".")[0])
-    with pytest.raises(ValueError, match=rf"^Test: `thing` names {name}, and a file may name classes only of"):
-        find_class("Test", "thing", name)
+    with pytest.raises(ValueError, match=rf"^`thing` names {name}, and a file may name classes only of"):
+        find_class("thing", name)
 
 
 def test_the_package_of_a_class_that_the_user_loads_is_the_users(installed):
     """Such as that of a module whose `load_from_checkpoint` is called, or of a config that is given to `fit`."""
     add_named_packages({"class_path": "lightning_retrieval.RetrievalModule", "init_args": {"loss": [LINEAR]}})
-    with pytest.raises(ValueError, match=r"^Test: `net` names acme_models"):
-        find_class("Test", "net", installed)
+    with pytest.raises(ValueError, match=r"^`net` names acme_models"):
+        find_class("net", installed)
     add_named_packages([{"init_args": {"embedder": {"class_path": "acme_models.nets.Net"}}}])
-    assert find_class("Test", "net", installed).__name__ == "Net"
+    assert find_class("net", installed).__name__ == "Net"
     assert not named_by_user & {"lightning_retrieval", "torch"}

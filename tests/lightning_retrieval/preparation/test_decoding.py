@@ -155,7 +155,7 @@ def test_only_regular_files_are_listed(tmp_path, monkeypatch):
     picture(tmp_path / "folder.jpg" / "a.PNG")
     (tmp_path / "gone.png").symlink_to("nowhere.png")  # whoever reads it reports it
     (tmp_path / "loop.png").symlink_to("loop.png")
-    found = image_files("index", tmp_path)
+    found = image_files(tmp_path)
     assert found.paths == ["folder.jpg/a.PNG", "gone.png", "loop.png"]
     assert found.special == ["device.jpg", "fifo.jpg", "socket.jpg"]
 
@@ -173,11 +173,11 @@ def test_links_to_folders_are_followed_but_no_folder_is_listed_twice(tmp_path):
     (top / ".hidden").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "dogs" / "back").symlink_to(top)
     (tmp_path / "elsewhere" / "dogs" / "other").symlink_to(tmp_path / "elsewhere")
-    paths = image_files("me", top).paths
+    paths = image_files(top).paths
     assert [path for path in paths if path.startswith("cats/")] == ["cats/a.png", "cats/deep/b.png"]
     assert sorted(os.path.basename(path) for path in paths) == ["a.png", "b.png", "c.png"]
     (tmp_path / "photos too").symlink_to("photos")
-    assert image_files("me", tmp_path / "photos too").paths == paths
+    assert image_files(tmp_path / "photos too").paths == paths
 
 
 @pytest.mark.refusal
@@ -186,9 +186,9 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, as_another_user):
     (tmp_path / "photos" / "cats").chmod(0)
     with (
         as_another_user(),
-        pytest.raises(OSError, match=r"^index: the folder photos/cats cannot be listed \(Permission denied\), so its"),
+        pytest.raises(OSError, match=r"^the folder photos/cats cannot be listed \(Permission denied\), so its"),
     ):
-        image_files("index", Path("photos"))
+        image_files(Path("photos"))
     (tmp_path / "photos" / "cats").chmod(0o755)
 
 
@@ -196,12 +196,12 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, as_another_user):
 def test_a_link_to_a_folder_that_is_gone_is_an_error(tmp_path):
     picture(tmp_path / "cats" / "a.png")
     (tmp_path / "dogs").symlink_to("disk/dogs")
-    sentence = rf"^index: the link {tmp_path}/dogs leads to disk/dogs, which does not exist, .* or remove the link\.$"
+    sentence = rf"^the link {tmp_path}/dogs leads to disk/dogs, which does not exist, .* or remove the link\.$"
     with pytest.raises(FileNotFoundError, match=sentence):
-        image_files("index", tmp_path)
+        image_files(tmp_path)
     (tmp_path / "dogs").unlink()
     (tmp_path / "notes.txt").symlink_to("gone.txt")  # the name of a file
-    assert image_files("me", tmp_path).paths == ["cats/a.png"]
+    assert image_files(tmp_path).paths == ["cats/a.png"]
 
 
 MALFORMED_EXIF = {

@@ -27,7 +27,7 @@ GREY = Preparation(32, channels=1, mean=(0.5,), std=(0.5,))
 
 
 def of_settings(paper=None, train_transform=None, eval_transform=None, **settings):
-    return RunPreparation("Data", paper, settings, train_transform=train_transform, eval_transform=eval_transform)
+    return RunPreparation(paper, settings, train_transform=train_transform, eval_transform=eval_transform)
 
 
 def model(embedder=None, recorded=None):
@@ -90,14 +90,14 @@ def test_a_prediction_is_made_as_the_model_was_evaluated():
     same.follow(model(None, RECORDED), predicts=True)
     other = of_settings(image_size=64)
     other.follow(model(None, RECORDED))  # an evaluation may measure another size
-    with pytest.raises(ValueError, match=r"^Data: images must be .* Preparation\(image_size=48, .*got .*image_size=64"):
+    with pytest.raises(ValueError, match=r"^images must be .* Preparation\(image_size=48, .*got .*image_size=64"):
         other.follow(model(None, RECORDED), predicts=True)
 
 
 @pytest.mark.refusal
 def test_a_model_that_was_evaluated_with_a_function_needs_it():
     transforms = of_settings()
-    with pytest.raises(ValueError, match=r"^Data: `eval_transform` must be given, .* evaluated with a\.b"):
+    with pytest.raises(ValueError, match=r"^`eval_transform` must be given, .* evaluated with a\.b"):
         transforms.follow(model(None, {"function": "a.b"}))
 
 

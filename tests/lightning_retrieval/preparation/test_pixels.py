@@ -76,9 +76,9 @@ def test_a_transparent_colour_shows_the_background(tmp_path, mode, transparent):
 
 @pytest.mark.refusal
 def test_colours_are_names_or_three_numbers():
-    assert check_colour("x", "background", "white") == (255, 255, 255)
-    assert check_colour("x", "background", "#ff8000") == (255, 128, 0)
-    assert check_colour("x", "background", [1, 2, 3]) == (1, 2, 3)
+    assert check_colour("background", "white") == (255, 255, 255)
+    assert check_colour("background", "#ff8000") == (255, 128, 0)
+    assert check_colour("background", [1, 2, 3]) == (1, 2, 3)
     for value, error in (("whitish", ValueError), ((1, 2), ValueError), ((1, 2, 256), ValueError), (7, TypeError)):
-        with pytest.raises(error, match=r"^x: `background` must be .* got "):
-            check_colour("x", "background", value)
+        with pytest.raises(error, match=r"^`background` must be .* got "):
+            check_colour("background", value)

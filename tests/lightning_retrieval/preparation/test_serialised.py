@@ -56,7 +56,7 @@ def test_a_transform_is_the_same_after_plain_data(name):
     serialised = json.loads(json.dumps(serialise_transform(transform)))
     assert "function" not in serialised
     assert serialise_transform(transform) == serialised
-    rebuilt = rebuild_transform("owner", serialised)
+    rebuilt = rebuild_transform(serialised)
     wanted = transform(noise())
     assert torch.equal(rebuilt(noise()), wanted)
     assert isinstance(wanted, torch.Tensor)
@@ -94,22 +94,22 @@ def test_code_of_the_user_has_a_name_or_none(transform, name):
 
 def test_a_function_is_looked_up_if_the_caller_names_it():
     name = f"{__name__}.own"
-    assert rebuild_transform("owner", {"function": name}, name) is own
-    assert rebuild_transform("owner", {"function": "__main__.own"}, name) is own  # of a script
-    assert rebuild_transform("owner", {"function": None}, name) is own  # there is no name to compare with
+    assert rebuild_transform({"function": name}, name) is own
+    assert rebuild_transform({"function": "__main__.own"}, name) is own  # of a script
+    assert rebuild_transform({"function": None}, name) is own  # there is no name to compare with
 
 
 @pytest.mark.refusal
 def test_a_function_is_not_imported_without_its_name(planted):
     name = f"{planted[0]}.Net"
-    with pytest.raises(ValueError, match=rf"^owner: `transform` must be given, .* with {name}"):
-        rebuild_transform("owner", {"function": name})
-    with pytest.raises(ValueError, match=rf"^owner: `transform` must be the one .*, {name}, got 'os.remove'\.$"):
-        rebuild_transform("owner", {"function": name}, "os.remove")
+    with pytest.raises(ValueError, match=rf"^`transform` must be given, .* with {name}"):
+        rebuild_transform({"function": name})
+    with pytest.raises(ValueError, match=rf"^`transform` must be the one .*, {name}, got 'os.remove'\.$"):
+        rebuild_transform({"function": name}, "os.remove")
     with pytest.raises(ValueError, match=rf"evaluated with, {name}, got 'plain'\.$"):
-        rebuild_transform("owner", {"function": name}, "plain")
+        rebuild_transform({"function": name}, "plain")
     with pytest.raises(ValueError, match=r"evaluated with a transform that cannot be imported by a name, whose code"):
-        rebuild_transform("owner", {"function": None})
+        rebuild_transform({"function": None})
     assert planted[0] not in sys.modules
 
 
@@ -118,27 +118,27 @@ def test_a_function_is_not_imported_without_its_name(planted):
     "path", ["os.system", "torch.package.PackageImporter", "torchvision.transforms.v2.functional.re"]
 )
 def test_only_classes_of_transforms_are_rebuilt(path):
-    with pytest.raises(ValueError, match=r"^owner: `transform` "):
-        rebuild_transform("owner", {"class_path": path, "init_args": {"x": 1}})
+    with pytest.raises(ValueError, match=r"^`transform` "):
+        rebuild_transform({"class_path": path, "init_args": {"x": 1}})
 
 
 @pytest.mark.refusal
 def test_another_transform_than_the_models_raises():
     recorded = serialise_transform(Preparation(64))
-    assert rebuild_transform("owner", serialise_transform(Preparation()), "plain") == Preparation()
-    with pytest.raises(ValueError, match=r"^owner: `transform` must be .*Preparation\(image_size=64\), got 'plain'"):
-        rebuild_transform("owner", recorded, "plain")
+    assert rebuild_transform(serialise_transform(Preparation()), "plain") == Preparation()
+    with pytest.raises(ValueError, match=r"^`transform` must be .*Preparation\(image_size=64\), got 'plain'"):
+        rebuild_transform(recorded, "plain")
 
 
 @pytest.mark.refusal
 def test_names_of_callers():
-    assert named_transform("owner", "roadmap") == Preparation.named("roadmap")
-    assert named_transform("owner", f"{__name__}.own") is own
+    assert named_transform("roadmap") == Preparation.named("roadmap")
+    assert named_transform(f"{__name__}.own") is own
     for name, sentence in (("x", "one of 'plain'"), ("no.such", "name a function that can be imported, got no.such")):
-        with pytest.raises(ValueError, match=f"^owner: `transform` must (be )?{sentence}"):
-            named_transform("owner", name)
-    with pytest.raises(TypeError, match=r"^owner: `transform` must be callable, got \['own', 'no such'\]"):
-        named_transform("owner", f"{__name__}.NOT_CALLABLE")
+        with pytest.raises(ValueError, match=f"^`transform` must (be )?{sentence}"):
+            named_transform(name)
+    with pytest.raises(TypeError, match=r"^`transform` must be callable, got \['own', 'no such'\]"):
+        named_transform(f"{__name__}.NOT_CALLABLE")
 
 
 NOT_CALLABLE = ["own", "no such"]
@@ -165,8 +165,8 @@ def test_random_numbers_are_those_of_torchs_seed():
 @pytest.mark.refusal
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "albumentations", None)
-    with pytest.raises(ModuleNotFoundError, match=r"^index: .* albumentations, which is not installed"):
-        AlbumentationsTransform.from_dict("index", {"albumentations": {}})
+    with pytest.raises(ModuleNotFoundError, match=r"^the .* albumentations, which is not installed"):
+        AlbumentationsTransform.from_dict({"albumentations": {}})
 
 
 def addresses_that_are_asked_for(rank, world):
@@ -176,7 +176,7 @@ def addresses_that_are_asked_for(rank, world):
     socket.getaddrinfo = lambda *address, **_: asked.append(address) or []
     assert "albumentations" not in sys.modules
     serialised = {"__version__": "2.0.8", "transform": {"__class_fullname__": "ToGray", "p": 1}}
-    AlbumentationsTransform.from_dict("Test", {"albumentations": serialised})
+    AlbumentationsTransform.from_dict({"albumentations": serialised})
     assert "NO_ALBUMENTATIONS_UPDATE" not in os.environ
     return asked
 

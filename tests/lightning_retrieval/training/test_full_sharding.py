@@ -226,7 +226,7 @@ def message_of_a_part():
     layer = nn.Linear(2, 2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "slices"))
     fsdp.fully_shard(layer, mesh=mesh["slices"])
-    return message_of(check_placements, "RetrievalModule", list(layer.parameters()))
+    return message_of(check_placements, list(layer.parameters()))
 
 
 SHARED = {
@@ -292,7 +292,7 @@ def train(module, optimizer, steps=2):
 
 def strategy_with(module, optimizer, sharded_checkpoints=False):
     strategy = SimpleNamespace(lightning_module=module, optimizers=[optimizer], sharded_checkpoints=sharded_checkpoints)
-    ShardedRunCheckpoints("RetrievalModule", strategy).install()
+    ShardedRunCheckpoints(strategy).install()
     return strategy
 
 
@@ -538,7 +538,7 @@ def test_networks_that_differ_raise_on_every_process(ranks):
 
 def test_a_network_that_is_not_divided_over_all_processes_raises(ranks):
     for result in ranks:
-        assert re.match("RetrievalModule: a parameter must be sharded .* 2 processes, .*Shard", result["part"])
+        assert re.match("a parameter must be sharded .* 2 processes, .*Shard", result["part"])
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
@@ -660,7 +660,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(ranks, folder
 def test_a_file_takes_the_place_of_shards(ranks, folder, tmp_path):
     path = tmp_path / "last.ckpt"
     shutil.copytree(folder / "shards.ckpt", path)
-    VerifiedCheckpoints("test", TorchCheckpointIO()).save_checkpoint({"epoch": 4}, path)
+    VerifiedCheckpoints(TorchCheckpointIO()).save_checkpoint({"epoch": 4}, path)
     assert read_checkpoint(path) == {"epoch": 4}
     assert list(tmp_path.iterdir()) == [path]
 

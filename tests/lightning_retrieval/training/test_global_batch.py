@@ -28,7 +28,7 @@ def gathered(this, world, device="cpu"):
     batch_of_own = (own_rows, labels[own].to(device), own.to(device))
     gradients = {}
     for local in (True, False):
-        embeddings, batch = gather_batch("Owner", *batch_of_own, gather=True, local_queries=local)
+        embeddings, batch = gather_batch(*batch_of_own, gather=True, local_queries=local)
         weighted = (embeddings * (this + 1)).sum()
         gradients[local] = torch.autograd.grad(weighted, own_rows)[0].cpu()
     return gradients, [part.detach().cpu() for part in (embeddings, batch.labels, batch.ids)], batch.counts
@@ -47,14 +47,14 @@ def assert_gathered(results):
 def message_of(embeddings, labels, ids, gather=True):
     """The error message of a batch, the same on all processes."""
     with pytest.raises((ValueError, TypeError)) as error:
-        gather_batch("Owner", embeddings, labels, ids, gather=gather, local_queries=True)
+        gather_batch(embeddings, labels, ids, gather=gather, local_queries=True)
     return type(error.value), str(error.value)
 
 
 def message_of_no_rows(labels):
     """The error message where a process has no rows before its forward pass."""
     with pytest.raises(ValueError, match="at least one row") as error:
-        gather_labels("Owner", [LocalRows(labels, inputs=labels)], gather=True)
+        gather_labels([LocalRows(labels, inputs=labels)], gather=True)
     return type(error.value), str(error.value)
 
 
@@ -85,8 +85,8 @@ def message_of_a_later_step(this):
 
     def compare(width):
         inputs = torch.ones(2, width)
-        rows = gather_labels("Owner", [LocalRows(torch.zeros(2).long(), inputs=inputs)], gather=True)
-        dimensions.compare("Owner", [inputs], rows)
+        rows = gather_labels([LocalRows(torch.zeros(2).long(), inputs=inputs)], gather=True)
+        dimensions.compare([inputs], rows)
 
     for width in (3, 3, 4, 4, 3):
         compare(width)
@@ -130,7 +130,7 @@ def test_batches_that_do_not_match_raise_on_every_rank(ranks, case, sentence):
     for result in ranks:
         error, message = result["messages"][case]
         assert issubclass(error, ValueError)
-        assert re.match(f"Owner: .*{sentence}", message)
+        assert re.match(f".*{sentence}", message)
 
 
 INVALID = ["labels that are not integers", "ids of another shape", "labels that are texts", "ids that are texts"]
@@ -141,13 +141,13 @@ def test_labels_and_ids_that_are_invalid_on_one_rank_raise_on_every_rank(ranks, 
     for this, result in enumerate(ranks):
         error, message = result["messages"][case]
         assert issubclass(error, TypeError)
-        assert message.startswith("Owner: labels must be integers of shape (rows,) or (rows, levels) and ids integers")
+        assert message.startswith("labels must be integers of shape (rows,) or (rows, levels) and ids integers")
         assert message.endswith(f"on rank {this}.")
 
 
 def test_one_process_keeps_its_batch_as_it_is():
     rows, labels = torch.randn(3, 2, requires_grad=True), torch.arange(3)
-    embeddings, batch = gather_batch("Owner", rows, labels, None, gather=True, local_queries=True)
+    embeddings, batch = gather_batch(rows, labels, None, gather=True, local_queries=True)
     assert embeddings is rows
     assert batch.labels is labels
     assert (batch.ids, batch.counts) == (None, [3])

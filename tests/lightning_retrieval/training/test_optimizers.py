@@ -415,7 +415,7 @@ VIT = {"depth": 2, "embed_dim": 24, "num_heads": 2}
 def depths_of(embedder):
     """{layer: first part of the names of its parameters that has a meaning}."""
     found = {}
-    for name, depth in layer_depths("Owner", embedder.backbone).items():
+    for name, depth in layer_depths(embedder.backbone).items():
         found.setdefault(depth, []).append(name)
     return found
 
@@ -427,7 +427,7 @@ def test_depths_of_timm_are_its_own():
     expected = {}
     for group in groups:
         expected.update({id(parameter): group["lr_scale"] for parameter in group["params"]})
-    depths = layer_depths("Owner", embedder.backbone)
+    depths = layer_depths(embedder.backbone)
     parameters = dict(embedder.backbone.named_parameters())
     assert set(depths) == set(parameters)
     assert set(expected.values()) == {1.0, 0.5, 0.25}
@@ -445,10 +445,10 @@ def test_depths_of_a_list_of_layers():
     """What comes after the last layer belongs to it, and a list of one layer is no list of layers."""
     stem, first, second, norm = (nn.Linear(2, 2, bias=False) for _ in range(4))
     blocks = nn.Sequential(nn.Sequential(first, second))
-    depths = layer_depths("Owner", nn.ModuleDict({"stem": stem, "blocks": blocks, "norm": norm}))
+    depths = layer_depths(nn.ModuleDict({"stem": stem, "blocks": blocks, "norm": norm}))
     assert depths == {"stem.weight": 0, "blocks.0.0.weight": 1, "blocks.0.1.weight": 2, "norm.weight": 2}
-    with pytest.raises(ValueError, match=r"^Owner: `layer_decay` must be 1 .* got a Sequential"):
-        layer_depths("Owner", nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"^`layer_decay` must be 1 .* got a Sequential"):
+        layer_depths(nn.Sequential(nn.Linear(2, 2)))
 
 
 class Trained(pl.Callback):

@@ -54,9 +54,9 @@ def trainer(devices=2, callbacks=(), **settings):
 )
 def test_other_arguments_raise_with_those_to_use(settings, got):
     use = r"data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False\), or FSDP2Strategy\("
-    sentence = rf"^RetrievalModule: .* got ModelParallelStrategy\({got}\); use ModelParallelStrategy\({use}"
+    sentence = rf"^.* got ModelParallelStrategy\({got}\); use ModelParallelStrategy\({use}"
     with pytest.raises(ValueError, match=sentence):
-        check_trainer("RetrievalModule", trainer(**settings))
+        check_trainer(trainer(**settings))
 
 
 @pytest.mark.refusal
@@ -80,8 +80,8 @@ def test_copies_that_cannot_have_the_same_number_of_processes_raise():
 )
 def test_callbacks_that_cannot_work_raise(callback, reason):
     name = type(callback).__name__
-    with pytest.raises(ValueError, match=rf"^RetrievalModule: the callback {name} of Lightning {reason}"):
-        check_trainer("RetrievalModule", trainer(callbacks=[callback]))
+    with pytest.raises(ValueError, match=rf"^the callback {name} of Lightning {reason}"):
+        check_trainer(trainer(callbacks=[callback]))
 
 
 @needs_sums
@@ -89,15 +89,15 @@ def test_callbacks_that_cannot_work_raise(callback, reason):
 def test_predict_with_several_processes_raises():
     run = trainer()
     run.state.fn = TrainerFn.PREDICTING
-    with pytest.raises(ValueError, match=r"^RetrievalModule: in predict the processes may have unequal numbers of bat"):
-        check_trainer("RetrievalModule", run)
+    with pytest.raises(ValueError, match=r"^in predict the processes may have unequal numbers of bat"):
+        check_trainer(run)
 
 
 @pytest.mark.refusal
 def test_an_old_torch_raises(monkeypatch):
     monkeypatch.delattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms", raising=False)
-    with pytest.raises(ValueError, match=r"^RetrievalModule: ModelParallelStrategy needs a newer torch, .* torch \d"):
-        check_trainer("RetrievalModule", trainer())
+    with pytest.raises(ValueError, match=r"^ModelParallelStrategy needs a newer torch, .* torch \d"):
+        check_trainer(trainer())
 
 
 @pytest.mark.refusal
@@ -113,7 +113,7 @@ def test_a_chunk_size_that_each_process_finds_for_itself_raises(monkeypatch):
     module = RetrievalModule(net(), SmoothAPLoss(), chunk_size="auto")
     for name in ("world_size", "has_sharded_parameters"):
         monkeypatch.setattr(f"lightning_retrieval.training.trainer_checks.{name}", lambda *_: 2)
-    with pytest.raises(ValueError, match=r"^RetrievalModule: chunk_size='auto' is found by each .* chunk_size=32\.$"):
+    with pytest.raises(ValueError, match=r"^chunk_size='auto' is found by each .* chunk_size=32\.$"):
         check_processes(module)
 
 
@@ -126,7 +126,7 @@ def test_chunks_and_sync_batch_norm_do_not_go_together(chunk_size, monkeypatch):
     if chunk_size is None:
         check_processes(module)
     else:
-        with pytest.raises(ValueError, match=r"^RetrievalModule: SyncBatchNorm waits for all processes at each chunk"):
+        with pytest.raises(ValueError, match=r"^SyncBatchNorm waits for all processes at each chunk"):
             check_processes(module)
 
 
