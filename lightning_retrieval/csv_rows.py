@@ -23,18 +23,19 @@ class CSVRow(NamedTuple):
     last: int
 
 
-def csv_rows(lines: Iterable[str], *, may_span_lines: bool = False) -> Iterator[CSVRow]:
+def csv_rows(lines: Iterable[str], *, may_span_lines: bool = False, delimiter: str = ",") -> Iterator[CSVRow]:
     """Yield the rows of a CSV file that are not blank, header included.
 
     Args:
         lines: the lines of the file, with their line endings.
         may_span_lines: whether quoted fields may have several lines.
+        delimiter: separates the fields.
 
     Raises:
         CSVError: if a quote is not closed, or text follows a closing quote; without `may_span_lines`, if a row has
             several lines.
     """
-    reader = csv.reader(lines, skipinitialspace=True, strict=True)
+    reader = csv.reader(lines, skipinitialspace=True, strict=True, delimiter=delimiter)
     first = 1
     try:
         for fields in reader:

@@ -48,6 +48,7 @@ from tests.quiet_trainer import quiet_trainer
 from tests.test_surface import public_objects
 
 TRANSFORM = Preparation()
+TABLE_FORMAT = {"columns": {"label": "class"}, "delimiter": ";"}
 OBJECTS = [([[1.0, 2.0, 3.0, 4.0]], [1], [False])]
 
 
@@ -203,7 +204,7 @@ TABLE = {
     "GeM": Entry({"p": 2.5, "eps": 1e-3, "learnable": False}),
     "GlobalAvgPool": Entry(without=NO_TENSOR),
     "GlobalMaxPool": Entry(without=NO_TENSOR),
-    "Preparation": Entry({"image_size": 64, "resize": (70, 80), "interpolation": "bicubic", "background": "black"}),
+    "Preparation": Entry({"image_size": 64, "resize": "fit", "interpolation": "bicubic", "fill": "black"}),
     "GlyphNet": Entry({"width": 4, "in_channels": 3}, shown=()),  # its repr is its layers
     "gem": Entry(without=ONLY_CALLED),
     # lightning_retrieval.detection
@@ -301,9 +302,9 @@ TABLE = {
     "CUB200": Entry({"root": "CUB_200_2011", "boxes": True, "val_fraction": 0.1}),
     "IJBC": Entry({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
     "INaturalist": Entry({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
-    "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "categories": True, "split_seed": 2}),
-    "TextTable": Entry({"table": "captions.csv", "test_fraction": 0.4, "split_seed": 2}),
-    "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"}),
+    "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "classes": 2, "categories": True, "split_seed": 2}),
+    "TextTable": Entry({"table": "captions.csv", "test_fraction": 0.4, "split_seed": 2} | TABLE_FORMAT),
+    "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"} | TABLE_FORMAT),
     "HuggingFaceImages": Entry(
         {"path": "pets", "label_column": "kind", "split_names": {"train": "train"}, "test_fraction": 0.3}
         | {"split_seed": 2}

@@ -390,7 +390,7 @@ class RevisitedOxford(_Revisited):
         transform: name of the transform after scaling, see `Preparation`; `"ap_gem"` does not change the size.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
-            `std`, `interpolation`, `background`, `reduced_scale`, `on_error`, `load_truncated`, `val_fraction`,
+            `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`, `load_truncated`, `val_fraction`,
             `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`,
             `sampler`, `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
 
@@ -445,7 +445,7 @@ class RevisitedParis(_Revisited):
         transform: name of the transform after scaling, see `Preparation`.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
-            `std`, `interpolation`, `background`, `reduced_scale`, `on_error`, `load_truncated`, `val_fraction`,
+            `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`, `load_truncated`, `val_fraction`,
             `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`,
             `sampler`, `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
 

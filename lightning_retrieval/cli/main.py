@@ -12,6 +12,7 @@
     lightning-retrieval completion SHELL
     lightning-retrieval env
     lightning-retrieval example NAME
+    lightning-retrieval shrink PHOTOS SMALL --size 288
 
 The commands that use a trained model are in `lightning_retrieval.search.commands`, each in the module of its name. The
 module is imported after the options have been parsed, so that help does not wait for torch.
@@ -48,6 +49,7 @@ OTHER_COMMANDS = {
     "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
     "env": "Print the versions that a bug report needs",
     "example": "Write the config of an example: glyphs",
+    "shrink": "Copy a folder with smaller images, which are read faster: PHOTOS SMALL --size 288",
 }
 SEARCH_COMMANDS = "lightning_retrieval.search.commands"  # has a module for each of the other commands
 WITHOUT_LIGHTNING = ("completion", "env", "example")  # these commands run whatever the environment variable names
@@ -148,6 +150,10 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.example import example
 
         return example(args)
+    if command == "shrink":
+        from lightning_retrieval.cli.shrink import shrink
+
+        return shrink(args)
     parsing = import_module(f"{SEARCH_COMMANDS}.options")
     options = parsing.parse(command, args)
     work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
@@ -195,6 +201,7 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
     from lightning_retrieval.cli.check import DATA_MODULES
     from lightning_retrieval.cli.example import add_options as add_options_of_example
     from lightning_retrieval.cli.fit import fit
+    from lightning_retrieval.cli.shrink import add_options as add_options_of_shrink
 
     options = import_module(f"{SEARCH_COMMANDS}.options")
     parser = argparse.ArgumentParser("lightning-retrieval")
@@ -215,6 +222,8 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
             continue
         elif name == "example":
             add_options_of_example(command)
+        elif name == "shrink":
+            add_options_of_shrink(command)
         else:
             options.COMMANDS[name].add_options(command)
         for action in command._actions:

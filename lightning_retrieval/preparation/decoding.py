@@ -7,8 +7,8 @@ import contextlib
 import errno
 import io
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -40,6 +40,16 @@ except ImportError:  # deprecated in torchvision 0.29
 
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
+# Suffixes of pictures in formats that Pillow alone does not decode.
+UNREAD_PICTURES = frozenset(
+    (
+        *(".heic", ".heif", ".hif", ".jxl", ".jxr", ".svg", ".svgz", ".eps"),
+        *(".ps", ".ai", ".pdf", ".wmf", ".emf", ".xcf", ".kra", ".fits"),
+        *(".exr", ".hdr", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"),
+        *(".raf", ".orf", ".rw2", ".pef", ".srw"),
+    )
+)
+MOST_SUFFIXES = 8  # suffixes that are shown
 JPEG_START = b"\xff\xd8\xff"
 
 _FLIPPED = {
@@ -127,10 +137,39 @@ class ImageFiles(NamedTuple):
     Args:
         paths: the files whose suffix, in lower case, is one of `image_suffixes`.
         special: the paths with such a suffix that are FIFOs, sockets or devices.
+        others: the files with another suffix.
     """
 
     paths: list[str]
     special: list[str]
+    others: list[str]
+
+
+def is_unread_picture(path: str) -> bool:
+    """Whether the suffix of a file is that of a picture in a format that Pillow alone does not decode."""
+    return Path(path).suffix.lower() in UNREAD_PICTURES
+
+
+def shown_suffixes(paths: Iterable[str]) -> str:
+    """How many files have which suffix, such as `.heic 12, .txt 3`: pictures first, then the most frequent.
+
+    Args:
+        paths: paths of files that are not read as images.
+    """
+    counts: Counter[str] = Counter()
+    for path in paths:
+        counts[Path(path).suffix.lower()] += 1
+    order = sorted(counts, key=lambda suffix: (suffix not in UNREAD_PICTURES, -counts[suffix], suffix))
+    shown = []
+    for suffix in order[:MOST_SUFFIXES]:
+        shown.append(f"{suffix or 'no suffix'} {counts[suffix]:,}")
+    hidden = len(order) - MOST_SUFFIXES
+    if hidden > 0:
+        shown.append(f"and {hidden:,} more suffixes")
+    sentence = ", ".join(shown)
+    if order and order[0] in UNREAD_PICTURES:
+        sentence += "; convert pictures that Pillow does not decode, to PNG or JPEG"
+    return sentence
 
 
 def image_files(top: Path) -> ImageFiles:
@@ -146,10 +185,30 @@ def image_files(top: Path) -> ImageFiles:
         OSError: if a folder cannot be opened.
     """
     suffixes = image_suffixes()
-    paths: list[str] = []
-    special: list[str] = []
-    listed = set(map(str, Path(os.path.realpath(top)).parents))
-    folders, links = deque([top]), deque[Path]()
+    found = ImageFiles([], [], [])
+    for _, entries in walk_folders([top], unlisted=Path(os.path.realpath(top)).parents):
+        for files, images, others in (
+            (entries.files, found.paths, found.others),
+            (entries.special, found.special, []),
+        ):
+            for file in files:
+                kind = images if file.suffix.lower() in suffixes else others
+                kind.append(file.relative_to(top).as_posix())
+    return ImageFiles(*map(sorted, found))
+
+
+def walk_folders(begin: Iterable[Path], *, unlisted: Iterable[Path]) -> Iterator[tuple[Path, FolderEntries]]:
+    """List folders, and those in them at any depth, each once; links to folders are followed after all others.
+
+    Args:
+        begin: the first folders.
+        unlisted: real paths of folders that are not listed, if links lead to them.
+
+    Raises:
+        OSError: if a folder cannot be opened.
+    """
+    listed = set(map(str, unlisted))
+    folders, links = deque(begin), deque[Path]()
     while folders or links:
         folder = (folders or links).popleft()
         real = os.path.realpath(folder)
@@ -159,9 +218,7 @@ def image_files(top: Path) -> ImageFiles:
         entries = list_folder(folder)
         for inner in entries.folders:
             (links if inner.is_symlink() else folders).append(inner)
-        for names, files in ((paths, entries.files), (special, entries.special)):
-            names += [file.relative_to(top).as_posix() for file in files if file.suffix.lower() in suffixes]
-    return ImageFiles(sorted(paths), sorted(special))
+        yield folder, entries
 
 
 def read_image(

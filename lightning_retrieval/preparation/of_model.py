@@ -10,6 +10,7 @@ from lightning_retrieval.checks import short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.pixels import check_size
 from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.preparation.prepare import FIT
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,19 @@ def wanted_settings(preparation: Any, image_size: Any = None) -> dict[str, Any]:
     image_size = check_size("image_size", image_size)
     if image_size is not None:
         if image_size != settings.get("image_size", image_size):
-            settings.pop("resize", None)
+            settings = without_size(settings)
         settings["image_size"] = image_size
     Preparation(**settings)  # raises for an invalid value
     return settings
+
+
+def without_size(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a preparation without the sizes that are in proportion to its image size; `"fit"` fits any size.
+
+    Args:
+        settings: arguments of `Preparation`.
+    """
+    return {name: value for name, value in settings.items() if name != "resize" or value == FIT}
 
 
 def merged_preparation(of_weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> Preparation:

@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import check_integer, check_tensor, short_repr
 from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
-from lightning_retrieval.preparation.prepare import Box, Size, colour
+from lightning_retrieval.preparation.prepare import FIT, Box, Fill, Size, colour, padded
 
 Pixels = UInt8[Tensor, "channel height width"]
 PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
@@ -93,6 +93,18 @@ def cropped(pixels: Pixels, box: Box) -> PixelsOfNewSize:
     return pixels[:, top:bottom, left:right]
 
 
+def padded_pixels(pixels: Pixels, frame: Size, fill: Fill) -> PixelsOfNewSize:
+    """The image in the middle of a frame, see `padded`.
+
+    Args:
+        pixels: the image, not larger than the frame.
+        frame: height and width of the frame.
+        fill: as for `padded`.
+    """
+    framed = padded(pixels.permute(1, 2, 0).numpy(), frame, fill)
+    return torch.from_numpy(framed).permute(2, 0, 1)
+
+
 def check_pixels(name: str, pixels: Any) -> None:
     """Raise unless a tensor holds the pixels of one colour image.
 
@@ -124,3 +136,18 @@ def check_size(name: str, value: Any) -> int | Size | None:
         )
     height, width = (check_integer(CALLER, name, side, 1, MOST_PIXELS) for side in value)
     return height, width
+
+
+def check_resize(name: str, value: Any) -> int | Size | Literal["fit"] | None:
+    """Check a size as `check_size` does; it may also be `"fit"`.
+
+    Args:
+        name: name of the argument.
+        value: the size.
+    """
+    if not isinstance(value, str):
+        return check_size(name, value)
+    if value != FIT:
+        rule = "must be a number of pixels, a pair (height, width) or 'fit'"
+        raise InvalidValue(rule, argument=name, got=short_repr(value))
+    return "fit"

@@ -21,7 +21,7 @@ other cases, the reference is torchvision on PIL images.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, UInt8
@@ -44,17 +44,22 @@ from lightning_retrieval.preparation.pixels import (
     Interpolation,
     check_colour,
     check_pixels,
+    check_resize,
     check_size,
     cropped,
+    padded_pixels,
     resize_bilinear,
     to_image,
     to_pixels,
 )
 from lightning_retrieval.preparation.prepare import (
+    BORDER,
+    FIT,
     NeededPart,
     Size,
     centre_box,
     crop_image,
+    fitted_part,
     in_colours,
     needed_part,
     pair,
@@ -74,9 +79,10 @@ class Preparation:
     Args:
         image_size: height and width of the centre crop, or one number for both, from 1 to 16,384 pixels. None means
             no crop.
-        resize: size of the image before the crop: one number for its short side, or height and width. None means
-            256 / 224 of `image_size` for the short side, as in the papers, if `image_size` is a number; exactly
-            `image_size` if it is a pair; and no resizing if `image_size` is None too.
+        resize: size of the image before the crop: one number for its short side, or height and width, which changes
+            its shape. `"fit"` keeps the shape and crops nothing: the whole image is resized to fit into `image_size`,
+            and padded. None means 256 / 224 of `image_size` for the short side, as in the papers, if `image_size` is a
+            number; exactly `image_size` if it is a pair; and no resizing if `image_size` is None too.
         interpolation: interpolation of resizing: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos"`, `"box"` or
             `"hamming"`.
         mean: one number for each channel, which is subtracted from its values (from 0 to 1). The default is ImageNet's.
@@ -87,10 +93,12 @@ class Preparation:
         reduced_scale: whether JPEGs are decoded at a half, a quarter or an eighth of their size, as long as they are
             not smaller than the size that they are resized to. Decoding large photographs is then faster, but the
             pixels change. PIL images that are already decoded are not affected.
+        fill: the colour of the padding of `resize="fit"`, given like `background`. `"border"` is the colour of the
+            image's border: the median of each channel along its four sides.
 
     Raises:
-        ValueError: if a value is out of its range, the crop is larger than the resized image, or `mean` or `std` does
-            not have one number for each channel.
+        ValueError: if a value is out of its range, the crop is larger than the resized image, `mean` or `std` does
+            not have one number for each channel, or `fill` is given without `resize="fit"`.
         TypeError: if an argument has the wrong type, or if a call gets neither a PIL image nor a tensor of uint8.
 
     Example:
@@ -102,6 +110,9 @@ class Preparation:
         (torch.Size([3, 64, 64]), [255, 0, 0])
         >>> Preparation(**preparation.as_dict()) == preparation
         True
+        >>> whole = Preparation(image_size=4, resize="fit", fill="black")
+        >>> whole.undo(whole(Image.new("RGB", (100, 50), "white")))[0].tolist()
+        [[0, 0, 0, 0], [255, 255, 255, 255], [255, 255, 255, 255], [0, 0, 0, 0]]
 
     Relations:
         `Preparation.named` returns the preparations of the papers. `training_transform` returns the random transforms
@@ -109,20 +120,21 @@ class Preparation:
     """
 
     image_size: int | Sequence[int] | None = DEFAULT_IMAGE_SIZE
-    resize: int | Sequence[int] | None = None
+    resize: int | Sequence[int] | Literal["fit"] | None = None
     interpolation: Interpolation = "bilinear"
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
     channels: int = 3
     background: str | Sequence[int] = "white"
     reduced_scale: bool = False
+    fill: str | Sequence[int] = BORDER
 
     NAMES: ClassVar[tuple[str, ...]] = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")
 
     @owned_by("Preparation")
     def __post_init__(self) -> None:
-        for name in ("image_size", "resize"):
-            self._set(name, check_size(name, getattr(self, name)))
+        self._set("image_size", check_size("image_size", self.image_size))
+        self._set("resize", check_resize("resize", self.resize))
         check_choice("Preparation", "interpolation", self.interpolation, INTERPOLATIONS)
         self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
         check_mean = partial(check_finite_number, least=0, most=1)
@@ -133,6 +145,7 @@ class Preparation:
             self._set("background", tuple(self.background))
         check_bool("Preparation", "reduced_scale", self.reduced_scale)
         self._check_crop()
+        self._check_fit()
 
     @staticmethod
     def named(name: str) -> "Preparation":
@@ -175,7 +188,10 @@ class Preparation:
             part = self._needed_part(converted.height, converted.width)
             resized = resize_image(crop_image(converted, part.source), *part.size, self.interpolation)
             pixels = to_pixels(resized)
-        return cropped(pixels, part.crop)
+        pixels = cropped(pixels, part.crop)
+        if self._frame is not None:
+            return padded_pixels(pixels, self._frame, self.fill)
+        return pixels
 
     @property
     def takes_pixels(self) -> bool:
@@ -206,9 +222,11 @@ class Preparation:
         return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as plain data, which checkpoints, JSON and YAML can hold."""
+        """The settings as plain data, which checkpoints, JSON and YAML can hold; `fill` only with `resize="fit"`."""
         settings = {}
         for field in fields(self):
+            if field.name == "fill" and self.resize != FIT:  # records of earlier versions do not have it
+                continue
             value = getattr(self, field.name)
             settings[field.name] = list(value) if isinstance(value, tuple) else value
         return settings
@@ -219,6 +237,8 @@ class Preparation:
         Args:
             image_size: height and width of the result, or one number for both; None neither resizes nor crops.
         """
+        if isinstance(self.resize, str):
+            return replace(self, image_size=image_size)
         other = replace(self, image_size=image_size, resize=None)
         if self.resize is None or self.crop_size is None or other.crop_size is None:
             return other
@@ -230,7 +250,10 @@ class Preparation:
 
     @property
     def resized_to(self) -> int | Sequence[int] | None:
-        """The size that images are resized to: the short side, a pair of height and width, or None for no resizing."""
+        """The size that images are resized to: the short side, a pair of height and width, or None for no resizing.
+
+        With `resize="fit"` it is `image_size`, of which a resized image has the height or the width.
+        """
         return size_before_crop(self.image_size, self.resize)
 
     @property
@@ -253,8 +276,17 @@ class Preparation:
             return None
         return pair(self.image_size)
 
+    @property
+    def _frame(self) -> Size | None:
+        """Height and width of the frame in which images are padded; None if they are not padded."""
+        if self.resize == FIT:
+            return self.crop_size
+        return None
+
     def _needed_part(self, height: int, width: int) -> NeededPart:
         """The part of an image of this size that is resized, and the crop in it."""
+        if self._frame is not None:
+            return fitted_part((height, width), self._frame)
         new_size = resized_size(height, width, self.resized_to)
         if self.crop_size is not None:
             return needed_part((height, width), new_size, centre_box(*new_size, self.crop_size))
@@ -306,6 +338,20 @@ class Preparation:
         if crop[0] > height or crop[1] > width:
             rule = f"must be at least `image_size`, {self.image_size}, so that the crop lies in the image"
             raise InvalidValue(rule, "Preparation", "resize", got=self.resize)
+
+    def _check_fit(self) -> None:
+        """Raise if `resize="fit"` has no frame, or if there is a colour for padding but no padding."""
+        if self.resize == FIT and self.image_size is None:
+            rule = 'must be given with resize="fit", which pads images to this size'
+            raise InvalidValue(rule, "Preparation", "image_size", got=None)
+        if isinstance(self.fill, str) and self.fill == BORDER:
+            return
+        check_colour("fill", self.fill)
+        if not isinstance(self.fill, str):
+            self._set("fill", tuple(self.fill))
+        if self.resize != FIT:
+            rule = 'must be given with resize="fit" only, because no other `resize` pads images'
+            raise InvalidValue(rule, "Preparation", "fill", got=short_repr(self.fill), cure='set resize="fit"')
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen

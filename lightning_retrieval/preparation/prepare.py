@@ -35,7 +35,11 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 Size = tuple[int, int]  # height and width
 Box = tuple[int, int, int, int]  # top, left, bottom and right
+Resize = int | Sequence[int] | str | None  # the setting of `Preparation`
+Fill = str | Sequence[int]  # the setting of `Preparation`
 
+FIT = "fit"  # the value of `resize` with which images are padded instead of cropped
+BORDER = "border"  # the value of `fill` that stands for the colour of the image's border
 PROGRAMS = ("model.onnx", "model.int8.onnx", "model.pt2")  # files of an export that hold the values about it
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112  # number of the EXIF tag
@@ -103,13 +107,19 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     if settings["reduced_scale"] and target is not None:
         least_size = pair(target)
     image = in_colours(image, settings["channels"], colour(settings["background"]), least_size)
-    size = image.height, image.width
-    new_size = resized_size(*size, target)
-    part = needed_part(size, new_size, centre_box(*new_size, pair(settings["image_size"])))
+    size, frame = (image.height, image.width), pair(settings["image_size"])
+    if settings["resize"] == FIT:
+        part = fitted_part(size, frame)
+    else:
+        new_size = resized_size(*size, target)
+        part = needed_part(size, new_size, centre_box(*new_size, frame))
     image = resize_image(crop_image(image, part.source), *part.size, settings["interpolation"])
-    pixels: NDArray[np.uint8] = np.array(image).reshape(*part.size, settings["channels"]).transpose(2, 0, 1)
+    pixels: NDArray[np.uint8] = np.array(image).reshape(*part.size, settings["channels"])
     top, left, bottom, right = part.crop
-    pixels = pixels[:, top:bottom, left:right]
+    pixels = pixels[top:bottom, left:right]
+    if settings["resize"] == FIT:
+        pixels = padded(pixels, frame, settings["fill"])
+    pixels = pixels.transpose(2, 0, 1)
     if about["input"] == "uint8":
         return np.ascontiguousarray(pixels)
     mean, std = (np.array(settings[name], np.float32)[:, None, None] for name in ("mean", "std"))
@@ -301,16 +311,18 @@ def upright_size(image: Image.Image) -> Size:
     return image.height, image.width
 
 
-def size_before_crop(
-    image_size: int | Sequence[int] | None, resize: int | Sequence[int] | None
-) -> int | Sequence[int] | None:
+def size_before_crop(image_size: int | Sequence[int] | None, resize: Resize) -> int | Sequence[int] | None:
     """The size that images are resized to: the short side, a pair of height and width, or None for no resizing.
+
+    With `"fit"` it is the frame, whose height or width the resized image has.
 
     Args:
         image_size: setting of `Preparation`.
         resize: setting of `Preparation`.
     """
-    if resize is not None:
+    if resize == FIT and image_size is not None:
+        return pair(image_size)
+    if resize is not None and not isinstance(resize, str):
         return resize
     if isinstance(image_size, int):
         return round(image_size * 256 / 224)
@@ -370,6 +382,47 @@ def needed_part(size: Size, new_size: Size, crop: Box) -> NeededPart:
     box[longer] -= new_begin
     box[longer + 2] -= new_begin
     return NeededPart(_box(source), (resized[0], resized[1]), _box(box))
+
+
+def fitted_part(size: Size, frame: Size) -> NeededPart:
+    """The whole image, resized to the largest size of the same shape that a frame holds.
+
+    Args:
+        size: height and width of the image.
+        frame: height and width of the frame.
+    """
+    (height, width), (frame_height, frame_width) = size, frame
+    if width * frame_height > height * frame_width:
+        new_size = max(1, round(height / width * frame_width)), frame_width
+    else:
+        new_size = frame_height, max(1, round(width / height * frame_height))
+    return NeededPart((0, 0, *size), new_size, (0, 0, *new_size))
+
+
+def padded(pixels: NDArray[np.uint8], frame: Size, fill: Fill) -> NDArray[np.uint8]:
+    """The image in the middle of a frame, the rest of which has one colour.
+
+    Args:
+        pixels: the image (height, width, channels), which is not larger than the frame.
+        frame: height and width of the frame.
+        fill: the colour, or `"border"` for the median of each channel along the border of the image.
+    """
+    height, width, channels = pixels.shape
+    if (height, width) == frame:
+        return pixels
+    if fill == BORDER:
+        border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+        shown = np.sort(border, axis=0)[len(border) // 2]
+    else:
+        one_pixel = Image.new("RGB", (1, 1), tuple(colour(fill)))
+        if channels == 1:
+            one_pixel = one_pixel.convert("L")
+        shown = np.array(one_pixel).reshape(channels)
+    top, left, _, _ = centre_box(*frame, (height, width))
+    framed = np.empty((*frame, channels), np.uint8)
+    framed[:] = shown
+    framed[top : top + height, left : left + width] = pixels
+    return framed
 
 
 def _needed_range(length: int, resized: int, begin: int, end: int) -> tuple[int, int, int, int]:

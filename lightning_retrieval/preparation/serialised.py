@@ -355,5 +355,5 @@ def shown_transform(serialised: dict[str, Any]) -> str:
         if Preparation.named(name) == preparation:
             return repr(name)
     defaults = Preparation().as_dict()
-    changed = [f"{name}={value}" for name, value in preparation.as_dict().items() if value != defaults[name]]
+    changed = [f"{name}={value}" for name, value in preparation.as_dict().items() if value != defaults.get(name)]
     return f"Preparation({', '.join(changed)})"

@@ -14,6 +14,9 @@ cropping) and its size of 800 pixels; scaling and cropping are one transform her
 the strengths, and neither mentions a flip: the strengths and the flip are choices of this library. In evaluation, the
 `Preparation` of the same name is used.
 
+With `Preparation(resize="fit")`, images are fitted and padded before the random transforms: by `"plain"` to the size of
+evaluation, so that nothing is cropped, and by the others to 256 / 224 of it.
+
 If evaluation takes tensors of uint8, so do all transforms but `"ap_gem"`, because torchvision's colour jitter differs
 for tensors. With `Preparation(reduced_scale=True)`, JPEGs are decoded at a reduced scale, but never so small that the
 first resizing transform would enlarge them.
@@ -31,9 +34,9 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional
 
 from lightning_retrieval.checks import check_choice, check_instance
-from lightning_retrieval.preparation.pixels import Pixels, to_image, to_pixels
+from lightning_retrieval.preparation.pixels import MOST_PIXELS, Pixels, to_image, to_pixels
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE, Preparation
-from lightning_retrieval.preparation.prepare import MOST_RESIZED, Size, needed_part, resized_size
+from lightning_retrieval.preparation.prepare import FIT, MOST_RESIZED, Size, needed_part, resized_size
 
 PaperName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
 
@@ -91,6 +94,8 @@ class TrainingTransform:
         if not self.preparation.reduced_scale:
             return None
         for transform in self.transforms:
+            if isinstance(transform, _Fit):
+                return transform.preparation.least_size
             if isinstance(transform, v2.Resize):
                 height, width = (*transform.size, *transform.size)[:2]
                 return height, width
@@ -113,6 +118,33 @@ class TrainingTransform:
 
     def __repr__(self) -> str:
         return f"TrainingTransform({self.transforms}, {self.preparation})"
+
+
+class _Fit(nn.Module):
+    """Resizing and padding by a preparation, for random transforms of its result, which has the type of the image.
+
+    Args:
+        preparation: a preparation with `resize="fit"`.
+    """
+
+    def __init__(self, preparation: Preparation) -> None:
+        super().__init__()
+        self.preparation = preparation
+
+    def forward(self, image: Image.Image | Tensor) -> Any:
+        """The padded image.
+
+        Args:
+            image: a PIL image, or a tensor of uint8.
+        """
+        pixels = self.preparation.to_uint8(image)
+        if isinstance(image, Tensor):
+            return pixels
+        return functional.to_pil_image(pixels)
+
+    def extra_repr(self) -> str:
+        """The size and the colour of the padding."""
+        return f"{self.preparation.image_size}, fill={self.preparation.fill!r}"
 
 
 def _resized_and_cropped(image: Any, resize: v2.Resize, crop: v2.Transform) -> Any:
@@ -188,23 +220,38 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
     if preparation is None:
         preparation = Preparation.named(name)
     check_instance("training_transform", "preparation", preparation, Preparation)
-    steps = _steps(name, preparation)
+    steps = _first_steps(name, preparation) + _random_steps(name, preparation)
     if preparation.channels == 1:
         steps.insert(0, v2.Grayscale())
     return TrainingTransform(steps, preparation, takes_pixels=preparation.takes_pixels and name != "ap_gem")
 
 
-def _steps(name: PaperName, preparation: Preparation) -> list[nn.Module]:
-    """The transforms of a paper, in order."""
+def _first_steps(name: PaperName, preparation: Preparation) -> list[nn.Module]:
+    """The transforms of a paper that are not random and come first: none, resizing, or fitting and padding."""
+    if preparation.resize == FIT and name == "plain":
+        return [_Fit(preparation)]
+    if preparation.resize == FIT:
+        height, width = (min(MOST_PIXELS, round(side * 256 / 224)) for side in _size(preparation))
+        return [_Fit(preparation.with_size((height, width)))]
+    mode = InterpolationMode(preparation.interpolation)
+    if name == "plain":
+        return [_resize(preparation, mode)]
+    if name == "roadmap":
+        return [_resize(preparation, mode, short_side=True)]
+    return []
+
+
+def _random_steps(name: PaperName, preparation: Preparation) -> list[nn.Module]:
+    """The random transforms of a paper, in order."""
     size, mode = _size(preparation), InterpolationMode(preparation.interpolation)
     flip = v2.RandomHorizontalFlip()
     if name == "plain":
-        return [_resize(preparation, mode), v2.RandomCrop(size), flip]
+        return [v2.RandomCrop(size), flip]
     if name == "smooth_ap":
         return [v2.RandomResizedCrop(size, interpolation=mode), flip]
     if name == "roadmap":
         crop = v2.RandomResizedCrop(size, scale=(0.16, 1.0), ratio=(0.75, 1.33), interpolation=mode)
-        return [_resize(preparation, mode, short_side=True), crop, flip]
+        return [crop, flip]
     return [
         v2.RandomRotation(AP_GEM_DEGREES, InterpolationMode.BILINEAR),
         v2.RandomResizedCrop(_size(preparation, AP_GEM_SIZE), scale=(0.5, 1.0), interpolation=mode),

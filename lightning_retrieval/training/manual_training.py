@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from lightning_retrieval.backend import DDPStrategy, ModelParallelStrategy, TrainerFn, pl, rank_zero_warn, to_uncompiled
+from lightning_retrieval.backend import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    TrainerFn,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+    to_uncompiled,
+)
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
@@ -22,6 +30,7 @@ from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
+from lightning_retrieval.training.loader_wait import LoaderWait
 from lightning_retrieval.training.optimizers import GradientWatch, Updates, check_optimized, make_optimizer
 from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
@@ -232,6 +241,8 @@ class ManualTraining(OptimizedModule):
         self.automatic_optimization = False
         self._is_first_step = True  # whether the next step is the first step of the run
         self._throughput = Throughput()
+        self._loader_wait = LoaderWait()
+        self._first_epoch = 0  # of the run
         self._logged_terms: set[str] = set()  # names of the values that the last step has logged
         self._monitors: dict[int, str] = {}  # the metrics that `configure_optimizers` names, by id of the scheduler
 
@@ -315,6 +326,14 @@ class ManualTraining(OptimizedModule):
                 images_per_second = round(images_per_second)  # progress bars show more digits as 3.84e+3
             # A tensor on the CPU: a Python number would be copied to the device, and the host would wait for the copy.
             self.log("train/images/s", torch.tensor(float(images_per_second)), prog_bar=True)
+        self._log_wait()
+
+    def _log_wait(self) -> None:
+        """Log the part of the epoch's time in which the network waited for images: once, and when loggers write."""
+        wait, connector = self._loader_wait, self.trainer._logger_connector
+        if wait.fraction is not None and (not wait.is_logged or connector.should_update_logs):
+            wait.is_logged = True
+            self.log("train/loader_wait", torch.tensor(wait.fraction))
 
     def _log_again(self, name: str, value: Tensor) -> bool:
         """Log a value in the way in which an earlier step of the epoch has logged its name; False if none has.
@@ -362,6 +381,7 @@ class ManualTraining(OptimizedModule):
         Warn of parameters of 16 bits.
         """
         super().on_train_start()
+        self._first_epoch = self.current_epoch
         check_filled(self)
         warn_of_half_parameters(self)
         trainer: Any = self.trainer
@@ -384,14 +404,21 @@ class ManualTraining(OptimizedModule):
                 )
 
     def on_train_epoch_start(self) -> None:
-        """Exclude the time between epochs from the throughput."""
+        """Exclude the time between epochs from the throughput and from the time of waiting for images."""
         self._throughput.restart()
+        self._loader_wait.restart()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the optimizers, and copy the buffers of rank 0 to all ranks."""
+        self._loader_wait.begin(self.device)
         super().on_train_batch_start(batch, batch_idx)
         copy_buffers_of_first_process(self.trainer)
         _count_begun_epoch(self.trainer)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to measure for how long the network waits for the next images."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self._loader_wait.end(self.device)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients: in this hook, half-precision gradients have been unscaled but not yet used."""
@@ -410,6 +437,7 @@ class ManualTraining(OptimizedModule):
         check_filled(self)
         copy_buffers_of_first_process(self.trainer)
         self._throughput.restart()
+        self._loader_wait.pause()
         if self.trainer.state.fn == TrainerFn.VALIDATING:
             log_settings(self.trainer, {})
 
@@ -425,7 +453,14 @@ class ManualTraining(OptimizedModule):
             self._step_plateau_schedulers()
 
     def on_train_epoch_end(self) -> None:
-        """Step the `ReduceLROnPlateau` schedulers in a run without validation."""
+        """Say after the first epoch of a run how long it waited for images; step `ReduceLROnPlateau` schedulers.
+
+        They are stepped here in a run without validation only.
+        """
+        if self.current_epoch == self._first_epoch:
+            line = self._loader_wait.line(self.trainer.train_dataloader)
+            if line is not None:
+                rank_zero_info(f"{type(self).__name__}: {line}")
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
 

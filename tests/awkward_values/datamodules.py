@@ -138,16 +138,18 @@ def folder_settings():
     return {
         "root": folder("images", lambda root: write_folders(root, names)),
         "test_fraction": 0.5,
+        "classes": "top",
         "transform": "plain",
         "train_transform": SMALL,
         "eval_transform": SMALL,
         "image_size": 16,
-        "resize": 20,
+        "resize": "fit",
         "mean": (0.5, 0.5, 0.5),
         "std": (0.5, 0.5, 0.5),
         "interpolation": "bicubic",
         "background": "black",
         "reduced_scale": True,
+        "fill": "white",
         "on_error": "raise",
         "load_truncated": False,
         "val_fraction": 0.0,
@@ -222,6 +224,7 @@ def first_pair(data):
     return [batch["queries"]["images"], batch["candidates"]["labels"]]
 
 
+TABLE_FORMAT = {"columns": {"label": "label"}, "delimiter": ","}
 GLYPH_SCENES = Call("GlyphScenes", GlyphScenes, scenes, use=lambda data: data.test_set[0][0])
 PASCAL_VOC = Call("PascalVOC", PascalVOC, lambda: {"root": ".", "train_sets": ["VOC2007"], **OF_BOXES})
 IMAGE_FOLDER = Call(
@@ -273,6 +276,7 @@ CALLS = {
                 "table": folder("captions.csv", write_captions),
                 "tokenizer": NgramTokenizer(),
                 "test_fraction": 0.5,
+                **TABLE_FORMAT,
                 "seed": 0,
                 "sampler": "pk",
                 "pin_memory": None,
@@ -289,7 +293,7 @@ CALLS = {
         Call(
             "ImageTable",
             functools.partial(ImageTable, **QUICK),
-            lambda: {"root": folder("listed", write_list), "table": "table.csv", "test_fraction": 0.5},
+            lambda: {"root": folder("listed", write_list), "table": "table.csv", "test_fraction": 0.5, **TABLE_FORMAT},
             signature=ImageTable,
             use=first_test_image,
             raises={"table": ("a file",)},  # which the error names, and its line

@@ -97,6 +97,10 @@ def preparation_settings():
     }
 
 
+def fitted_settings():
+    return {**preparation_settings(), "resize": "fit", "fill": "white"}
+
+
 def preparation_calls():
     """Valid calls of the constructor and the methods of `Preparation`."""
     grey = Preparation(**preparation_settings())
@@ -104,6 +108,7 @@ def preparation_calls():
     image = Image.new("RGB", (12, 9))
     return [
         Call("Preparation", Preparation, preparation_settings, use=lambda preparation: preparation(image)),
+        Call("Preparation", Preparation, fitted_settings, use=lambda preparation: preparation(image)),
         Call("Preparation", Preparation.named, lambda: {"name": "plain"}),
         Call("Preparation", grey.with_size, lambda: {"image_size": 8}),
         Call("Preparation", grey, lambda: {"image": image}, signature=Preparation.__call__),

@@ -52,10 +52,33 @@ def test_images_without_problems(folder):
     assert {name: found for name, (found, _) in report.splits.items()} == {"train": (6, 2), "test": (6, 2)}
     noise(folder / "test/test a/large.png", 12, size=(40, 10))
     noise(folder / "test/test a/small.png", 13, size=(3, 6))
-    assert ImageFolder(folder).check().notes == [
+    assert ImageFolder(folder, resize="fit").check().notes == [
         "the shorter side of the images has 3 to 10 pixels, median 8; "
         "the longer side of the images has 6 to 40 pixels, median 8"
     ]
+
+
+def test_images_that_a_centre_crop_cuts(folder):
+    sizes = [(80, 40), (40, 80), (40, 31), (40, 30), (41, 30)]  # the last but one loses exactly a quarter
+    for number, size in enumerate(sizes):
+        noise(folder / f"test/test a/long {number}.png", 20 + number, size=size)
+    sentence = "a centre crop of 224 x 224 pixels cuts more than a quarter of 3 of 17 images, because of their shape; "
+    sentence += 'resize="fit" pads images instead of cropping them'
+    report = ImageFolder(folder).check()
+    assert report.ok
+    assert sentence in report.notes
+    wide = [note for note in ImageFolder(folder, image_size=(8, 16), resize=16).check().notes if "crop" in note]
+    assert [note[:80] for note in wide] == [
+        "a centre crop of 16 x 8 pixels cuts more than a quarter of 16 of 17 images, beca"
+    ]
+    for settings in (
+        {"resize": "fit"},
+        {"image_size": (30, 30)},
+        {"resize": (256, 256)},
+        {"transform": "ap_gem"},
+        {"eval_transform": as_it_is},
+    ):
+        assert not [note for note in ImageFolder(folder, **settings).check().notes if "crop" in note], settings
 
 
 def test_files_that_cannot_be_decoded(folder):

@@ -85,16 +85,23 @@ def test_suffixes_may_be_upper_case_and_hidden_files_are_skipped(tmp_path):
     assert sorted([*splits["train"].paths, *splits["test"].paths]) == wanted
 
 
-def test_other_files_are_counted_in_one_warning(tmp_path):
+def test_other_files_are_counted_by_their_suffix_and_images_by_where_they_lie(tmp_path):
     write_folders(tmp_path, ["a", "b"])
     write_text(tmp_path / "read me.txt", "")
     write_text(tmp_path / "a" / "notes.csv", "")
     write_image(tmp_path / "alone.jpg")
     write_image(tmp_path / "b" / "deep" / "1.jpg")
     data = ImageFolder(tmp_path)
-    with pytest.warns(UserWarning, match=r"ignored files or folders .* of a class: 4, such as a/notes.csv") as caught:
+    with pytest.warns(UserWarning, match="^ImageFolder: ") as caught:
         data.prepare_data()
-    assert len(caught) == 1
+    assert [str(warning.message).replace(str(tmp_path), "ROOT") for warning in caught] == [
+        "ImageFolder: ignored files in ROOT that are no images: 2, such as read me.txt (.csv 1, .txt 1).",
+        "ImageFolder: images in ROOT that are not read, because they lie higher than <class>/<image>: 1, such as "
+        "alone.jpg.",
+        "ImageFolder: images in ROOT that are not read, because they lie deeper than <class>/<image>: 1, such as "
+        'b/deep/1.jpg; classes="deepest" makes a class of each folder that contains images, classes="top" of each '
+        "folder in the root with all that is in it, and a number of each folder at this depth.",
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sum(map(len, data.splits.values())) == 6
@@ -114,7 +121,8 @@ def test_empty_folders_are_ignored_with_one_warning(tmp_path):
     ("names", "categories", "cure"),
     [
         ([""], False, r"its 3 images are in no class folder: move those of each class into one, or use ImageTable"),
-        (["pets/a", "birds/b"], False, r"one folder deeper: set categories=True"),
+        (["pets/a", "birds/b"], False, r'one folder deeper: set categories=True .*, or classes="deepest"'),
+        (["pets/a/1/2", "birds/b/3"], False, r'its 6 images lie deeper, such as .*: classes="deepest" makes'),
         (["a", "b"], True, r"one folder higher: set categories=False"),
         ([], False, r"there is no image"),
     ],
@@ -146,6 +154,94 @@ def test_a_new_image_invalidates_the_cache(tmp_path):
     assert "train/b/new.jpg" in list(ImageFolder(root, cache_dir=tmp_path / "cache").splits["train"].paths)
 
 
+NESTED = ["birds", "birds/owl", "birds/owl/snowy", "fish/deep/sea/blue"]
+CLASSES = {
+    "deepest": {"birds": 3, "birds/owl": 3, "birds/owl/snowy": 3, "fish/deep/sea/blue": 3},
+    "top": {"birds": 9, "fish": 3},
+    1: {"birds": 9, "fish": 3},
+    2: {"birds/owl": 6, "fish/deep": 3},
+    3: {"birds/owl/snowy": 3, "fish/deep/sea": 3},
+}
+
+
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_classes_are_the_folders_at_any_depth(tmp_path, classes, is_split):
+    for name in NESTED:
+        write_folders(tmp_path / "train" / name, ["."])
+        if is_split:
+            write_folders(tmp_path / "test" / f"other {name}", ["."])
+    data = ImageFolder(tmp_path if is_split else tmp_path / "train", classes=classes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        splits = data.splits
+    found = {}
+    for path, name in [pair for index in splits.values() for pair in described(index)]:
+        assert f"/{name}/" in f"/{path}"
+        found[name] = found.get(name, 0) + 1
+    wanted = dict(CLASSES[classes])
+    if is_split:
+        wanted |= {f"other {name}": count for name, count in CLASSES[classes].items()}
+    assert found == wanted
+    unread = 12 * (1 + is_split) - sum(wanted.values())
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == bool(unread)
+    assert all("because they lie higher than " in message and f": {unread}, such" in message for message in messages)
+    assert data.sources()[0] == data.root
+    assert {path.name for path in data.sources()} >= {"owl", "snowy", "blue"}
+
+
+def test_images_beside_the_folders_of_the_splits_are_counted(tmp_path):
+    write_folders(tmp_path, ["train/a", "train/b", "test/c", "more/d/deep"])
+    with pytest.warns(
+        UserWarning, match=r"not read, because they lie beside the folders train, test: 3, such as more/d/"
+    ):
+        ImageFolder(tmp_path).prepare_data()
+
+
+def test_links_to_folders_above_end_no_walk_and_a_folder_is_read_once(tmp_path):
+    write_folders(tmp_path, ["a/inner", "b/inner"])
+    for name, target in (("a/inner/up", "../.."), ("b/inner/across", "../../a"), ("a/self", ".")):
+        (tmp_path / name).symlink_to(target, target_is_directory=True)
+    splits = ImageFolder(tmp_path, classes="deepest").splits
+    paths = sorted([*splits["train"].paths, *splits["test"].paths])
+    assert paths == [f"{name}/inner/{number}.jpg" for name in "ab" for number in range(3)]
+    with pytest.raises(ValueError, match=r"must contain images as <class>/<image>"):
+        ImageFolder(tmp_path).prepare_data()
+
+
+def test_pictures_that_pillow_does_not_decode_are_named_first(tmp_path):
+    write_folders(tmp_path, ["a", "b"])
+    for number in range(12):
+        write_text(tmp_path / "a" / f"{number}.txt", "")
+        write_text(tmp_path / "b" / f"{number}.kind{number}", "")
+    for name in ("a/1.HEIC", "a/2.heic", "b/3.jxl", "b/README"):
+        write_text(tmp_path / name, "")
+    sentence = (
+        r"no images: 28, such as .* \(\.heic 2, \.jxl 1, \.txt 12, no suffix 1, \.kind0 1, .*, and 8 more suffixes; "
+    )
+    with pytest.warns(UserWarning, match=sentence + "convert pictures that Pillow does not decode, to PNG or JPEG"):
+        ImageFolder(tmp_path).prepare_data()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("classes", ["deep", 0, -1, 1.5, True, ["top"]])
+def test_other_classes_raise(tmp_path, classes):
+    with pytest.raises((ValueError, TypeError), match=r"^ImageFolder: `classes` must be .*, got "):
+        ImageFolder(tmp_path, classes=classes)
+
+
+@pytest.mark.refusal
+def test_classes_in_the_folders_of_categories_are_not_in_the_root(tmp_path):
+    for classes in ("top", 1, "deepest"):
+        with pytest.raises(ValueError, match=r"^ImageFolder: `classes` must be a depth of 2 or more .*, got "):
+            ImageFolder(tmp_path, categories=True, classes=classes)
+    write_folders(tmp_path, ["pets/cat/1", "pets/dog/1", "birds/owl"])
+    splits = ImageFolder(tmp_path, categories=True, classes=2).splits
+    both = [pair for index in splits.values() for pair in zip(index.paths, index.categories.tolist())]
+    assert {(path.split("/")[0], number) for path, number in both} == {("pets", 1), ("birds", 0)}
+
+
 @pytest.mark.refusal
 def test_a_root_that_is_one_folder_too_high_raises(tmp_path):
     write_folders(tmp_path / "pets", ["cat", "dog"])
@@ -162,7 +258,7 @@ def test_a_class_folder_may_be_a_link_and_special_files_are_ignored_with_a_warni
     (tmp_path / "root" / "b").rename(tmp_path / "elsewhere")
     (tmp_path / "root" / "b").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(tmp_path / "elsewhere" / "fifo.png")
-    with pytest.warns(UserWarning, match=r"^ImageFolder: ignored .* not images of a class: 1, such as b/fifo\.png\.$"):
+    with pytest.warns(UserWarning, match=r"^ImageFolder: ignored .* that are no images: 1, such as b/fifo\.png "):
         splits = ImageFolder(tmp_path / "root").splits
     assert sorted([*splits["train"].paths, *splits["test"].paths]) == paths
 
@@ -182,6 +278,6 @@ def test_only_suffixes_that_pillow_decodes_are_images(tmp_path):
     paths = write_folders(tmp_path, ["a", "b"], images=2, suffix=".WEBP")
     for suffix in never:
         write_text(tmp_path / "a" / f"video.{suffix}", "no image")
-    with pytest.warns(UserWarning, match=r"ImageFolder: ignored files or folders in .*: 8, such as a/video.bufr"):
+    with pytest.warns(UserWarning, match=r"ImageFolder: ignored files in .* no images: 8, such as a/video.bufr"):
         splits = ImageFolder(tmp_path).splits
     assert sorted([*splits["train"].paths, *splits["test"].paths]) == paths

@@ -434,7 +434,10 @@ ROLE, BOX = (*PLAIN, "role"), (*PLAIN, "box")
         ([PLAIN, TRAIN, ("", "1", "train")], "`image` must not be empty in any row, at line 3 of"),
         ([PLAIN, TRAIN, ("c.jpg", " ", "test")], "`label` must not be empty in any row, at line 3 of"),
         ([PLAIN, TRAIN, ("b.jpg", "2", "a/b")], "`split` must be train, .*got 'a/b', at line 3"),
-        ([PLAIN, ("a.jpg", "1", "Train"), TEST], "must have rows of train and of .*got 'Train', 'test' in"),
+        (
+            [PLAIN, ("a.jpg", "1", "Train"), TEST],
+            "`split` must be train, val or test in lower case, got 'Train', at line 2",
+        ),
         ([PLAIN, TRAIN], "`split` must have rows of train and of val, test or others, got 'train' in"),
         ([PLAIN, TRAIN, TEST, TEST, TEST], r"`image` must .*got 'b.jpg' as in line 3, at line 4 of .*\(2 such"),
         ([ROLE, (*TRAIN, ""), (*TEST, "Query")], "`role` must be one of query, .*got 'Query', at line 3"),
@@ -454,6 +457,181 @@ ROLE, BOX = (*PLAIN, "role"), (*PLAIN, "box")
 def test_invalid_rows_raise(tmp_path, rows, message):
     with pytest.raises(ValueError, match=f"(?s)^ImageTable: .*{message}|^ImageIndex: .*{message}"):
         read(write_csv(tmp_path, *rows))
+
+
+OWN_NAMES = {"image": "path", "label": "class", "split": "part", "box": "region"}
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_columns_may_have_other_names_and_another_separator(tmp_path, delimiter, kind):
+    """A column that has the name of another one here is not read."""
+    rows = [
+        ("path", "class", "part", "region", "label"),
+        ("a, b.jpg", "cat;red", "train", "0 0 5 5", "no"),
+        ("c.jpg", "dog", "test", "", "no"),
+    ]
+    if kind == "csv":
+        with (tmp_path / "t.csv").open("w", newline="") as stream:
+            csv.writer(stream, delimiter=delimiter).writerows(rows)
+    else:
+        parquet.write_table(pyarrow.table(dict(zip(rows[0], zip(*rows[1:])))), tmp_path / "t.parquet")
+    splits = read(tmp_path, f"t.{kind}", columns=OWN_NAMES, delimiter=delimiter)
+    assert [(list(index.paths), list(index.names)) for index in splits.values()] == [
+        (["a, b.jpg"], ["cat;red"]),
+        (["c.jpg"], ["dog"]),
+    ]
+    assert splits["train"].boxes.tolist() == [[0, 0, 5, 5]]
+
+
+def test_another_format_is_not_read_from_the_cache(tmp_path):
+    write_csv(tmp_path, ("image", "a", "b", "split"), ("1.jpg", "x", "y", "train"), ("2.jpg", "z", "w", "test"))
+    names = []
+    for column in ("a", "b", "a"):
+        splits = read(tmp_path, columns={"label": column}, cache_dir=tmp_path / "cache")
+        names.append([list(index.names) for index in splits.values()])
+    assert names == [[["x"], ["z"]], [["y"], ["w"]], [["x"], ["z"]]]
+
+
+def test_the_table_of_open_metric_learning_by_one_word(tmp_path):
+    """Its bool columns are empty in training, as in its own example tables; its boxes have their own order."""
+    header = ("label", "path", "split", "is_query", "is_gallery", "category", "sequence", "x_1", "x_2", "y_1", "y_2")
+    rows = [
+        (0, "a.jpg", "train", "", "", "x", "1", "", "", "", ""),
+        (0, "b.jpg", "train", "True", "False", "x", "1", "", "", "", ""),
+        (1, "c.jpg", "validation", "True", "False", "y", "2", "1", "9", "2", "8"),
+        (1, "d.jpg", "validation", "False", "True", "y", "3", "", "", "", ""),
+        (1, "e.jpg", "validation", "1.0", "true", "y", "4", "", "", "", ""),
+    ]
+    splits = read(write_csv(tmp_path, header, *rows), columns="oml")
+    assert {name: list(index.paths) for name, index in splits.items()} == {
+        "train": ["a.jpg", "b.jpg"],
+        "val": ["c.jpg", "d.jpg", "e.jpg"],
+    }
+    assert splits["val"].roles.tolist() == [ROLES["query"], ROLES["gallery"], ROLES["both"]]
+    assert splits["val"].boxes[0].tolist() == [1, 2, 9, 8]
+    assert splits["val"].cameras.tolist() == [1, 2, 3]
+    only_queries = [row[:4] for row in [header, *rows[:4]]]
+    assert read(write_csv(tmp_path, *only_queries), columns="oml")["val"].roles.tolist() == [1, 2]
+    for values, sentence in (
+        (("maybe", "True"), "True or False, .*'maybe, True'"),
+        (("False", ""), "True in evaluation"),
+    ):
+        wrong = [(0, "a.jpg", "train", "", ""), (1, "b.jpg", "validation", *values)]
+        with pytest.raises(ValueError, match=f"^ImageTable: `is_query` .*{sentence}.* at line 3"):
+            read(write_csv(tmp_path, header[:5], *wrong), columns="oml")
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"columns": "other"}, r"`columns` must be a dict .* or 'oml', got 'other'"),
+        ({"columns": {"picture": "path"}}, r"`columns` must have names among text, image, .*, got 'picture'"),
+        ({"columns": {"image": 3}}, r"`columns` must be a dict .*, got 3 \(int\)"),
+        ({"columns": ["image"]}, r"`columns` must be a dict .* \(list\)"),
+        ({"columns": {"image": "a", "label": "a"}}, r"`columns` must have another column for each name"),
+        (
+            {"columns": {"image": "path"}},
+            r"`columns` must name columns .* 'path', named as 'image', .*got 'image,label",
+        ),
+        ({"delimiter": ""}, "`delimiter` must be one character .*, got ''"),
+        ({"delimiter": "a"}, "`delimiter` must be one character .*, got 'a'"),
+        ({"delimiter": "\n"}, "`delimiter` must be one character"),
+        ({"delimiter": ";"}, r"must name the columns .* got 'image,label,split', .*; give delimiter=','"),
+    ],
+)
+def test_invalid_formats_of_a_table_raise(tmp_path, settings, sentence):
+    with pytest.raises((ValueError, TypeError), match=f"^ImageTable: .*{sentence}"):
+        read(write_csv(tmp_path, PLAIN, TRAIN, TEST), **settings)
+
+
+@refusal
+def test_a_table_with_other_names_says_how_to_give_them(tmp_path):
+    cases = (
+        (("path", "class"), r'columns=\{"image": "path"\}'),
+        (("path", "label", "is_query"), 'give columns="oml"'),
+        (("image;label",), "give delimiter=';'"),
+        (("image\tlabel",), r"give delimiter='\\t'"),
+    )
+    for header, cure in cases:
+        with pytest.raises(ValueError, match=f"^ImageTable: line 1 of .*; .*{cure}"):
+            read(write_csv(tmp_path, header, ["x"] * len(header)))
+
+
+def test_absolute_paths_in_the_root_are_relative_to_it(tmp_path, monkeypatch):
+    """By the names in the path: of the root itself, or of what a link to the root leads to."""
+    root = tmp_path / "real"
+    write_images(root, ["a.jpg", "b/c.jpg", "d.jpg"])
+    (tmp_path / "link").symlink_to(root)
+    monkeypatch.chdir(tmp_path)
+    rows = [PLAIN, (root / "a.jpg", "1", "train"), (f"{root}//b/./c.jpg", "2", "test"), ("d.jpg", "2", "test")]
+    write_csv(root, *rows)
+    for given in (root, "real", tmp_path / "link", "link/../real"):
+        splits = read(given)
+        assert [*splits["train"].paths, *splits["test"].paths] == ["a.jpg", "b/c.jpg", "d.jpg"]
+        assert len(ImageTable(given, "images.csv", **QUICK).test_set[0]["images"]) == 3
+
+
+@refusal
+def test_other_absolute_paths_are_outside_of_the_root(tmp_path):
+    root = tmp_path / "root"
+    outside = [
+        tmp_path / "a.jpg",
+        f"{root}/../a.jpg",
+        f"{root}2/a.jpg",
+        f"{root}/x/../../a.jpg",
+        "/etc/passwd",
+        root,
+        "//x",
+    ]
+    for path in outside:
+        with pytest.raises(ValueError, match=r"^ImageTable: `image` must lie inside the root, got .*, at line 2"):
+            read(write_csv(root, PLAIN, (path, "1", "train"), TEST))
+
+
+def test_a_table_whose_lines_all_end_with_a_separator_is_read(tmp_path):
+    """As a table with the index of a data frame, whose column has no name."""
+    write_text(tmp_path / "images.csv", ",image,label,split,\n0,a.jpg,1,train,\n1,b.jpg,2,test,\n")
+    assert [list(index.paths) for index in read(tmp_path).values()] == [["a.jpg"], ["b.jpg"]]
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("image,label\na.jpg,1,\n", r"2 fields, got 3, at line 2 of .* ends with a separator; remove the ','"),
+        ("image,label,\na.jpg,1\n", r"3 fields, got 2, at line 2 of .*, while the header ends with a separator"),
+        ("image,label\na.jpg,1\nb.jpg,1.0\n", r"`label` must not be one number in two forms, .* got '1\.0', at line 3"),
+        ("image,label\na.jpg,10\nb.jpg,10.00\n", r"`label` must not be one number in two forms, .* got '10\.00'"),
+        (
+            "image,label,camera\na.jpg,1,0\nb.jpg,2,0.0\n",
+            r"`camera` must not be one number in two forms, .* got '0\.0'",
+        ),
+        (
+            "image,label\na.jpg,nan\nb.jpg,1\n",
+            r"`label` must not be the text of a missing value; .* got 'nan', at line 2",
+        ),
+        ("image,label\na.jpg,1\nb.jpg,<NA>\n", r"`label` must not be the text of a missing value; .* got '<NA>'"),
+        ("image,label,split\na.jpg,1,train\nb.jpg,2,nan\n", r"`split` must not be the text of a missing .* got 'nan'"),
+        ("image,label,category\na.jpg,1,x\nb.jpg,2,NaN\n", r"`category` must not be the text of a missing .* 'NaN'"),
+        ("image,tags\na.jpg,red\nb.jpg,nan\n", r"`tags` must not be the text of a missing value; leave them empty"),
+        (
+            "image,label,split\na.jpg,1,train\nb.jpg,2,Test\n",
+            r"`split` must be .* in lower case, got 'Test', at line 3",
+        ),
+    ],
+)
+def test_what_programs_write_into_tables_gets_its_sentence(tmp_path, text, sentence):
+    write_text(tmp_path / "images.csv", text)
+    with pytest.raises(ValueError, match=f"^ImageTable: .*{sentence}"):
+        read(tmp_path)
+
+
+def test_numbers_in_one_form_are_labels(tmp_path):
+    for first, second in (("1.0", "2.0"), ("007", "7"), ("1.5", "1"), ("10", "1.0")):
+        splits = read(write_csv(tmp_path, PLAIN, ("a.jpg", first, "train"), ("b.jpg", second, "test")))
+        assert [*splits["train"].names, *splits["test"].names] == [first, second]
 
 
 def test_a_table_may_be_outside_of_the_root_and_begin_with_a_byte_order_mark(tmp_path, monkeypatch):

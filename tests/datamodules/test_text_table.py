@@ -48,6 +48,15 @@ def test_a_table_is_read_into_splits(tmp_path):
     assert data.val_set.texts is test.texts
 
 
+def test_a_table_with_other_names_and_another_separator(tmp_path):
+    (tmp_path / "t.csv").write_text("caption;kind;split\na red, shoe;1;train\na sofa;2;test\n")
+    data = TextTable(tmp_path / "t.csv", columns={"text": "caption", "label": "kind"}, delimiter=";")
+    assert [data.splits[name].texts[0] for name in ("train", "test")] == ["a red, shoe", "a sofa"]
+    (tmp_path / "t.csv").write_text("text,label\nnan,1\na sofa,2\n")
+    with pytest.raises(ValueError, match=r"^TextTable: `text` must not be the text of a missing value, got 'nan', at"):
+        TextTable(tmp_path / "t.csv").prepare_data()
+
+
 def test_without_splits_classes_are_split(tmp_path):
     rows = [(f"text {row}", row % 4) for row in range(8)]
     data = TextTable(write_texts(tmp_path, *rows, header=("text", "label")), tokenizer=NgramTokenizer())

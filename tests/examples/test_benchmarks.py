@@ -63,6 +63,14 @@ def test_a_benchmark_prints_and_writes_its_table(name, results_of):
     assert all(0 < t["lowest"] <= t["median"] <= t["highest"] for t in timings)
 
 
+def test_an_epoch_of_photographs_and_of_their_smaller_copies(results_of):
+    results, printed = results_of("images", "--epoch")
+    seconds = {row["what"]: row["seconds"] for row in results}
+    assert seconds.keys() == {"epoch, photographs", "shrink", "epoch, their copies"}
+    assert all(value > 0 for value in seconds.values())
+    assert "photographs" in printed
+
+
 @pytest.mark.parametrize(
     ("name", "flag", "ratio", "others", "rows"),
     [

@@ -229,6 +229,8 @@ def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
     assert (module.embedder.preparation.image_size, module.embedder.preparation.resize) == (48, 48)
     module = script["make_module"](**settings, preparation=script["image_settings"](None))
     assert module.embedder.preparation == Preparation()
+    module = script["make_module"](**settings, preparation=script["image_settings"](48, fill="black"))
+    assert module.embedder.preparation == Preparation(48, resize="fit", fill="black")
 
     (tmp_path / "own_transforms_of_a_user.py").write_text("def evaluate(image):\n    return image\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -279,7 +281,7 @@ def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torchvision.models.get_model", offline)
     wanted = {
         tmp_path / "few/tools": "need at least two classes each that have two or more images, got 1 and 1 in ",
-        tmp_path: r"set --categories if the folders above them are categories, or pass \S+/tools\. See own",
+        tmp_path: r"set --categories if .* are categories, or --classes deepest to .*, or pass \S+/tools\. See own",
         tmp_path / "tools": r"could not be loaded \(URLError: .*--weights efficientnet-lite0 .*--weights none trains",
     }
     for folder, message in wanted.items():

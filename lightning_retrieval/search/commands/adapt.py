@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_retrieval import losses
 from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
+from lightning_retrieval.datamodules.image_table import check_values
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
@@ -235,6 +236,7 @@ def _labels_of_table(table: Path | None) -> Mapping[str, str] | None:
     if "label" not in read:
         rule = "must be a table with the column label"
         raise InvalidValue(rule, argument="labels", got=f"{table} with tags", cure="add labels")
+    check_values(table_of_labels, "label")
     return {image: read["label"][row] for image, row in row_of.items() if read["label"][row]}
 
 

@@ -21,6 +21,7 @@ from lightning_retrieval.backend import Fabric, FabricDDPStrategy, Misconfigurat
 from lightning_retrieval.checks import check_choice, check_integer, first_line
 from lightning_retrieval.datamodules.image_table import find_rows, is_empty
 from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.search.commands.embedding import (
@@ -119,7 +120,9 @@ class ListedTexts:
         yield from map(list, zip(self.paths, self.labels))
 
 
-def _list_queries(embedder: ImageEmbedder, images: Path, root: Path | None) -> ListedImages | ListedTexts:
+def _list_queries(
+    embedder: ImageEmbedder, images: Path, root: Path | None, table_format: TableFormat
+) -> ListedImages | ListedTexts:
     """List images, or the texts of a table if the network of queries embeds texts.
 
     Raises:
@@ -127,13 +130,13 @@ def _list_queries(embedder: ImageEmbedder, images: Path, root: Path | None) -> L
         ValueError: if the images or the table cannot be read, the table has no column `text`, or a text is empty.
     """
     if not embedder.takes_texts:
-        return list_images(images, root)
+        return list_images(images, root, table_format)
     if root is not None:
         raise InvalidValue("must be given for images only", argument="root", got=f"{root} for queries that are texts")
     if not images.is_file():
         rule = "must be a table with the column text for queries that are texts"
         raise MissingFile(rule, argument="images", got=f"{images}, which is not a file")
-    table = read_table(images, required=("text",), owner=CALLER)
+    table = read_table(images, required=("text",), owner=CALLER, table_format=table_format)
     texts = table.columns["text"]
     table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
     labels = [label or None for label in table.columns.get("label", [""] * len(texts))]
@@ -183,6 +186,8 @@ def embed_images(
     output: Path,
     *,
     root: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     transform: str | None = None,
     file_format: Literal["parquet", "npy"] = "parquet",
     shard_size: int = SHARD_SIZE,
@@ -207,6 +212,8 @@ def embed_images(
         images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
         output: folder of the embeddings: a new folder, or a folder begun by the same call. All nodes must share it.
         root: folder that the paths of a table are relative to; if None, the folder of the table.
+        columns: the names of a table's columns, if they differ, as for `ImageTable`.
+        delimiter: the character that separates the fields of a CSV file.
         transform: as for `index_images`.
         file_format: `"parquet"` or `"npy"`.
         shard_size: number of images per file, >= 1. After a kill, each process embeds at most this many images again.
@@ -236,15 +243,16 @@ def embed_images(
     for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
         check_integer(OWNER, name, number, least=1)
     check_output(output)
+    table_format = TableFormat.checked(OWNER, columns, delimiter)
     listed: ListedImages | ListedTexts | None = None
     if side == "candidates":
-        listed = list_images(images, root)
+        listed = list_images(images, root, table_format)
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu", side=side
     )
     about = embedder.description()
     if listed is None:
-        listed = _list_queries(embedder, images, root)
+        listed = _list_queries(embedder, images, root, table_format)
         about = {**about, "side": side}
     if file_format == "parquet":
         check_unicode(listed.paths)

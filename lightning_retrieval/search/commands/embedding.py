@@ -30,14 +30,15 @@ from lightning_retrieval.checks import check_integer, first_line, first_of
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
+from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
 from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.sides import Side, side_of_module
-from lightning_retrieval.preparation.decoding import image_files
+from lightning_retrieval.preparation.decoding import image_files, is_unread_picture, shown_suffixes
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
 from lightning_retrieval.progress import Progress
@@ -106,12 +107,13 @@ class ListedImages:
         return path
 
 
-def list_images(images: Path, root: Path | None = None) -> ListedImages:
+def list_images(images: Path, root: Path | None = None, table_format: TableFormat = COMMON_FORMAT) -> ListedImages:
     """List the images in a folder or in a table.
 
     Args:
         images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
         root: folder that the paths of a table are relative to; if None, the folder of the table.
+        table_format: the names of a table's columns, and the separator of its fields.
 
     Raises:
         FileNotFoundError: if the path does not exist.
@@ -121,13 +123,16 @@ def list_images(images: Path, root: Path | None = None) -> ListedImages:
         if root is not None:
             raise InvalidValue("must be given for a table only", argument="root", got=f"{root} for the folder {images}")
         return images_in_folder(images)
-    from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images  # needs Lightning
+    from lightning_retrieval.datamodules.image_table import check_values, parse_boxes, parse_images  # needs Lightning
 
-    table = read_table(images, required=("image",))
-    paths = parse_images(table)
+    table = read_table(images, required=("image",), table_format=table_format)
+    root = root or images.parent
+    paths = parse_images(table, root)
+    if "label" in table.columns:
+        check_values(table, "label")
     labels = [label or None for label in table.columns.get("label", [""] * len(paths))]
     index = ImageIndex(paths, [0] * len(paths), boxes=parse_boxes(table))
-    return ListedImages(root or images.parent, index, labels)
+    return ListedImages(root, index, labels)
 
 
 def images_in_folder(folder: Path) -> ListedImages:
@@ -145,7 +150,14 @@ def images_in_folder(folder: Path) -> ListedImages:
         shown = printable(first_of(found.special))
         print(f"Skipped files that are not regular files, but FIFOs, sockets or devices: {shown}.", file=sys.stderr)
     if not found.paths:
-        raise InvalidValue("must be a folder of images", argument="images", got=f"{folder}, which holds no image")
+        got = f"{folder}, which holds no image"
+        if found.others:
+            got += f", but other files: {shown_suffixes(found.others)}"
+        raise InvalidValue("must be a folder of images", argument="images", got=got)
+    pictures = list(filter(is_unread_picture, found.others))
+    if pictures and rank() == 0:
+        shown = printable(shown_suffixes(pictures))
+        print(f"Skipped {len(pictures):,} pictures that are not decoded: {shown}.", file=sys.stderr)
     return ListedImages.of_paths(folder, found.paths)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_finite_number, check_integer
 from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
-from lightning_retrieval.datamodules.table_file import TableColumns, find_missing, read_table
+from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, TableColumns, find_missing, read_table
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
@@ -116,6 +117,8 @@ def index_images(
     overwrite: bool = False,
     update: bool = False,
     metadata: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     missing: Missing = "error",
     validation: Path | None = None,
     false_match_rate: float | None = None,
@@ -149,6 +152,8 @@ def index_images(
             its old embedding and metadata. If there is no index, build one.
         metadata: CSV or Parquet table with the path of each image in the column `image`. All other columns are stored
             in the index, and a search can filter and group by them.
+        columns: the names of the columns of `metadata`, if they differ, as for `ImageTable`.
+        delimiter: the character that separates the fields of `metadata`, if it is a CSV file.
         missing: what is done with images that have no row in `metadata`: `"error"`, or `"keep"`, with which their texts
             are empty and their numbers missing.
         validation: embeddings of labelled images, on which a threshold is chosen: a folder written by `embed_images`
@@ -173,10 +178,12 @@ def index_images(
     Cost:
         A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
+    table_format = TableFormat.checked(CALLER, columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
-    rows = NewRows(torch.arange(len(paths)), paths, read_metadata(metadata, paths, missing=missing))
+    of_table = read_metadata(metadata, paths, missing=missing, root=images, table_format=table_format)
+    rows = NewRows(torch.arange(len(paths)), paths, of_table)
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -207,6 +214,8 @@ def index_embeddings(
     overwrite: bool = False,
     update: bool = False,
     metadata: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     missing: Missing = "error",
     validation: Path | None = None,
     false_match_rate: float | None = None,
@@ -233,6 +242,8 @@ def index_embeddings(
         update: update an existing index of the same model and images: add new rows, with ids after the largest id, and
             remove rows that are not in the folder. If there is no index, build one.
         metadata: as for `index_images`, with the paths of the images in the folder of embeddings.
+        columns: as for `index_images`.
+        delimiter: as for `index_images`.
         missing: as for `index_images`.
         validation: as for `index_images`.
         false_match_rate: as for `index_images`.
@@ -262,6 +273,7 @@ def index_embeddings(
         start = functools.partial(launch, fabric)
         if fabric.global_rank > 0:
             return _help(start, embeddings, output)
+    table_format = TableFormat.checked(CALLER, columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
     folder = EmbeddingFolder.load(embeddings)
     manifest = folder.manifest
@@ -271,7 +283,9 @@ def index_embeddings(
         raise InvalidValue(rule, argument="embeddings", got=got, cure="embed the candidates, which is the default")
     new.check_dim(manifest.dim)
     rows = FolderRows(folder)  # reads and checks all files
-    new_rows = NewRows(rows.ids, rows.paths, read_metadata(metadata, rows.paths, missing=missing))
+    root = Path(str(manifest.about["images"])) if "images" in manifest.about else None
+    of_table = read_metadata(metadata, rows.paths, missing=missing, root=root, table_format=table_format)
+    new_rows = NewRows(rows.ids, rows.paths, of_table)
     new.check_rows(new_rows)
     unreadable = [UnreadableImage(*image) for image in rows.unreadable]
 
@@ -345,7 +359,13 @@ def choose_threshold(
 
 
 def read_image_rows(
-    name: str, table: Path, required: Sequence[str] = ("image",), *, all_columns: bool = False
+    name: str,
+    table: Path,
+    required: Sequence[str] = ("image",),
+    *,
+    all_columns: bool = False,
+    root: Path | None = None,
+    table_format: TableFormat = COMMON_FORMAT,
 ) -> tuple[TableColumns, dict[str, int]]:
     """Read a table that has a single row for each image.
 
@@ -354,6 +374,8 @@ def read_image_rows(
         table: CSV or Parquet table.
         required: as for `read_table`.
         all_columns: as for `read_table`.
+        root: as for `parse_images`.
+        table_format: as for `read_table`.
 
     Returns:
         The table, and the row of each image by its path.
@@ -364,13 +386,20 @@ def read_image_rows(
     """
     if not table.is_file():
         raise MissingFile("must be a CSV or Parquet table", argument=name, got=f"{table}, which is not a file")
-    read = read_table(table, required, all_columns=all_columns)
-    images = parse_images(read)
+    read = read_table(table, required, all_columns=all_columns, table_format=table_format)
+    images = parse_images(read, root)
     check_unique_images(read, images, None)
     return read, {image: row for row, image in enumerate(images)}
 
 
-def read_metadata(table: Path | None, paths: Sequence[str], *, missing: Missing = "error") -> dict[str, list[Any]]:
+def read_metadata(
+    table: Path | None,
+    paths: Sequence[str],
+    *,
+    missing: Missing = "error",
+    root: Path | None = None,
+    table_format: TableFormat = COMMON_FORMAT,
+) -> dict[str, list[Any]]:
     """The metadata of images: for the name of each column of a table, the values of all images.
 
     A column holds numbers if each of its texts is a number below 2**53, written without leading zeros. Otherwise it
@@ -379,6 +408,8 @@ def read_metadata(table: Path | None, paths: Sequence[str], *, missing: Missing 
     Args:
         table: CSV or Parquet table with the column `image` and further columns; if None, there is no metadata.
         paths: the paths of the images.
+        root: the folder of the images, in which absolute paths lie.
+        table_format: the names of the table's columns, and the separator of its fields.
         missing: what is done if an image has no row: `"error"`, or `"keep"` for empty texts and missing numbers.
 
     Raises:
@@ -391,7 +422,7 @@ def read_metadata(table: Path | None, paths: Sequence[str], *, missing: Missing 
         if missing != "error":
             raise InvalidValue("must be given with `metadata`", argument="missing", got=repr(missing))
         return {}
-    read, row_of = read_image_rows("metadata", table, all_columns=True)
+    read, row_of = read_image_rows("metadata", table, all_columns=True, root=root, table_format=table_format)
     without_row = find_missing(paths, row_of)
     if without_row and (missing == "error" or len(without_row) == len(paths)):
         got = f"{table}, in which {len(without_row)} of {len(paths)} images are missing, such as {without_row[0]!r}"

@@ -255,7 +255,7 @@ def _of_table(path: Path, root: Path | None) -> LabelledImages:
     from lightning_retrieval.datamodules import image_table  # needs Lightning
 
     table = read_table(path, required=("image", "label"))
-    paths = image_table.parse_images(table)
+    paths = image_table.parse_images(table, root or path.parent)
     roles, distractors = image_table.parse_roles(table)
     texts = table.columns["label"]
     unlabelled = set(image_table.find_rows(texts, image_table.is_empty)).difference(

@@ -26,6 +26,8 @@ EXACT = {"image_size": 224, "resize": (256, 256)}
         (EXACT, {"image_size": 112}, 112, (128, 128)),
         ({"image_size": 200, "resize": 200}, {"image_size": 33}, 33, 33),
         ({}, {"image_size": 64}, 64, None),
+        (CROPPED, {"resize": "fit"}, 240, "fit"),
+        (EXACT, {"image_size": 64, "resize": "fit"}, 64, "fit"),
     ],
 )
 def test_images_are_resized_in_the_same_proportion_to_another_size(of_weights, wanted, image_size, resize):
@@ -41,6 +43,8 @@ def test_a_preparation_and_a_dict_of_settings():
     assert Embedder(name, 8, preparation=Preparation(64)).preparation == Preparation(64)
     assert Embedder(name, 8, preparation=Preparation(64, resize=64), image_size=96).preparation == Preparation(96)
     assert Embedder(name, 8, image_size=96).image_size == 96
+    fit = Preparation(64, resize="fit", fill="black")
+    assert Embedder(name, 8, preparation=fit, image_size=96).preparation == Preparation(96, resize="fit", fill="black")
 
 
 @pytest.mark.refusal

@@ -158,6 +158,28 @@ def test_a_run_takes_the_size_of_the_embedder_and_its_checkpoint_that_of_the_run
         run("predict", loaded, images_in(root, reduced_scale=False))
 
 
+def test_a_run_with_padded_images_is_continued_with_them(tmp_path):
+    """And a record of an earlier version is the record of a run without padding."""
+    root = tmp_path / "images"
+    module = RetrievalModule(Small(), SmoothAPLoss())
+    data = images_in(root, image_size=16, resize="fit", fill=(9, 9, 9))
+    trainer = run("fit", module, data)
+    trainer.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    wanted = Preparation(16, resize="fit", fill=(9, 9, 9))
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Small())
+    assert loaded.preparation == {"preparation": wanted.as_dict()}
+    data = images_in(root)
+    run("predict", loaded, data)
+    assert data.preparation == wanted
+    with pytest.raises(ValueError, match=r"^ImageFolder: .*resize=fit, fill=\[9, 9, 9\]\), got"):
+        run("predict", loaded, images_in(root, fill="border"))
+    earlier = {"image_size": 16, "resize": 16, "interpolation": "bilinear", "mean": [0.0] * 3, "std": [1.0] * 3}
+    loaded.preparation = {"preparation": {**earlier, "channels": 3, "background": "white", "reduced_scale": False}}
+    data = images_in(root, image_size=16, resize=16)
+    run("predict", loaded, data)
+    assert data.preparation == Preparation(**earlier)
+
+
 def steps_of(package, *names_and_arguments):
     return [{"class_path": f"{package}.{name}", "init_args": arguments} for name, arguments in names_and_arguments]
 

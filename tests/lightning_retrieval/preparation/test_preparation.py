@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
 from lightning_retrieval.datamodules import training_transform
@@ -184,6 +184,67 @@ def test_pixels_and_pil_images_give_the_same(interpolation, channels):
         assert torch.equal(preparation.to_uint8(pixels), preparation.to_uint8(image))
 
 
+FRAMES = [(64, (64, 64)), ((48, 96), (48, 96)), (7, (7, 7))]
+SHAPES = [(130, 77), (77, 130), (64, 64), (20, 31), (30, 200), (1, 1)]  # width and height
+
+
+def in_a_frame_by_pillow(image, frame, interpolation, colour):
+    height, width = frame
+    return ImageOps.pad(image, (width, height), Image.Resampling[interpolation.upper()], color=colour)
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("image_size", "frame"), FRAMES)
+def test_fit_is_pillows_padding_and_loses_nothing(interpolation, channels, image_size, frame):
+    ones = (1.0,) * channels
+    settings = {"channels": channels, "mean": ones, "std": ones, "interpolation": interpolation}
+    preparation = Preparation(image_size, resize="fit", fill=(250, 120, 10), **settings)
+    for size in SHAPES:
+        image = noise(*size)
+        shown = image.convert("L") if channels == 1 else image
+        colour = Image.new("RGB", (1, 1), (250, 120, 10)).convert(shown.mode).getpixel((0, 0))
+        found = preparation.to_uint8(image)
+        wanted = np.asarray(in_a_frame_by_pillow(shown, frame, interpolation, colour)).reshape(*frame, channels)
+        largest = 1 if preparation.takes_pixels else 0
+        assert np.abs(found.permute(1, 2, 0).numpy().astype(int) - wanted).max() <= largest, size
+        assert torch.equal(found, preparation.to_uint8(v2.functional.pil_to_tensor(image)))
+
+
+def test_fit_shows_a_very_thin_image_and_makes_no_large_one():
+    for size in ((60_000, 1), (1, 60_000)):
+        image = Image.new("RGB", size, "red")
+        pixels = Preparation(8, resize="fit", fill="black").to_uint8(image)
+        assert pixels.shape == (3, 8, 8)
+        assert (pixels[0] == 255).sum() == 8  # one row or column
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_fit_pads_with_the_colour_of_the_border(channels):
+    """Also if something touches the border, and if the border is transparent."""
+    middle = [0.5] * channels
+    preparation = Preparation(16, resize="fit", channels=channels, mean=middle, std=middle, background=(7, 7, 7))
+    image = Image.new("RGB", (32, 16), (40, 40, 40))
+    image.paste((200, 200, 200), (4, 0, 20, 12))
+    pixels = preparation.to_uint8(image)
+    assert (pixels[:, :4] == 40).all()
+    assert (pixels[:, -4:] == 40).all()
+    image.putalpha(0)
+    assert (preparation.to_uint8(image) == 7).all()
+
+
+def test_fit_is_recorded_and_other_records_are_as_they_were():
+    earlier = {"image_size": 64, "resize": 70, "interpolation": "bilinear", "mean": [0.1] * 3, "std": [0.2] * 3}
+    earlier |= {"channels": 3, "background": "white", "reduced_scale": False}
+    assert Preparation(**earlier).as_dict() == earlier
+    preparation = Preparation((20, 30), resize="fit", fill=(1, 2, 3))
+    plain = json.loads(json.dumps(preparation.as_dict()))
+    assert (plain["resize"], plain["fill"]) == ("fit", [1, 2, 3])
+    assert Preparation(**plain) == preparation
+    assert preparation.with_size(64) == Preparation(64, resize="fit", fill=(1, 2, 3))
+    assert Preparation(64, resize="fit", reduced_scale=True).least_size == (64, 64)
+
+
 def test_the_two_halves_make_the_whole_also_for_a_batch():
     preparation = Preparation(image_size=20, mean=(0.1, 0.2, 0.3))
     images = [noise(40, 30), noise(41, 30)]
@@ -224,6 +285,10 @@ def test_settings_are_plain_data(name):
         ({"image_size": (8, 9), "resize": (9, 8)}, r"`resize` must be .*`image_size`, \(8, 9\), .* got \(9, 8\)"),
         ({"channels": 1}, r"`mean` must hold .* each channel, 1, got \(0\.485, 0\.456, 0\.406\)"),
         ({"mean": (123.7, 116.3, 103.5)}, r"`mean` must be from 0 to 1, got 123\.7"),
+        ({"resize": "crop"}, r"`resize` must be .* or 'fit', got 'crop'"),
+        ({"image_size": None, "resize": "fit"}, r'`image_size` must be given with resize="fit"'),
+        ({"resize": "fit", "fill": "no colour"}, r"`fill` must be .* colour, .* got 'no colour'"),
+        ({"fill": "white"}, r'`fill` must be given with resize="fit" only, .* got \'white\''),
     ],
 )
 def test_invalid_settings_raise(settings, sentence):
@@ -338,6 +403,9 @@ def pictures(tmp_path_factory):
         ({"image_size": (40, 30), "resize": (41, 45), "background": "#ff8000", "reduced_scale": True}, 1),
         ({"image_size": 48, "interpolation": "bicubic", "background": (1, 2, 3)}, 0),
         ({"image_size": (32, 24), "channels": 1, "mean": (0.2,), "std": (0.3,)}, 0),
+        ({"image_size": (40, 30), "resize": "fit", "reduced_scale": True}, 1),
+        ({"image_size": 48, "resize": "fit", "fill": "#ff8000", "interpolation": "bicubic"}, 0),
+        ({"image_size": 32, "resize": "fit", "channels": 1, "mean": (0.2,), "std": (0.3,), "fill": (9, 90, 200)}, 0),
     ],
 )
 def test_the_preparation_without_torch_is_the_same(settings, largest_difference, pictures):

@@ -96,6 +96,8 @@ def test_other_filters_and_grey_images_are_those_of_pillow(name, settings):
         Preparation((48, 64)),
         Preparation((48, 64), resize=(50, 70)),
         Preparation(64, channels=1, mean=(0.5,), std=(0.25,)),
+        Preparation(64, resize="fit"),
+        Preparation((48, 64), resize="fit", channels=1, mean=(0.5,), std=(0.25,)),
         Preparation(None),
     ],
 )
@@ -106,6 +108,38 @@ def test_size_and_colours_are_those_of_the_preparation(name, preparation):
     white = (1 - torch.tensor(preparation.mean)) / torch.tensor(preparation.std)
     if name != "ap_gem":  # which changes the colours
         assert torch.allclose(tensor.amax((1, 2)), white)
+
+
+@pytest.mark.parametrize("size", [(400, 300), (90, 260), (50, 50)])
+@pytest.mark.parametrize(
+    "settings", [{}, {"fill": "red", "interpolation": "bicubic"}, {"channels": 1, "mean": (0.5,), "std": (0.25,)}]
+)
+def test_plain_training_pads_images_as_evaluation_does_and_cuts_nothing(settings, size):
+    preparation = Preparation((48, 64), resize="fit", **settings)
+    wanted = preparation(noise(*size))
+    transform = training_transform("plain", preparation)
+    found = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        image = transform(noise(*size))
+        found.append((torch.equal(image, wanted), torch.equal(image, wanted.flip(-1))))
+    assert set(found) == {(True, False), (False, True)}
+
+
+@pytest.mark.parametrize("name", ["smooth_ap", "roadmap", "ap_gem"])
+def test_random_crops_are_crops_of_the_padded_image(name):
+    preparation = Preparation(48, resize="fit", fill=(0, 0, 0), mean=(0.5,) * 3, std=(0.5,) * 3)
+    transform = training_transform(name, preparation)
+    shown = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        pixels = transform.to_uint8(Image.new("RGB", (120, 60), "white"))
+        assert pixels.shape == (3, 48, 48)
+        shown |= set(pixels.unique().tolist())
+    assert {0, 255} <= shown
+    assert transform.least_size is None
+    reduced = training_transform(name, Preparation(56, resize="fit", reduced_scale=True))
+    assert reduced.least_size == (64, 64)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ class Recording(RetrievalModule):
     def log(self, name, value, *args, **kwargs):
         if name == "train/loss":
             self.__dict__.setdefault("logged", []).append({})
-        if name != "train/images/s":
+        if name not in ("train/images/s", "train/loader_wait"):
             self.logged[-1][name] = value.item()
         super().log(name, value, *args, **kwargs)
 

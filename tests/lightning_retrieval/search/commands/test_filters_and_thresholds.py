@@ -215,6 +215,29 @@ def test_a_column_of_a_table_is_numbers_or_text(texts, values, tmp_path):
     assert found == {"a": (values or texts)[::-1]}
 
 
+def test_metadata_with_other_names_another_separator_and_absolute_paths(glyphs, tmp_path, capsys):
+    """By both commands that read a table of images; a column without a name is none."""
+    paths = paths_of(glyphs[0] / "images")
+    lines = [f"{glyphs[0] / 'images' / path};{row};" for row, path in enumerate(paths)]
+    (tmp_path / "t.csv").write_text("\n".join(["path;price;", *lines]))
+    options = ["--columns", "image=path", "--delimiter", ";"]
+    code, _, err = command(capsys, *indexing(glyphs[0], tmp_path / "i", "--metadata", tmp_path / "t.csv", *options))
+    assert (code, err) == (0, "")
+    prices = {path: float(row) for row, path in enumerate(paths)}
+    index = RetrievalIndex.load(tmp_path / "i")
+    assert dict(zip(index.paths(index.ids), index.columns(index.ids)["price"])) == prices
+    args = ["--checkpoint", glyphs[0] / "model.ckpt", "--images", tmp_path / "t.csv", "--root", glyphs[0] / "images"]
+    assert command(capsys, "embed", *args, "--output", tmp_path / "e", *options)[0] == 0
+    (tmp_path / "t.csv").write_text("\n".join(["path\tprice", *(line[:-1].replace(";", "\t") for line in lines)]))
+    args = ["--embeddings", tmp_path / "e", "--output", tmp_path / "j", "--metadata", tmp_path / "t.csv"]
+    code, _, err = run(capsys, "index", *args, "--columns=oml", "--delimiter=tab")
+    assert (code, err) == (0, "")
+    index = RetrievalIndex.load(tmp_path / "j")
+    assert dict(zip(index.paths(index.ids), index.columns(index.ids)["price"])) == prices
+    sentence = error_of(capsys, "index", *args, "--columns=image=", "--overwrite")
+    assert "must be pairs such as image=path,label=class, got image=" in sentence
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(("other", "line"), [("n/a", 3), ("", 5), ("007", 2), ("1,5", 4), ("1e999", 2)])
 def test_a_column_of_numbers_with_one_text_is_warned_of(other, line, tmp_path):

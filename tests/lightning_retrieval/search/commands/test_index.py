@@ -10,9 +10,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
@@ -106,6 +107,42 @@ def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, ca
     assert command(capsys, "embed", *args)[0] == 0
     rows = EmbeddingFolder.load(tmp_path / "rows").read(0).embeddings
     assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
+
+
+def test_pictures_that_are_not_decoded_are_counted_by_their_suffix(glyphs, tmp_path, capsys):
+    """By all commands that read a folder, at any depth; texts beside images are none."""
+    for number in (1, 2):
+        write_image(tmp_path / f"images/deep/er/{number}.png", seed=number)
+    for name in ("2.heic", "deep/3.HEIC", "deep/er/4.jxl", "notes.txt"):
+        (tmp_path / "images" / name).write_text("")
+    left_out = ".heic 2, .jxl 1; convert pictures that Pillow does not decode, to PNG or JPEG"
+    args = ["--checkpoint", glyphs[0] / "model.ckpt", "--images", tmp_path / "images", "--output"]
+    for name in ("index", "embed"):
+        code, _, err = command(capsys, name, *args, tmp_path / name)
+        assert (code, f"Skipped 3 pictures that are not decoded: {left_out}.\n" in err) == (0, True)
+    for number in (1, 2):
+        (tmp_path / f"images/deep/er/{number}.png").unlink()
+    printed = error_of(capsys, "index", *args, tmp_path / "none")
+    assert "which holds no image, but other files: .heic 2, .jxl 1, .txt 1; convert" in printed
+
+
+def test_images_are_padded_as_in_the_evaluation_of_the_checkpoint(tmp_path, capsys):
+    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss()).eval()
+    preparation = dataclasses.replace(Preparation.named("glyphs"), resize="fit", fill="black")
+    module.preparation = serialise_transform(preparation)
+    save_checkpoint(tmp_path / "model.ckpt", module)
+    images = []
+    for number, size in enumerate([(64, 32), (32, 64), (90, 30)]):
+        write_image(tmp_path / "images" / f"{number}.png", size=size, seed=number)
+        with Image.open(tmp_path / "images" / f"{number}.png") as image:
+            framed = ImageOps.pad(image.convert("L"), (32, 32), Image.Resampling.BICUBIC, color=0)
+            images.append(torch.from_numpy(np.array(framed))[None].float() / 255)
+    expected = torch.nn.functional.normalize(module.embed(torch.stack(images)), dim=1).detach()
+    code, out, _ = command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    assert (code, "resize=fit" in out, "as the checkpoint says\n" in out) == (0, True, True)
+    index = RetrievalIndex.load(tmp_path / "index")
+    assert index.about["preparation"] == {"preparation": preparation.as_dict()}
+    assert torch.allclose(index.embeddings(torch.arange(3)), expected, atol=1e-5)
 
 
 def test_a_folder_stands_for_the_best_checkpoint_of_its_newest_run(glyphs, tmp_path, capsys):

@@ -1,0 +1,150 @@
+"""What the columns of the user's table are named, and what separates its fields.
+
+`columns` gives the names of a table's columns by the names of this library: `{"image": "path", "label": "class"}`. The
+word `"oml"` stands for the tables of open-metric-learning:
+
+| here | in their tables |
+| --- | --- |
+| `image` | `path` |
+| `camera` | `sequence` |
+| `left`, `top`, `right`, `bottom` | `x_1`, `y_1`, `x_2`, `y_2` |
+| `role` | `is_query`, `is_gallery` |
+| `split`: `val` | `split`: `validation` |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_retrieval.checks import check_string, short_repr
+from lightning_retrieval.invalid import InvalidType, InvalidValue
+
+SIDES = ("left", "top", "right", "bottom")
+COLUMNS = ("image", "label", "tags", "category", "split", "role", "camera", "box", *SIDES)
+NAMES = ("text", *COLUMNS)
+OML = {"image": "path", "camera": "sequence", **dict(zip(SIDES, ("x_1", "y_1", "x_2", "y_2")))}
+OML_ROLES = ("is_query", "is_gallery")
+OML_SPLITS = {"validation": "val"}
+DELIMITERS = (",", ";", "\t", "|")
+TRUE, FALSE = ("true", "1", "1.0"), ("false", "0", "0.0", "")
+
+ColumnNames = dict[str, str] | Literal["oml"] | None
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """The names of the columns of a table, and the separator of its fields.
+
+    Args:
+        columns: the name of each column in the table, by its name here; `"oml"`; or None for the names here.
+        delimiter: one character, which separates the fields of a CSV file.
+    """
+
+    columns: ColumnNames = None
+    delimiter: str = ","
+
+    @staticmethod
+    def checked(owner: str, columns: Any, delimiter: Any) -> "TableFormat":
+        """The format with these settings.
+
+        Args:
+            owner: prefix of error messages.
+            columns: as for the class.
+            delimiter: as for the class.
+
+        Raises:
+            ValueError: if `columns` has an unknown name, or one column for two names, or `delimiter` is not one
+                character that can separate fields.
+            TypeError: if an argument has the wrong type.
+        """
+        separator = check_string(owner, "delimiter", delimiter)
+        if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():
+            rule = "must be one character that separates fields, such as ';' or a tab"
+            raise InvalidValue(rule, owner, "delimiter", got=short_repr(delimiter))
+        _check_columns(owner, columns)
+        return TableFormat(columns, separator)
+
+    @property
+    def is_oml(self) -> bool:
+        """Whether the table is one of open-metric-learning."""
+        return isinstance(self.columns, str)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The name of a column in the table by its name here, for those that differ."""
+        if isinstance(self.columns, str):
+            return OML
+        return self.columns or {}
+
+    def renamed(self, header: Sequence[str]) -> list[str]:
+        """The names of a table's columns here; empty for a column without a name, or whose name another one has.
+
+        Args:
+            header: the names in the table.
+        """
+        names = {here: "" for here, theirs in self.names.items() if theirs in header}
+        for here in list(names):
+            names[self.names[here]] = here
+        return [names.get(name, name) for name in header]
+
+    def absent(self, header: Sequence[str]) -> str | None:
+        """The sentence about the first column that `columns` names and a table lacks; None if it has all.
+
+        Args:
+            header: the names in the table.
+        """
+        if self.is_oml:
+            return None
+        for here, theirs in self.names.items():
+            if theirs not in header:
+                return f"must name columns of the table, but {theirs!r}, named as {here!r}, is none"
+        return None
+
+    def cure(self, header: Sequence[str]) -> str:
+        """What helps if a table lacks columns.
+
+        Args:
+            header: the names in the table.
+        """
+        for delimiter in DELIMITERS:
+            if len(header) == 1 and delimiter in header[0]:
+                return f"give delimiter={delimiter!r}"
+        if "path" in header and not self.is_oml and set(OML_ROLES) & set(header):
+            return 'give columns="oml", for tables of open-metric-learning'
+        return 'name columns that have other names, such as columns={"image": "path"}'
+
+
+def _check_columns(owner: str, columns: Any) -> None:
+    """Raise unless `columns` is a dict of names, `"oml"` or None."""
+    if columns is None or (isinstance(columns, str) and columns == "oml"):
+        return
+    rule = "must be a dict from names of this library to those of the table, or 'oml'"
+    if isinstance(columns, str):
+        raise InvalidValue(rule, owner, "columns", got=short_repr(columns))
+    if not isinstance(columns, Mapping):
+        raise InvalidType(rule, owner, "columns", got=f"{short_repr(columns)} ({type(columns).__name__})")
+    for here, theirs in columns.items():
+        if here not in NAMES:
+            raise InvalidValue(f"must have names among {', '.join(NAMES)}", owner, "columns", got=short_repr(here))
+        if not isinstance(theirs, str):
+            raise InvalidType(rule, owner, "columns", got=f"{short_repr(theirs)} ({type(theirs).__name__})")
+    if len(set(columns.values())) < len(columns):
+        raise InvalidValue("must have another column for each name", owner, "columns", got=short_repr(columns))
+
+
+def role_of_oml(is_query: str, is_gallery: str | None = None) -> str | None:
+    """The role of an image in a table of open-metric-learning; empty in training, None if a value is unknown.
+
+    Args:
+        is_query: the value of the column of this name.
+        is_gallery: the value of the column of this name; None if there is no such column, and all others are gallery.
+    """
+    values = []
+    for text in (is_query, is_gallery or ""):
+        if text.lower() not in TRUE + FALSE:
+            return None
+        values.append(text.lower() in TRUE)
+    if is_gallery is None:
+        values[1] = not values[0]
+    names = {(True, True): "both", (True, False): "query", (False, True): "gallery"}
+    return names.get((values[0], values[1]), "")

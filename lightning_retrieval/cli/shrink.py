@@ -1,0 +1,52 @@
+"""The command `shrink`: writes a copy of a folder with smaller images, which training reads faster."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_retrieval.command_line import HELP_WIDTH, CommandParser, command_line_message, printable
+
+DESCRIPTION = (
+    "Write a copy of a folder in which the shorter side of no image is longer than --size pixels, with the same names "
+    "and folders, upright, and with the colour profiles. Small images are copied as they are. After a kill, the same "
+    "command continues. No file is replaced."
+)
+
+
+def shrink(args: Sequence[str]) -> int:
+    """Write the copy, and return the exit code: 0, or 1 if images could not be read, or 2 if nothing was written."""
+    parser = CommandParser(
+        "lightning-retrieval shrink",
+        description=textwrap.fill(DESCRIPTION, HELP_WIDTH),
+        epilog="example:\nlightning-retrieval shrink --size 288 photos small",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    options = parser.parse_args(args)
+
+    from lightning_retrieval.preparation.shrink import shrink_images
+
+    try:
+        done = shrink_images(options.images, options.output, options.size, workers=options.workers)
+    except (OSError, ValueError) as error:
+        print(command_line_message("shrink", error, vars(options)), file=sys.stderr)
+        return 2
+    for path, reason in done.unreadable:
+        print(f"shrink: cannot read the image {printable(path)} ({printable(reason)}); skipped.", file=sys.stderr)
+    counts = f"{done.counts['resized']:,} images with fewer pixels, {done.counts['copied']:,} copied as they are"
+    if done.counts["kept"]:
+        counts += f", {done.counts['kept']:,} from earlier"
+    print(f"{options.output}: {counts}")
+    return int(bool(done.unreadable))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to a parser."""
+    parser.add_argument("images", type=Path, metavar="PHOTOS", help="folder of images, searched at any depth")
+    parser.add_argument("output", type=Path, metavar="SMALL", help="new folder, or one that this command began")
+    parser.add_argument(
+        "--size", type=int, default=288, help="shorter side in pixels, default 288, enough for crops of 256 and less"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="number of threads, default one for each core")

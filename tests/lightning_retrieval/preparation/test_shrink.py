@@ -1,0 +1,153 @@
+"""The command `shrink`: which images become smaller, what they keep, and what it does to files that are there."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.preparation.shrink import shrink_images
+from tests.datamodules.pictures import write_pictures_of_all_kinds
+from tests.datamodules.trees import write_image
+
+
+def run(capsys, *args):
+    """The exit code of the command, standard output and standard error."""
+    code = 0
+    try:
+        main(["shrink", *map(str, args)])
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+def files_below(folder):
+    """{path: content} of the files in a folder."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_copies_are_smaller_upright_and_in_their_folders(tmp_path, capsys):
+    photos = tmp_path / "photos"
+    for name, size in {"a/wide.jpg": (400, 300), "a/b/high.PNG": (90, 700), "small.jpg": (50, 64)}.items():
+        write_image(photos / name, size=size)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.effect_noise((300, 200), 60).save(photos / "phone.jpg", exif=exif)
+    (photos / "notes.txt").write_text("not copied")
+    before = files_below(photos)
+    code, out, err = run(capsys, photos, tmp_path / "small", "--size", 64)
+    assert (code, out, err) == (0, f"{tmp_path / 'small'}: 3 images with fewer pixels, 1 copied as they are\n", "")
+    sizes = {}
+    for path in ("a/wide.jpg", "a/b/high.PNG", "small.jpg", "phone.jpg"):
+        with Image.open(tmp_path / "small" / path) as image, Image.open(photos / path) as original:
+            assert image.format == original.format
+            assert image.getexif().get(0x0112) is None
+            sizes[path] = image.size
+    assert sizes == {"a/wide.jpg": (85, 64), "a/b/high.PNG": (64, 498), "small.jpg": (50, 64), "phone.jpg": (64, 96)}
+    assert (tmp_path / "small/small.jpg").read_bytes() == before["small.jpg"]
+    assert files_below(photos) == before
+    assert not (tmp_path / "small/notes.txt").exists()
+
+
+def test_pixels_are_those_of_the_resized_image(tmp_path):
+    write_image(tmp_path / "photos/1.png", size=(300, 200))
+    write_image(tmp_path / "photos/2.jpg", size=(1200, 800))
+    shrink_images(tmp_path / "photos", tmp_path / "small", 100)
+    for name, largest in (("1.png", 0), ("2.jpg", 4)):
+        with Image.open(tmp_path / "photos" / name) as image:
+            wanted = np.asarray(image.convert("RGB").resize((150, 100), Image.Resampling.LANCZOS)).astype(int)
+        with Image.open(tmp_path / "small" / name) as image:
+            assert np.abs(np.asarray(image.convert("RGB")) - wanted).mean() <= largest
+
+
+def test_colours_are_kept_in_all_kinds_of_pictures(tmp_path):
+    """Profiles too; each copy can be read as its image can."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    write_pictures_of_all_kinds(photos)
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for suffix in ("jpg", "png", "webp", "tif"):
+        Image.new("RGB", (90, 60), (250, 120, 10)).save(photos / f"profile.{suffix}", icc_profile=profile)
+    done = shrink_images(photos, tmp_path / "small", 5)
+    assert done.unreadable == []
+    assert done.counts.total() == len(files_below(photos))
+    small = files_below(tmp_path / "small")
+    for path in files_below(photos):
+        assert path in small
+        with Image.open(photos / path) as original, Image.open(tmp_path / "small" / path) as image:
+            assert bool(original.info.get("icc_profile")) == bool(image.info.get("icc_profile")), path
+            before, after = (
+                np.asarray(picture.convert("RGBA").resize((1, 1), Image.Resampling.BOX)).astype(int)
+                for picture in (original, image)
+            )
+            if original.mode not in ("I", "F", "I;16", "I;16B"):  # Pillow clips them when it converts them
+                assert np.abs(before - after).max() < 24, path
+
+
+def test_a_call_that_was_stopped_is_continued_and_no_file_is_replaced(tmp_path, capsys):
+    for number in range(5):
+        write_image(tmp_path / f"photos/{number}.jpg", size=(200, 100), seed=number)
+    (tmp_path / "small").mkdir()
+    assert run(capsys, tmp_path / "photos", tmp_path / "small", "--size=50", "--workers=1")[0] == 0
+    whole = files_below(tmp_path / "small")
+    for name in ("1.jpg", "3.jpg"):
+        (tmp_path / "small" / name).unlink()
+    (tmp_path / "small/2.jpg").write_text("edited by hand")
+    os.symlink("elsewhere.jpg", tmp_path / "small/1.jpg")
+    code, out, _ = run(capsys, tmp_path / "photos", tmp_path / "small", "--size=50")
+    assert (code, out.split(": ")[1]) == (0, "1 images with fewer pixels, 0 copied as they are, 4 from earlier\n")
+    assert (tmp_path / "small/2.jpg").read_text() == "edited by hand"
+    assert not (tmp_path / "small/elsewhere.jpg").exists()
+    assert (tmp_path / "small/3.jpg").read_bytes() == whole["3.jpg"]
+    assert not list((tmp_path / "small").glob(".*.tmp"))
+
+
+def test_images_that_cannot_be_read_are_named_and_the_others_written(tmp_path, capsys):
+    for number in range(3):
+        write_image(tmp_path / f"photos/{number}.png", size=(200, 100))
+    content = (tmp_path / "photos/0.png").read_bytes()
+    (tmp_path / "photos/0.png").write_bytes(content[: len(content) // 2])
+    (tmp_path / "photos/text.jpg").write_text("no image")
+    code, _, err = run(capsys, tmp_path / "photos", tmp_path / "small", "--size=50")
+    assert code == 1
+    assert [line.split(" (")[0] for line in err.splitlines()] == [
+        f"shrink: cannot read the image {name}" for name in ("0.png", "text.jpg")
+    ]
+    assert sorted(name for name in files_below(tmp_path / "small") if not name.startswith(".")) == ["1.png", "2.png"]
+
+
+@pytest.mark.refusal
+def test_folders_that_cannot_be_used_are_reported_in_one_sentence(tmp_path, capsys):
+    photos = tmp_path / "photos"
+    write_image(photos / "1.jpg", size=(20, 10))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("")
+    assert run(capsys, photos, tmp_path / "small", "--size=5")[0] == 0
+    cases = (
+        ((tmp_path / "none", tmp_path / "new"), "must be a folder of images, got"),
+        ((tmp_path / "empty", tmp_path / "new"), "must be a folder of images, got .*, which holds no image"),
+        ((photos, photos), "must be a folder that is neither in the folder of the images nor around it"),
+        ((photos, photos / "small"), "neither in the folder of the images nor around it"),
+        ((photos, tmp_path), "neither in the folder of the images nor around it"),
+        ((photos, tmp_path / "full"), "must be a new folder, or one that this command began"),
+        ((photos, tmp_path / "small", "--size=6"), "must be that of .*small, 5, got 6; give another folder"),
+        ((photos, tmp_path / "new", "--size=0"), "must be from 1 to 16384, got 0|must be .*1.* got 0"),
+    )
+    for args, sentence in cases:
+        code, out, err = run(capsys, *args)
+        assert (code, out, err.count("\n")) == (2, "", 1), args
+        assert re.search(sentence, err), err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_data_module_reads_the_copies_as_the_photographs(tmp_path):
+    for label in "abcd":
+        for number in range(2):
+            write_image(tmp_path / f"photos/{label}/{number}.jpg", size=(90, 60), seed=number)
+    shrink_images(tmp_path / "photos", tmp_path / "small", 40)
+    splits = [ImageFolder(tmp_path / name).splits for name in ("photos", "small")]
+    assert [list(index.paths) for index in splits[0].values()] == [list(index.paths) for index in splits[1].values()]
