@@ -751,7 +751,8 @@ def resumed(callback, fresh):
 
 @pytest.mark.filterwarnings("ignore:PCAWhitening. nothing has been learned yet:UserWarning")
 @with_contract("resume", pl.Callback)
-def test_a_callback_resumes_with_what_a_run_left_in_it(name, tmp_path):
+def test_a_callback_resumes_with_what_a_run_left_in_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a callback writes to a relative path
     callback = make(name)
     run_training(callback, tmp_path)
     assert callback.state_dict() != make(name).state_dict()
@@ -762,7 +763,8 @@ def test_a_callback_resumes_with_what_a_run_left_in_it(name, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:PCAWhitening. nothing has been learned yet:UserWarning")
 @without_contract("resume", pl.Callback)
-def test_a_callback_without_state_keeps_nothing_from_a_run(name, tmp_path):
+def test_a_callback_without_state_keeps_nothing_from_a_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a callback writes to a relative path
     callback = make(name)
     run_training(callback, tmp_path)
     assert callback.state_dict() == {}
