@@ -58,9 +58,11 @@ def test_a_benchmark_prints_and_writes_its_table(name, results_of):
         assert any(row.get(column) is not None for row in results)
     if "added MiB" in columns and name != "search":  # whose small index fits into what is free already
         assert max(row.get("added MiB") or 0 for row in results) > 0
-    timings = [value for row in results for value in row.values() if isinstance(value, dict)]
+    timings = [(column, value) for row in results for column, value in row.items() if isinstance(value, dict)]
     assert timings
-    assert all(0 < t["lowest"] <= t["median"] <= t["highest"] for t in timings)
+    assert all(t["lowest"] <= t["median"] <= t["highest"] for _, t in timings)
+    # A difference of two times may be below 0 on a machine that does other work.
+    assert all(t["lowest"] > 0 for column, t in timings if column != "above the shortest")
 
 
 def test_an_epoch_of_photographs_and_of_their_smaller_copies(results_of):
