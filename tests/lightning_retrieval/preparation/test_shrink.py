@@ -63,6 +63,28 @@ def test_pixels_are_those_of_the_resized_image(tmp_path):
             assert np.abs(np.asarray(image.convert("RGB")) - wanted).mean() <= largest
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_turned_images_keep_their_shape_in_each_format(tmp_path, suffix, orientation):
+    """Pillow turns TIFF files itself; a picture whose left half is bright when it is upright stays so."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    upright = Image.new("L", (200, 300))
+    upright.paste(255, (0, 0, 100, 300))
+    (tmp_path / "photos").mkdir()
+    photo = tmp_path / "photos" / f"1.{suffix}"
+    turned = {3: 3, 6: 8, 8: 6}.get(orientation, orientation)  # the others are their own inverse
+    method = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}.get(turned)
+    stored = upright if method is None else upright.transpose(Image.Transpose(method))
+    stored.convert("RGB").save(photo, exif=exif)
+    assert shrink_images(tmp_path / "photos", tmp_path / "small", 50).counts["resized"] == 1
+    with Image.open(tmp_path / "small" / photo.name) as image:
+        pixels = np.asarray(image.convert("L"))
+    assert pixels.shape == (75, 50)
+    assert pixels[:, :20].min() > 200
+    assert pixels[:, 30:].max() < 50
+
+
 def test_colours_are_kept_in_all_kinds_of_pictures(tmp_path):
     """Profiles too; each copy can be read as its image can."""
     photos = tmp_path / "photos"
