@@ -18,7 +18,7 @@ _NUMBERS = 1 << 22  # number of drawn classes that are held in memory at a time
 def bootstrap_intervals(
     values: Float[Tensor, "metric query"], groups: Int[Tensor, " query"]
 ) -> Float[Tensor, "metric 2"]:
-    """The lower and the upper end of the 95 % interval of each mean over queries; NaN if fewer than 2 groups have values.
+    """The lower and the upper end of the 95 % interval of each mean over queries; NaN if fewer than 2 groups count.
 
     Args:
         values: the values of each metric, NaN for a query without a value.
