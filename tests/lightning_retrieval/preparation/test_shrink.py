@@ -2,6 +2,11 @@
 
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -125,6 +130,25 @@ def test_a_call_that_was_stopped_is_continued_and_no_file_is_replaced(tmp_path, 
     assert not (tmp_path / "small/elsewhere.jpg").exists()
     assert (tmp_path / "small/3.jpg").read_bytes() == whole["3.jpg"]
     assert not list((tmp_path / "small").glob(".*.tmp"))
+
+
+@pytest.mark.posix
+@pytest.mark.slow
+def test_ctrl_c_is_one_line_that_says_how_to_continue(tmp_path):
+    write_image(tmp_path / "photos/0.png", size=(2000, 2000))
+    for number in range(1, 20):
+        shutil.copy(tmp_path / "photos/0.png", tmp_path / f"photos/{number}.png")
+    small = tmp_path / "small"
+    command = [sys.executable, "-m", "lightning_retrieval.cli", "shrink", str(tmp_path / "photos"), str(small)]
+    process = subprocess.Popen([*command, "--workers=1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(small.glob("*.png")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == f"shrink: interrupted; the same command continues in {small}."
+    assert "Traceback" not in err
+    assert 0 < len(list(small.glob("*.png"))) < 20
 
 
 def test_images_that_cannot_be_read_are_named_and_the_others_written(tmp_path, capsys):
