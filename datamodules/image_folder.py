@@ -26,6 +26,7 @@ from lightning_retrieval.preparation.decoding import (
 OWNER = "ImageFolder"
 SPLITS = ("train", "test")
 CLASSES = ("deepest", "top")
+MOST_DEPTH = 100  # of the folder of a class
 CURE = (
     'classes="deepest" makes a class of each folder that contains images, classes="top" of each folder in the root '
     "with all that is in it, and a number of each folder at this depth"
@@ -248,7 +249,7 @@ class ClassFolders:
                 if list_folder(folder).files:
                     return "the images are one folder higher: set categories=False"
         images = sum(map(self._is_image, entries.files))
-        if images:
+        if images and depth_of(self.classes) == 1:
             return f"its {images} images are in no class folder: move those of each class into one, or use ImageTable"
         for place, unread in self.unread.items():
             return f"its {len(unread):,} images lie {place}, such as {unread[0]}"
@@ -296,7 +297,7 @@ def _check_classes(value: Any) -> Classes:
     if isinstance(value, str):
         rule = "must be 'deepest', 'top' or a number of folders"
         raise InvalidValue(rule, OWNER, "classes", got=short_repr(value))
-    return check_integer(OWNER, "classes", value, 1)
+    return check_integer(OWNER, "classes", value, 1, MOST_DEPTH)
 
 
 class ImageFolder(ImageDataModule):

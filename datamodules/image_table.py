@@ -204,15 +204,21 @@ def _warn_of_other_separators(table: TableColumns) -> None:
         )
 
 
-def parse_splits(table: TableColumns) -> NDArray[Any] | None:
-    """The split of each image, or None without the column `split`."""
-    if "split" not in table.columns:
-        return None
+def check_splits(table: TableColumns) -> None:
+    """Raise unless all texts of the column `split` are names of splits."""
     splits = table.columns["split"]
     rule = "`split` must be train, val, test or another name of letters, digits, '_' and '-'"
     table.check(find_rows(splits, is_invalid_split), rule, splits)
     table.check(find_rows(splits, is_other_case), "`split` must be train, val or test in lower case", splits)
     check_values(table, "split")
+
+
+def parse_splits(table: TableColumns) -> NDArray[Any] | None:
+    """The split of each image, or None without the column `split`."""
+    if "split" not in table.columns:
+        return None
+    check_splits(table)
+    splits = table.columns["split"]
     names = sorted(set(splits))
     if "train" not in names or len(names) == 1:
         got = f"{', '.join(map(repr, names))} in {table.path}"

@@ -13,6 +13,7 @@ from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER
 from lightning_retrieval.invalid import Invalid
 
 HELP_WIDTH = 78  # columns of a description
+INTERRUPTED = 130  # exit code after Ctrl-C
 SHOWN = 100  # number of characters that are shown of a path that is too long
 NULLS = ("None", "null")  # values of an option that mean that it is not given
 # Owners of the errors that a command reports as its own; an error without an owner is one of the command itself.

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_retrieval.command_line import HELP_WIDTH, CommandParser, command_line_message, printable
+from lightning_retrieval.command_line import HELP_WIDTH, INTERRUPTED, CommandParser, command_line_message, printable
 
 DESCRIPTION = (
     "Write a copy of a folder in which the shorter side of no image is longer than --size pixels, with the same names "
@@ -16,7 +16,7 @@ DESCRIPTION = (
 
 
 def shrink(args: Sequence[str]) -> int:
-    """Write the copy, and return the exit code: 0, or 1 if images could not be read, or 2 if nothing was written."""
+    """Write the copy, and return the exit code: 0, 1 if images could not be read, 2 for an error, 130 after Ctrl-C."""
     parser = CommandParser(
         "lightning-retrieval shrink",
         description=textwrap.fill(DESCRIPTION, HELP_WIDTH),
@@ -33,6 +33,9 @@ def shrink(args: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(command_line_message("shrink", error, vars(options)), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"shrink: interrupted; the same command continues in {options.output}.", file=sys.stderr)
+        return INTERRUPTED
     for path, reason in done.unreadable:
         print(f"shrink: cannot read the image {printable(path)} ({printable(reason)}); skipped.", file=sys.stderr)
     counts = f"{done.counts['resized']:,} images with fewer pixels, {done.counts['copied']:,} copied as they are"

@@ -18,7 +18,7 @@ _NUMBERS = 1 << 22  # number of drawn classes that are held in memory at a time
 def bootstrap_intervals(
     values: Float[Tensor, "metric query"], groups: Int[Tensor, " query"]
 ) -> Float[Tensor, "metric 2"]:
-    """The lower and the upper end of the 95 % interval of each mean over queries; NaN if there are fewer than 2 groups.
+    """The lower and the upper end of the 95 % interval of each mean over queries; NaN if fewer than 2 groups count.
 
     Args:
         values: the values of each metric, NaN for a query without a value.
@@ -38,7 +38,7 @@ def bootstrap_intervals(
     has_value = ~values.isnan()
     counted = has_value.any(0)
     unique, group = groups[counted].unique(return_inverse=True)
-    if len(unique) < 2:
+    if len(unique) == 0:
         return values.new_full((len(values), 2), torch.nan)
     sums = values.new_zeros(len(values), len(unique)).index_add_(1, group, values.nan_to_num()[:, counted])
     counts = values.new_zeros(len(values), len(unique)).index_add_(1, group, has_value[:, counted].double())
@@ -49,4 +49,5 @@ def bootstrap_intervals(
         times = values.new_zeros(drawn.shape).scatter_add_(1, drawn, values.new_ones(drawn.shape))  # (draw, group)
         means.append((times @ sums.T) / (times @ counts.T))
     quantiles = torch.tensor(_QUANTILES, dtype=values.dtype)
-    return torch.cat(means).nanquantile(quantiles, dim=0).T
+    has_several = (counts > 0).sum(1, keepdim=True) > 1
+    return torch.where(has_several, torch.cat(means).nanquantile(quantiles, dim=0).T, torch.nan)

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 Size = tuple[int, int]  # height and width
 Box = tuple[int, int, int, int]  # top, left, bottom and right
@@ -306,9 +307,12 @@ def upright_size(image: Image.Image) -> Size:
     Args:
         image: an image of any mode.
     """
-    if isinstance(image, ImageFile.ImageFile) and orientation(image) in TRANSPOSED:
-        return image.width, image.height
-    return image.height, image.width
+    if not isinstance(image, ImageFile.ImageFile) or orientation(image) not in TRANSPOSED:
+        return image.height, image.width
+    if isinstance(image, TiffImageFile):  # its size is the upright one, in older versions of Pillow once it is decoded
+        width, height = image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
+        return int(width), int(height)
+    return image.width, image.height
 
 
 def size_before_crop(image_size: int | Sequence[int] | None, resize: Resize) -> int | Sequence[int] | None:

@@ -134,6 +134,12 @@ def test_a_root_without_classes_raises_with_a_suggestion(tmp_path, names, catego
         ImageFolder(tmp_path, categories=categories).prepare_data()
 
 
+def test_a_depth_at_which_there_is_no_class_names_the_images_above(tmp_path):
+    write_folders(tmp_path, [".", "a", "b/c"])
+    with pytest.raises(ValueError, match=r"`root` must contain images as .*; its 9 images lie higher than <folder>/"):
+        ImageFolder(tmp_path, classes=3).prepare_data()
+
+
 def test_a_fraction_that_leaves_no_class_raises(tmp_path):
     for fraction in (0, 1):
         with pytest.raises(ValueError, match=rf"ImageFolder: `test_fraction` must be between 0 and 1, got {fraction}"):
@@ -225,7 +231,7 @@ def test_pictures_that_pillow_does_not_decode_are_named_first(tmp_path):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("classes", ["deep", 0, -1, 1.5, True, ["top"]])
+@pytest.mark.parametrize("classes", ["deep", 0, -1, 1.5, True, ["top"], 10**9])
 def test_other_classes_raise(tmp_path, classes):
     with pytest.raises((ValueError, TypeError), match=r"^ImageFolder: `classes` must be .*, got "):
         ImageFolder(tmp_path, classes=classes)

@@ -19,6 +19,7 @@ import torch
 
 from lightning_retrieval.backend import Fabric, FabricDDPStrategy, MisconfigurationException, module_names
 from lightning_retrieval.checks import check_choice, check_integer, first_line
+from lightning_retrieval.command_line import INTERRUPTED
 from lightning_retrieval.datamodules.image_table import find_rows, is_empty
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
@@ -57,7 +58,6 @@ ACCELERATORS = ("cpu", "cuda", "mps")
 FIRST_PROCESS = "LIGHTNING_RETRIEVAL_FIRST_PROCESS"  # environment variable: id of the process that starts the others
 SECONDS_TO_NOTICE = 1.0  # between two looks at whether that process is still there
 LONGEST_WAIT = timedelta(days=30)  # how long a finished process waits for the other processes
-INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:

@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -19,6 +21,7 @@ from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation.decoding import read_image
+from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.search.commands.embedding import (
     EmbeddedImages,
     ImageEmbedder,
@@ -170,6 +173,7 @@ def report_images(
     if len(embedded.positions) == 0:
         first = embedded.unreadable[0]
         raise InvalidValue(f"none of the {len(labelled.index)} images can be read, the first: {first}")
+    check_lists(labelled, embedded.positions)
     found = find_in(labelled, embedded, false_match_rate)
     about = (
         f"{len(embedded.positions):,} images of {printable(str(images))}, embedded by "
@@ -217,19 +221,40 @@ def label_images(images: Path, root: Path | None) -> LabelledImages:
     Raises:
         FileNotFoundError: if the path does not exist.
         ValueError: if there is no image, the table cannot be read, a label is missing, there are fewer than two
-            classes, or no class has two images.
+            classes, or no query has another image of its class in its list.
     """
     if images.is_file():
         labelled = _of_table(images, root)
     else:
         labelled = _of_folder(list_images(images, root))
-    labels = labelled.index.labels
-    evaluated = labels[labelled.is_evaluated(torch.arange(len(labels))).numpy()]
-    sizes = np.unique(evaluated[evaluated != DISTRACTOR], return_counts=True)[1]
-    if len(sizes) < 2 or sizes.max() < 2:
-        rule = "must be of several classes with several images, in class folders or in a table with the column label"
-        raise InvalidValue(rule, argument="images", got=images)
+    check_lists(labelled, torch.arange(len(labelled.index)))
     return labelled
+
+
+def check_lists(labelled: LabelledImages, positions: Int[Tensor, " row"]) -> None:
+    """Raise unless these images are of several classes, and a query has another image of its class in its list.
+
+    A query's list lacks the image itself, or, if cameras are known, all images of its class and camera.
+    """
+    index, rows = labelled.index, positions[labelled.is_evaluated(positions)].numpy()
+    excluded, roles = rows, np.full(len(rows), int(Role.BOTH))
+    if index.cameras is not None:
+        excluded = index.cameras[rows]
+    if index.roles is not None:
+        roles = index.roles[rows]
+    images = list(zip(index.labels[rows].tolist(), excluded.tolist()))
+    in_gallery = list(compress(images, roles & Role.GALLERY))
+    of_label, of_image = Counter(label for label, _ in in_gallery), Counter(in_gallery)
+    queries = compress(images, roles & Role.QUERY)
+    if len({label for label, _ in images} - {DISTRACTOR}) < 2:
+        rule = "must be of several classes, in class folders or in a table with the column label"
+        raise InvalidValue(rule, argument="images", got=labelled.listed.root)
+    if not any(of_label[image[0]] > of_image[image] for image in queries):
+        rule = "must have a query with another image of its class"
+        where = "in its list, which has the images of the gallery"
+        if index.cameras is not None:
+            where += ", without those of its class and camera"
+        raise InvalidValue(f"{rule} {where}", argument="images", got=f"none among {len(rows):,} images")
 
 
 def _of_folder(listed: ListedImages) -> LabelledImages:
@@ -255,17 +280,19 @@ def _of_table(path: Path, root: Path | None) -> LabelledImages:
     from lightning_retrieval.datamodules import image_table  # needs Lightning
 
     table = read_table(path, required=("image", "label"))
+    if "label" not in table.columns:
+        rule = "must be a table with the column label"
+        raise InvalidValue(rule, argument="images", got=f"{path} with tags", cure="add labels")
     paths = image_table.parse_images(table, root or path.parent)
     roles, distractors = image_table.parse_roles(table)
-    texts = table.columns["label"]
-    unlabelled = set(image_table.find_rows(texts, image_table.is_empty)).difference(
-        np.flatnonzero(distractors).tolist()
-    )
-    table.check(sorted(unlabelled), "`label` must not be empty in any row")
+    known = image_table.parse_labels(table, distractors)
+    if "split" in table.columns:
+        image_table.check_splits(table)
     boxes = image_table.parse_boxes(table)
     image_table.check_unique_images(table, paths, boxes)
     labels = np.full(len(paths), DISTRACTOR)
-    labels[~distractors], names = class_numbers(np.array(texts)[~distractors])
+    labels[~distractors], names = class_numbers(known[~distractors])
     cameras = image_table.parse_numbers(table, "camera")
     index = ImageIndex(paths, labels, boxes=boxes, roles=roles, cameras=cameras)
-    return LabelledImages(ListedImages(root or path.parent, index, texts), names, table.columns.get("split"))
+    listed = ListedImages(root or path.parent, index, list(map(str, known)))
+    return LabelledImages(listed, names, table.columns.get("split"))

@@ -43,7 +43,7 @@ class RetrievalReport(Callback):
 
     Raises:
         ValueError: if `output` does not end with .html, or the Trainer has no `RetrievalEvaluation`; when the test
-            begins, if `output` or its table would replace another file.
+            begins, if `output` is not a regular file, or its table would replace another file.
         TypeError: if an argument has the wrong type.
         OSError: if a file cannot be written.
 

@@ -21,7 +21,7 @@ def check_suffix(output: Path) -> Path:
 
 
 def check_output(output: Path) -> None:
-    """Raise unless a page and its table can be written, and replace no other file.
+    """Raise unless a page and its table can be written, and the table replaces no other file.
 
     Args:
         output: path of the page.

@@ -50,6 +50,16 @@ def test_queries_without_a_value_and_their_classes_do_not_count():
     assert bootstrap_intervals(values[None], torch.zeros_like(groups)).isnan().all()
 
 
+def test_a_metric_of_which_one_class_has_values_has_no_interval_whatever_the_others_have():
+    """As the AP at the finest level, if one label has two images and the coarser ones have more."""
+    of_one = torch.tensor([0.5, 0.7, torch.nan, torch.nan], dtype=torch.float64)
+    of_all = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    groups = torch.tensor([3, 3, 5, 7])
+    intervals = bootstrap_intervals(torch.stack([of_one, of_all, of_one * torch.nan]), groups)
+    assert intervals[[0, 2]].isnan().all()
+    assert torch.equal(intervals[1:2], bootstrap_intervals(of_all[None], groups))
+
+
 @pytest.mark.parametrize(
     "labels", [torch.arange(60) // 4, torch.stack([torch.arange(60) // 2, torch.arange(60) // 6], 1)]
 )

@@ -2,6 +2,11 @@
 
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -63,6 +68,28 @@ def test_pixels_are_those_of_the_resized_image(tmp_path):
             assert np.abs(np.asarray(image.convert("RGB")) - wanted).mean() <= largest
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_turned_images_keep_their_shape_in_each_format(tmp_path, suffix, orientation):
+    """Pillow turns TIFF files itself; a picture whose left half is bright when it is upright stays so."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    upright = Image.new("L", (200, 300))
+    upright.paste(255, (0, 0, 100, 300))
+    (tmp_path / "photos").mkdir()
+    photo = tmp_path / "photos" / f"1.{suffix}"
+    turned = {3: 3, 6: 8, 8: 6}.get(orientation, orientation)  # the others are their own inverse
+    method = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}.get(turned)
+    stored = upright if method is None else upright.transpose(Image.Transpose(method))
+    stored.convert("RGB").save(photo, exif=exif)
+    assert shrink_images(tmp_path / "photos", tmp_path / "small", 50).counts["resized"] == 1
+    with Image.open(tmp_path / "small" / photo.name) as image:
+        pixels = np.asarray(image.convert("L"))
+    assert pixels.shape == (75, 50)
+    assert pixels[:, :20].min() > 200
+    assert pixels[:, 30:].max() < 50
+
+
 def test_colours_are_kept_in_all_kinds_of_pictures(tmp_path):
     """Profiles too; each copy can be read as its image can."""
     photos = tmp_path / "photos"
@@ -103,6 +130,25 @@ def test_a_call_that_was_stopped_is_continued_and_no_file_is_replaced(tmp_path, 
     assert not (tmp_path / "small/elsewhere.jpg").exists()
     assert (tmp_path / "small/3.jpg").read_bytes() == whole["3.jpg"]
     assert not list((tmp_path / "small").glob(".*.tmp"))
+
+
+@pytest.mark.posix
+@pytest.mark.slow
+def test_ctrl_c_is_one_line_that_says_how_to_continue(tmp_path):
+    write_image(tmp_path / "photos/0.png", size=(2000, 2000))
+    for number in range(1, 20):
+        shutil.copy(tmp_path / "photos/0.png", tmp_path / f"photos/{number}.png")
+    small = tmp_path / "small"
+    command = [sys.executable, "-m", "lightning_retrieval.cli", "shrink", str(tmp_path / "photos"), str(small)]
+    process = subprocess.Popen([*command, "--workers=1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(small.glob("*.png")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == f"shrink: interrupted; the same command continues in {small}."
+    assert "Traceback" not in err
+    assert 0 < len(list(small.glob("*.png"))) < 20
 
 
 def test_images_that_cannot_be_read_are_named_and_the_others_written(tmp_path, capsys):

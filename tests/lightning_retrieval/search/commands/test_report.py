@@ -234,7 +234,7 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, hostile, tmp_pat
         (tmp_path / "none", "a.html", [], "report: `--images` must be a folder of images"),
         (tmp_path / "table.csv", "a.html", [], "label"),
         (tmp_path / "empty.csv", "a.html", [], "`label` must not be empty in any row"),
-        (tmp_path / "one", "a.html", [], "report: `--images` must be of several classes with several images"),
+        (tmp_path / "one", "a.html", [], "report: `--images` must be of several classes, in class folders"),
         (tmp_path / "flat", "a.html", [], "must have each image in the folder of its class"),
     ):
         error = error_of(capsys, *reporting(model, images, tmp_path / output, *more))
@@ -243,6 +243,53 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, hostile, tmp_pat
     assert (tmp_path / "photos.csv").read_text() == "image,label\na.png,1\n"
     message = error_of(capsys, *reporting(tmp_path / "no.ckpt", hostile, tmp_path / "a.html"))
     assert message.startswith("report: `--checkpoint`")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("columns", "rows", "message"),
+    [
+        ("image,tags", ["1.png,a", "2.png,b"], "report: `--images` must be a table with the column label"),
+        (
+            "image,label,split",
+            ["1.png,a,Test", "2.png,a,Test", "3.png,b,Train"],
+            "`split` must be train, val or test in",
+        ),
+        ("image,label", ["1.png,1", "2.png,1", "3.png,1.0", "4.png,2"], "`label` must not be one number in two forms"),
+        ("image,label", ["1.png,a", "2.png,a", "3.png,nan"], "`label` must not be the text of a missing value"),
+        ("image,label", ["1.png,a", "2.png,b"], "must have a query with another image of its class"),
+        ("image,label,role", [f"{i}.png,{i // 2},query" for i in range(4)], "must have a query with another image"),
+        ("image,label,role", [f"{i}.png,{i // 2},gallery" for i in range(4)], "must have a query with another image"),
+        (
+            "image,label,camera",
+            [f"{i}.png,{i // 2},{i // 2}" for i in range(4)],
+            "without those of its class and camera",
+        ),
+    ],
+)
+def test_a_table_of_which_nothing_can_be_reported_is_refused(glyphs, tmp_path, capsys, columns, rows, message):
+    """Before an image is read: there is none."""
+    table = tmp_path / "list.csv"
+    table.write_text("\n".join([columns, *rows]) + "\n")
+    assert message in error_of(capsys, *reporting(glyphs[0] / "model.ckpt", table, tmp_path / "a.html"))
+
+
+@pytest.mark.refusal
+def test_a_report_needs_a_positive_among_the_images_that_can_be_read(glyphs, tmp_path, capsys):
+    """Otherwise there is a report; a query that is in the gallery too is not its own positive."""
+    lines = ["image,label,role,camera"]
+    for number, images in enumerate(glyphs_of(2, 6)):
+        write(tmp_path / f"{number}.png", images[0])
+        write(tmp_path / f"{number}-other.png", images[1])
+        lines += [f"{number}.png,{number},both,0", f"{number}-other.png,{number},gallery,1"]
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    args = reporting(glyphs[0] / "model.ckpt", tmp_path / "list.csv", tmp_path / "a.html")
+    assert command(capsys, *args)[0] == 0
+    for number in range(2):
+        (tmp_path / f"{number}-other.png").write_bytes(b"")
+    (tmp_path / "a.html").unlink()
+    assert "must have a query with another image of its class" in error_of(capsys, *args)
+    assert not (tmp_path / "a.html").exists()
 
 
 def test_files_that_cannot_be_written_leave_the_old_ones(glyphs, hostile, tmp_path, capsys, monkeypatch):
