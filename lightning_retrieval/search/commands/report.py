@@ -16,6 +16,7 @@ from lightning_retrieval.checks import check_finite_number
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation.decoding import read_image
@@ -117,6 +118,8 @@ def report_images(
     output: Path,
     *,
     root: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     false_match_rate: float = 0.05,
     transform: str | None = None,
     batch_size: int = 32,
@@ -136,6 +139,8 @@ def report_images(
             `box`.
         output: file of the page, which ends with .html. The table is written beside it, with the ending .csv.
         root: folder that the paths of a table are relative to; if None, the folder of the table.
+        columns: the names of a table's columns, if they differ, as for `ImageTable`.
+        delimiter: the character that separates the fields of a CSV file.
         false_match_rate: fraction of the queries, from 0 to 1, for which the threshold of the page may show an image of
             another class.
         transform: as for `index_images`.
@@ -158,7 +163,7 @@ def report_images(
     """
     check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
     check_output(output)
-    labelled = label_images(images, root)
+    labelled = label_images(images, root, TableFormat.checked(CALLER, columns, delimiter))
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -211,7 +216,7 @@ def _metrics(labelled: LabelledImages, embedded: EmbeddedImages, chosen: Tensor)
     return metrics
 
 
-def label_images(images: Path, root: Path | None) -> LabelledImages:
+def label_images(images: Path, root: Path | None, table_format: TableFormat) -> LabelledImages:
     """List the images of class folders or of a table, with their labels.
 
     Raises:
@@ -220,7 +225,7 @@ def label_images(images: Path, root: Path | None) -> LabelledImages:
             classes, or no class has two images.
     """
     if images.is_file():
-        labelled = _of_table(images, root)
+        labelled = _of_table(images, root, table_format)
     else:
         labelled = _of_folder(list_images(images, root))
     labels = labelled.index.labels
@@ -250,11 +255,11 @@ def _of_folder(listed: ListedImages) -> LabelledImages:
     return LabelledImages(ListedImages(listed.root, ImageIndex(listed.paths, labels), listed.labels), names, splits)
 
 
-def _of_table(path: Path, root: Path | None) -> LabelledImages:
+def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> LabelledImages:
     """The images of a table."""
     from lightning_retrieval.datamodules import image_table  # needs Lightning
 
-    table = read_table(path, required=("image", "label"))
+    table = read_table(path, required=("image", "label"), owner=CALLER, table_format=table_format)
     paths = image_table.parse_images(table, root or path.parent)
     roles, distractors = image_table.parse_roles(table)
     texts = table.columns["label"]
