@@ -270,7 +270,7 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
 
 def check_unmasked(owner: str, name: str, value: Any) -> None:
     """Raise if an array has masked values, which would otherwise be taken as they are below the mask."""
-    if np.ma.is_masked(value):
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):  # torch.compile traces only the first
         cure = "leave these rows out, or give the values with array.filled(...)"
         raise InvalidValue("must have no masked values", owner, name, got="a masked NumPy array", cure=cure)
 

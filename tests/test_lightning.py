@@ -32,6 +32,7 @@ from pytorch_lightning.strategies import (
 from pytorch_lightning.tuner import Tuner
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.training.trainer_checks import check_trainer
 from tests.lightning_tools import callbacks as of_callbacks
 from tests.lightning_tools import flags as of_flags
@@ -213,7 +214,7 @@ def test_a_flag_that_cannot_work_raises(words, flags):
         trainer = trainer_with(flags)
     else:
         trainer = make_run(**flags).trainer
-    with pytest.raises(ValueError, match=rf"^RetrievalModule: .*{words}"):
+    with pytest.raises(ValueError, match=rf"^RetrievalModule: .*{words}"), owned_by("RetrievalModule"):
         check_trainer(trainer)
 
 
@@ -272,7 +273,7 @@ def test_names_of_strategies(name):
     if name in STRATEGIES:
         check_trainer(trainer)
         return
-    with pytest.raises(ValueError, match=r"^RetrievalModule: "):
+    with pytest.raises(ValueError, match=r"^RetrievalModule: "), owned_by("RetrievalModule"):
         check_trainer(trainer)
 
 

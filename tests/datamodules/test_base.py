@@ -159,7 +159,7 @@ def test_the_arguments_that_a_signature_shows_have_their_defaults(tmp_path):
     data = Photos(tmp_path)
     shown = inspect.signature(Photos).parameters
     assert list(shown)[:3] == ["root", "tidy", "test_fraction"]
-    assert len(shown) == 27
+    assert len(shown) == 29
     for name, parameter in shown.items():
         if name not in ("root", "train_transform", "eval_transform", "seed"):
             assert getattr(data, name) == parameter.default, name
