@@ -108,10 +108,10 @@ class TableFormat:
         """
         for delimiter in DELIMITERS:
             if len(header) == 1 and delimiter in header[0]:
-                return f"give delimiter={delimiter!r}"
+                return f"give `delimiter` {delimiter!r}"
         if "path" in header and not self.is_oml and set(OML_ROLES) & set(header):
-            return 'give columns="oml", for tables of open-metric-learning'
-        return 'name columns that have other names, such as columns={"image": "path"}'
+            return "give `columns` 'oml', for tables of open-metric-learning"
+        return "name columns that have other names with `columns`, such as 'path' for 'image'"
 
 
 def _check_columns(owner: str, columns: Any) -> None:

@@ -117,9 +117,15 @@ def depth(text: str) -> str | int:
 
 
 def make_data(
-    folder: Path, *, categories: bool, workers: int, classes: str | int | None = None, **transforms: str | None
+    folder: Path,
+    *,
+    categories: bool,
+    workers: int,
+    classes: str | int | None = None,
+    preparation: dict[str, Any] | None = None,
+    **transforms: str | None,
 ) -> ImageFolder:
-    """Read the folder, without images that cannot be decoded."""
+    """Read the folder, without images that cannot be decoded; the check of its images needs their preparation."""
     return ImageFolder(
         folder,
         classes=classes,
@@ -128,6 +134,7 @@ def make_data(
         num_workers=workers,
         on_error="skip",
         **{argument: named_function(name) for argument, name in transforms.items()},
+        **(preparation or {}),
     )
 
 
@@ -292,6 +299,7 @@ def main() -> None:
             classes=options.classes,
             categories=options.categories,
             workers=options.workers,
+            preparation=settings_of(options),
             train_transform=options.train_transform,
             eval_transform=options.eval_transform,
         )

@@ -63,13 +63,16 @@ def printable(text: str) -> str:
     return "".join(characters)
 
 
-def command_line_message(command: str, error: Exception, arguments: Iterable[str]) -> str:
+def command_line_message(
+    command: str, error: Exception, arguments: Iterable[str], *, positional: Mapping[str, str] | None = None
+) -> str:
     """The message of an error, with arguments of Python functions replaced by command-line options.
 
     Args:
         command: the subcommand, such as `index`.
         error: the error of a Python function, such as `index_images`.
         arguments: names of the arguments that are options of the subcommand.
+        positional: what the help calls the arguments that have no option, by name.
 
     Example:
         >>> from lightning_retrieval.invalid import InvalidValue
@@ -90,8 +93,9 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
             cure = FREE_SPACE
         return f"{command}: {shown} cannot be used ({reason(error)}); {cure}."
     if isinstance(error, Invalid) and error.owner in OWNERS:
-        options = {name: _option(name) for name in arguments}
-        error = error.of(command, index_images="lightning-retrieval index", **options)
+        names = {name: _option(name) for name in arguments}
+        names.update(positional or {})
+        error = error.of(command, index_images="lightning-retrieval index", **names)
     return str(error)
 
 

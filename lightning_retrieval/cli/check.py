@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning_retrieval.command_line import did_you_mean, null_for_none, one_line, printable, unknown_option
 
 PROGRAM = "lightning-retrieval check"
+PREFIX = "--data."  # of settings of the data module in `fit`
 HELP = frozenset({"-h", "--help"})
 # The help lists these names instead of importing the data modules, which takes seconds. A test compares the names with
 # the package.
@@ -82,7 +83,9 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         PROGRAM,
         description="Check the directory structure of a data set before training. "
         f"--data is one of {', '.join(DATA_MODULES)}.",
-        epilog="example: lightning-retrieval check --data ImageFolder --root photos",
+        epilog="example: lightning-retrieval check --data ImageFolder --root photos; "
+        "lightning-retrieval check --data ImageFolder --help shows all settings of ImageFolder, which may begin with "
+        f"{PREFIX} as for fit",
     )
     if named.data is None:
         parser.add_argument("--data", required=True, metavar="NAME", help="the data module")
@@ -95,10 +98,17 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     parser.add_argument("--data", choices=sorted(known), metavar="NAME", help="the data module")
     data_module = known[named.data]
     parser.add_class_arguments(data_module, fail_untyped=False, sub_configs=True)
-    parsed = parser.parse_args(["--data", named.data, *rest])
+    parsed = parser.parse_args(["--data", named.data, *map(_without_prefix, rest)])
     settings: dict[str, Any] = parser.instantiate_classes(parsed).as_dict()
     del settings["data"]
     return data_module, settings
+
+
+def _without_prefix(argument: str) -> str:
+    """A command-line argument, without the prefix that `fit` gives to the settings of the data module."""
+    if argument.startswith(PREFIX):
+        return f"--{argument.removeprefix(PREFIX)}"
+    return argument
 
 
 def _print_start(data: str, rest: Sequence[str]) -> None:

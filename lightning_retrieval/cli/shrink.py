@@ -13,6 +13,7 @@ DESCRIPTION = (
     "and folders, upright, and with the colour profiles. Small images are copied as they are. After a kill, the same "
     "command continues. No file is replaced."
 )
+POSITIONAL = {"images": "PHOTOS", "output": "SMALL"}  # names in the help of the arguments without an option
 
 
 def shrink(args: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def shrink(args: Sequence[str]) -> int:
     try:
         done = shrink_images(options.images, options.output, options.size, workers=options.workers)
     except (OSError, ValueError) as error:
-        print(command_line_message("shrink", error, vars(options)), file=sys.stderr)
+        print(command_line_message("shrink", error, vars(options), positional=POSITIONAL), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"shrink: interrupted; the same command continues in {options.output}.", file=sys.stderr)
@@ -47,8 +48,12 @@ def shrink(args: Sequence[str]) -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to a parser."""
-    parser.add_argument("images", type=Path, metavar="PHOTOS", help="folder of images, searched at any depth")
-    parser.add_argument("output", type=Path, metavar="SMALL", help="new folder, or one that this command began")
+    parser.add_argument(
+        "images", type=Path, metavar=POSITIONAL["images"], help="folder of images, searched at any depth"
+    )
+    parser.add_argument(
+        "output", type=Path, metavar=POSITIONAL["output"], help="new folder, or one that this command began"
+    )
     parser.add_argument(
         "--size", type=int, default=288, help="shorter side in pixels, default 288, enough for crops of 256 and less"
     )

@@ -538,7 +538,7 @@ def test_the_table_of_open_metric_learning_by_one_word(tmp_path):
         ({"delimiter": ""}, "`delimiter` must be one character .*, got ''"),
         ({"delimiter": "a"}, "`delimiter` must be one character .*, got 'a'"),
         ({"delimiter": "\n"}, "`delimiter` must be one character"),
-        ({"delimiter": ";"}, r"must name the columns .* got 'image,label,split', .*; give delimiter=','"),
+        ({"delimiter": ";"}, r"must name the columns .* got 'image,label,split', .*; give `delimiter` ','"),
     ],
 )
 def test_invalid_formats_of_a_table_raise(tmp_path, settings, sentence):
@@ -549,10 +549,10 @@ def test_invalid_formats_of_a_table_raise(tmp_path, settings, sentence):
 @refusal
 def test_a_table_with_other_names_says_how_to_give_them(tmp_path):
     cases = (
-        (("path", "class"), r'columns=\{"image": "path"\}'),
-        (("path", "label", "is_query"), 'give columns="oml"'),
-        (("image;label",), "give delimiter=';'"),
-        (("image\tlabel",), r"give delimiter='\\t'"),
+        (("path", "class"), "with `columns`, such as 'path' for 'image'"),
+        (("path", "label", "is_query"), "give `columns` 'oml'"),
+        (("image;label",), "give `delimiter` ';'"),
+        (("image\tlabel",), r"give `delimiter` '\\t'"),
     )
     for header, cure in cases:
         with pytest.raises(ValueError, match=f"^ImageTable: line 1 of .*; .*{cure}"):

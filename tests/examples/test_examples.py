@@ -244,6 +244,22 @@ def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
         script["make_data"](tmp_path, categories=False, workers=0, train_transform="no_such.function")
 
 
+@pytest.mark.parametrize(("options", "has_note"), [((), True), (("--fit",), False)])
+def test_the_check_of_own_images_is_of_the_images_as_they_are_prepared(
+    options, has_note, tmp_path, monkeypatch, capsys
+):
+    for label in "ab":  # too few classes, so that the script ends after the check
+        (tmp_path / label).mkdir()
+        Image.effect_noise((80, 40), 50).save(tmp_path / label / "0.png")
+    monkeypatch.setattr(sys, "argv", ["own_images.py", str(tmp_path), "--workers", "0", "--size", "48", *options])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "note: all images have 80 x 40 pixels" in printed
+    assert ("a centre crop of 48 x 48 pixels cuts" in printed) == has_note
+    assert ("--fit pads images" in printed) == has_note
+
+
 def test_own_images_resumes_no_run_that_has_had_more_epochs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "logs/own_images/version_0/checkpoints"

@@ -18,6 +18,7 @@ from lightning_retrieval import losses
 from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
 from lightning_retrieval.datamodules.image_table import check_values
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
@@ -135,6 +136,8 @@ def adapt_head(
     *,
     loss: nn.Module,
     labels: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     checkpoint: Path | PretrainedBackbone | None = None,
     embedding_dim: int | None = None,
     hidden_dim: int | None = None,
@@ -154,6 +157,8 @@ def adapt_head(
         output: file of the new checkpoint.
         loss: loss of this library or of pytorch-metric-learning.
         labels: CSV or Parquet table with the columns `image` and `label`; if None, the labels in the folder are used.
+        columns: the names of the columns of `labels`, if they differ, as for `ImageTable`.
+        delimiter: the character that separates the fields of `labels`, if it is a CSV file.
         checkpoint: checkpoint or pretrained backbone that the embeddings were made with; if None, the one that the
             folder records. Weights of a backbone are downloaded only if it is given.
         embedding_dim: dimension of the new embeddings; if None, the dimension of the stored embeddings.
@@ -186,7 +191,8 @@ def adapt_head(
         embedding_dim = folder.manifest.dim
     with reported_as(OWNER):
         embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
-    rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", _labels_of_table(labels)))
+    labels_by_path = _labels_of_table(labels, TableFormat.checked(OWNER, columns, delimiter))
+    rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", labels_by_path))
     is_held_out = _held_out(numbers, generator)
     trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])
     held_out = LabelledSet(rows[is_held_out], numbers[is_held_out])
@@ -227,11 +233,11 @@ def _is_of(output: Path, loaded: LoadedModel) -> bool:
     return checkpoint is not None and output.samefile(checkpoint)
 
 
-def _labels_of_table(table: Path | None) -> Mapping[str, str] | None:
+def _labels_of_table(table: Path | None, table_format: TableFormat) -> Mapping[str, str] | None:
     """The label of each path in a table; None without a table."""
     if table is None:
         return None
-    table_of_labels, row_of = read_image_rows("labels", table, ("image", "label"))
+    table_of_labels, row_of = read_image_rows("labels", table, ("image", "label"), table_format=table_format)
     read = table_of_labels.columns
     if "label" not in read:
         rule = "must be a table with the column label"

@@ -386,7 +386,7 @@ def read_image_rows(
     """
     if not table.is_file():
         raise MissingFile("must be a CSV or Parquet table", argument=name, got=f"{table}, which is not a file")
-    read = read_table(table, required, all_columns=all_columns, table_format=table_format)
+    read = read_table(table, required, all_columns=all_columns, owner=CALLER, table_format=table_format)
     images = parse_images(read, root)
     check_unique_images(read, images, None)
     return read, {image: row for row, image in enumerate(images)}

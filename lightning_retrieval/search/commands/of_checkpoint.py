@@ -23,7 +23,7 @@ PROBED_SIZE = (224, 224)  # height and width of the black image on which a funct
 SOURCES = {
     "argument": "",
     "checkpoint": ", as the checkpoint says",
-    "backbone": ", as the backbone wants",
+    "backbone": ", as chosen with the backbone",
     "model": ", as its embedder wants (not known to be that of its evaluation)",
     "default": ", the default (not known to be that of its evaluation)",
 }

@@ -164,6 +164,7 @@ def _add_adapt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--labels", type=Path, metavar="TABLE", help="table of image and label, if `embed` had no labels"
     )
+    _add_table_format(parser)
     _add_model(parser, help_of_checkpoint="checkpoint of the embeddings, if it was moved")
     parser.add_argument(
         "--loss",
@@ -375,9 +376,7 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of the page, which ends with .html; the table is written beside it, with the ending .csv",
     )
-    parser.add_argument(
-        "--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to, default the table's"
-    )
+    _add_table(parser)
     parser.add_argument(
         "--false_match_rate",
         type=float,

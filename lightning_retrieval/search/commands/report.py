@@ -18,6 +18,7 @@ from lightning_retrieval.checks import check_finite_number
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation.decoding import read_image
@@ -120,6 +121,8 @@ def report_images(
     output: Path,
     *,
     root: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     false_match_rate: float = 0.05,
     transform: str | None = None,
     batch_size: int = 32,
@@ -139,6 +142,8 @@ def report_images(
             `box`.
         output: file of the page, which ends with .html. The table is written beside it, with the ending .csv.
         root: folder that the paths of a table are relative to; if None, the folder of the table.
+        columns: the names of a table's columns, if they differ, as for `ImageTable`.
+        delimiter: the character that separates the fields of a CSV file.
         false_match_rate: fraction of the queries, from 0 to 1, for which the threshold of the page may show an image of
             another class.
         transform: as for `index_images`.
@@ -161,7 +166,7 @@ def report_images(
     """
     check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
     check_output(output)
-    labelled = label_images(images, root)
+    labelled = label_images(images, root, TableFormat.checked(CALLER, columns, delimiter))
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -215,7 +220,7 @@ def _metrics(labelled: LabelledImages, embedded: EmbeddedImages, chosen: Tensor)
     return metrics
 
 
-def label_images(images: Path, root: Path | None) -> LabelledImages:
+def label_images(images: Path, root: Path | None, table_format: TableFormat) -> LabelledImages:
     """List the images of class folders or of a table, with their labels.
 
     Raises:
@@ -224,7 +229,7 @@ def label_images(images: Path, root: Path | None) -> LabelledImages:
             classes, or no query has another image of its class in its list.
     """
     if images.is_file():
-        labelled = _of_table(images, root)
+        labelled = _of_table(images, root, table_format)
     else:
         labelled = _of_folder(list_images(images, root))
     check_lists(labelled, torch.arange(len(labelled.index)))
@@ -275,11 +280,11 @@ def _of_folder(listed: ListedImages) -> LabelledImages:
     return LabelledImages(ListedImages(listed.root, ImageIndex(listed.paths, labels), listed.labels), names, splits)
 
 
-def _of_table(path: Path, root: Path | None) -> LabelledImages:
+def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> LabelledImages:
     """The images of a table."""
     from lightning_retrieval.datamodules import image_table  # needs Lightning
 
-    table = read_table(path, required=("image", "label"))
+    table = read_table(path, required=("image", "label"), owner=CALLER, table_format=table_format)
     if "label" not in table.columns:
         rule = "must be a table with the column label"
         raise InvalidValue(rule, argument="images", got=f"{path} with tags", cure="add labels")

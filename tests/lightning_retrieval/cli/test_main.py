@@ -347,6 +347,22 @@ def test_counts_and_missing_files(tmp_path, capsys):
     assert "missing: gone.png" in out.splitlines()
 
 
+def test_check_takes_the_settings_of_a_data_module_with_the_prefix_of_fit(tmp_path, capsys):
+    for number, label in enumerate("abcd"):
+        (tmp_path / "deep" / label).mkdir(parents=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "deep" / label / "0.png")
+    printed = []
+    for prefix in ("--", "--data."):
+        options = [f"{prefix}root", tmp_path, f"{prefix}classes=2"]
+        code, out, err = run(capsys, "check", "--data", "ImageFolder", *options)
+        assert (code, err) == (0, "")
+        printed.append(out)
+    assert printed[0] == printed[1]
+    assert printed[0].splitlines()[1].split() == ["train", "2", "2"]
+    _, out, _ = run(capsys, "check", "--help")
+    assert "--data ImageFolder --help" in " ".join(out.split())
+
+
 def test_check_shows_its_first_line_before_it_imports_libraries(tmp_path):
     """The line comes at once, while the images are read seconds later; help and errors come without it."""
     for label in "ab":

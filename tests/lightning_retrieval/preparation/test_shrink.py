@@ -187,6 +187,7 @@ def test_folders_that_cannot_be_used_are_reported_in_one_sentence(tmp_path, caps
         code, out, err = run(capsys, *args)
         assert (code, out, err.count("\n")) == (2, "", 1), args
         assert re.search(sentence, err), err
+        assert err.startswith(("shrink: `PHOTOS` ", "shrink: `SMALL` ", "shrink: `--size` ")), err  # as in the help
     assert not (tmp_path / "new").exists()
 
 

@@ -107,6 +107,21 @@ def test_a_head_is_for_images_prepared_as_those_of_its_embeddings(checkpoint, tm
     assert load_checkpoint(tmp_path / "a.ckpt").preparation == preparation
 
 
+def test_labels_of_a_table_with_other_names_and_another_separator(checkpoint, tmp_path, capsys):
+    rows, labels = points(noise=0.5)
+    folder = folder_of(tmp_path / "e", checkpoint, rows, None)
+    lines = [f"{row}.jpg;{label}" for row, label in enumerate(labels)]
+    (tmp_path / "t.csv").write_text("\n".join(["path;kind", *lines]))
+    args = ["--embeddings", folder, "--labels", tmp_path / "t.csv", "--output", tmp_path / "a.ckpt", "--max_epochs=1"]
+    code, _, err = run(capsys, "adapt", *args)
+    assert code == 2
+    assert err.startswith("adapt: line 1 of ")
+    assert "; give `--delimiter` ';'." in err
+    code, out, err = run(capsys, "adapt", *args, "--delimiter=;", "--columns=image=path,label=kind")
+    assert code == 0, err
+    assert out.startswith(f"{tmp_path / 'a.ckpt'}: mAP of ")
+
+
 @pytest.mark.slow
 def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys):
     images = glyphs[0] / "images"

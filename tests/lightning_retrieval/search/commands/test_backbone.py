@@ -60,7 +60,7 @@ def indexed(photos, weights, tmp_path, capsys):
         capsys, "index", *of_backbone(weights), f"--images={photos}", f"--output={tmp_path / 'index'}"
     )
     assert code == 0
-    assert out.startswith("images prepared with Preparation(image_size=64), as the backbone wants\n")
+    assert out.startswith("images prepared with Preparation(image_size=64), as chosen with the backbone\n")
     assert "24 images, 512 dimensions" in out
     return tmp_path / "index"
 

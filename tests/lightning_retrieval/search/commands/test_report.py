@@ -184,6 +184,26 @@ def test_a_table_says_labels_roles_splits_and_boxes(glyphs, tmp_path, capsys):
     assert "12 images in the gallery" in (tmp_path / "b.html").read_text(encoding="utf-8")
 
 
+def test_a_table_with_other_names_and_another_separator(glyphs, tmp_path, capsys):
+    """The error about such a table names the command and the options that read it, which do."""
+    lines = ["path;kind"]
+    for number, images in enumerate(glyphs_of(2, 6)):
+        for position, pixels in enumerate(images):
+            write(tmp_path / f"{number}-{position}.png", pixels)
+            lines.append(f"{number}-{position}.png;kind {number}")
+    table = tmp_path / "list.csv"
+    table.write_text("\n".join(lines))
+    args = reporting(glyphs[0] / "model.ckpt", table, tmp_path / "a.html")
+    error = error_of(capsys, *args)
+    assert error.startswith(f"report: line 1 of {table} must name the columns image and label")
+    assert "; give `--delimiter` ';'." in error
+    args.append("--delimiter=;")
+    assert "; name columns that have other names with `--columns`, such as" in error_of(capsys, *args)
+    code, _, err = command(capsys, *args, "--columns=image=path,label=kind")
+    assert code == 0, err
+    assert {row["label"] for row in rows_of(tmp_path / "a.csv") if row["finding"] == "class"} == {"kind 0", "kind 1"}
+
+
 def test_unreadable_images_are_named_and_left_out(glyphs, hostile, tmp_path, capsys):
     images = tmp_path / "images"
     for number, pictures in enumerate(glyphs_of(3, 6)):
