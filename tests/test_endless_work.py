@@ -127,7 +127,7 @@ def test_a_checkpoint_describes_no_network_that_is_larger_than_its_weights(part,
     path = save_checkpoint(tmp_path / "model.ckpt", RetrievalModule(nn.Linear(4, 2), SmoothAPLoss()))
     for error in run_alone(errors_of_networks, path, NETWORKS[part::2], timeout=SECONDS):
         assert (
-            ": a file must describe a network of about the size of its weights (2 tensors with 10 numbers)" in error
+            "a file must describe a network of about the size of its weights (2 tensors with 10 numbers)" in error
             or ("must have integers up to 4,194,304 in a file" in error)
         )
 

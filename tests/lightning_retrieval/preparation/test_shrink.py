@@ -140,7 +140,14 @@ def test_ctrl_c_is_one_line_that_says_how_to_continue(tmp_path):
         shutil.copy(tmp_path / "photos/0.png", tmp_path / f"photos/{number}.png")
     small = tmp_path / "small"
     command = [sys.executable, "-m", "lightning_retrieval.cli", "shrink", str(tmp_path / "photos"), str(small)]
-    process = subprocess.Popen([*command, "--workers=1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--workers=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell lets programs in the background ignore Ctrl-C, and they pass this on to their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while process.poll() is None and not list(small.glob("*.png")):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
