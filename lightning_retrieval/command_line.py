@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -159,6 +160,22 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error and exit."""
         self.exit(2, one_line(self.prog, message))
+
+
+def command_parser(command: str, description: str, epilog: str) -> CommandParser:
+    """The parser of a command, whose help wraps the description and keeps the lines of the epilog.
+
+    Args:
+        command: name of the command.
+        description: what it does.
+        epilog: examples, which follow the options.
+    """
+    return CommandParser(
+        f"lightning-retrieval {command}",
+        description=textwrap.fill(description, HELP_WIDTH),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def one_line(program: str, message: str) -> str:

@@ -1,16 +1,14 @@
 """The command `env`: prints what a bug report needs to say about a machine and its packages."""
 
-import argparse
 import os
 import platform
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from lightning_retrieval.command_line import HELP_WIDTH, CommandParser, printable
+from lightning_retrieval.command_line import command_parser, printable
 from lightning_retrieval.version import __version__
 
 DESCRIPTION = (
@@ -25,12 +23,7 @@ ALSO_SHOWN = ("numpy", "pillow", "pytorch-metric-learning")  # used through othe
 
 def env(args: Sequence[str]) -> int:
     """Print one line for each fact, and return the exit code 0."""
-    parser = CommandParser(
-        "lightning-retrieval env",
-        description=textwrap.fill(DESCRIPTION, HELP_WIDTH),
-        epilog="example:\nlightning-retrieval env > env.txt",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("env", DESCRIPTION, "example:\nlightning-retrieval env > env.txt")
     parser.parse_args(args)
     try:
         for name, value in environment():

@@ -4,12 +4,11 @@ import argparse
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from lightning_retrieval.command_line import HELP_WIDTH, CommandParser, command_line_message
+from lightning_retrieval.command_line import command_line_message, command_parser
 from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.invalid import InvalidValue
 
@@ -22,11 +21,10 @@ DESCRIPTION = (
 
 def example(args: Sequence[str]) -> int:
     """Write a config, print the command that runs it, and return the exit code: 0, or 2 if nothing was written."""
-    parser = CommandParser(
-        "lightning-retrieval example",
-        description=textwrap.fill(DESCRIPTION, HELP_WIDTH),
-        epilog="examples:\nlightning-retrieval example glyphs\nlightning-retrieval example --output first.yaml glyphs",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "example",
+        DESCRIPTION,
+        "examples:\nlightning-retrieval example glyphs\nlightning-retrieval example --output first.yaml glyphs",
     )
     add_options(parser)
     options = parser.parse_args(args)

@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.command_line import CommandParser, command_line_message, did_you_mean
+from lightning_retrieval.command_line import CommandParser, command_line_message, command_parser, did_you_mean
 from lightning_retrieval.invalid import Invalid, InvalidType
 from lightning_retrieval.version import __version__
 
@@ -178,11 +178,10 @@ def _run(command: str, args: Sequence[str]) -> int:
 
 def _print_completion(args: Sequence[str]) -> int:
     """Print a script with which a shell completes commands, options and files, and return the exit code."""
-    parser = CommandParser(
-        "lightning-retrieval completion",
-        description="Print a script with which a shell completes commands, options and files.",
-        epilog=f"example:\n{COMPLETION_EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "completion",
+        "Print a script with which a shell completes commands, options and files.",
+        f"example:\n{COMPLETION_EXAMPLE}",
     )
     parser.add_argument("shell", choices=SHELLS, help="shell that reads the script")
     shell = parser.parse_args(args).shell

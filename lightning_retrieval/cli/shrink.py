@@ -2,11 +2,15 @@
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_retrieval.command_line import HELP_WIDTH, INTERRUPTED, CommandParser, command_line_message, printable
+from lightning_retrieval.command_line import (
+    INTERRUPTED,
+    command_line_message,
+    command_parser,
+    printable,
+)
 
 DESCRIPTION = (
     "Write a copy of a folder in which the shorter side of no image is longer than --size pixels, with the same names "
@@ -18,12 +22,7 @@ POSITIONAL = {"images": "PHOTOS", "output": "SMALL"}  # names in the help of the
 
 def shrink(args: Sequence[str]) -> int:
     """Write the copy, and return the exit code: 0, 1 if images could not be read, 2 for an error, 130 after Ctrl-C."""
-    parser = CommandParser(
-        "lightning-retrieval shrink",
-        description=textwrap.fill(DESCRIPTION, HELP_WIDTH),
-        epilog="example:\nlightning-retrieval shrink --size 288 photos small",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("shrink", DESCRIPTION, "example:\nlightning-retrieval shrink --size 288 photos small")
     add_options(parser)
     options = parser.parse_args(args)
 

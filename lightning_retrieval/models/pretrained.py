@@ -55,27 +55,31 @@ _downloaded: ContextVar[bool] = ContextVar("pretrained_weights_downloaded", defa
 
 
 @contextmanager
+def _with_values(*values: tuple[ContextVar[bool], bool]) -> Iterator[None]:
+    """Context in which these variables have these values."""
+    tokens = [variable.set(value) for variable, value in values]
+    try:
+        yield
+    finally:
+        for (variable, _), token in zip(values, tokens, strict=True):
+            variable.reset(token)
+
+
+@contextmanager
 def without_pretrained_weights() -> Iterator[None]:
     """Context in which backbones get random weights, which the weights of a file replace afterwards.
 
     The arguments of the backbones come from the file too, so arguments that would fetch data or run code are invalid.
     """
-    tokens = _rebuilding.set(True), _skipped.set(True)
-    try:
+    with _with_values((_rebuilding, True), (_skipped, True)):
         yield
-    finally:
-        _rebuilding.reset(tokens[0])
-        _skipped.reset(tokens[1])
 
 
 @contextmanager
 def with_pretrained_weights() -> Iterator[None]:
     """Context in which pretrained weights are loaded even while a checkpoint that lacks them is loaded."""
-    token = _skipped.set(False)
-    try:
+    with _with_values((_skipped, False)):
         yield
-    finally:
-        _skipped.reset(token)
 
 
 @contextmanager
@@ -84,12 +88,8 @@ def without_downloads() -> Iterator[None]:
 
     As in `without_pretrained_weights`, arguments of the backbone that would fetch data or run code are invalid.
     """
-    tokens = _rebuilding.set(True), _downloaded.set(False)
-    try:
+    with _with_values((_rebuilding, True), (_downloaded, False)):
         yield
-    finally:
-        _rebuilding.reset(tokens[0])
-        _downloaded.reset(tokens[1])
 
 
 def may_be_downloaded() -> bool:
@@ -107,6 +107,27 @@ def check_cached(what: str, url: str) -> None:
     file = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
     if not may_be_downloaded() and not file.is_file():
         raise hub_error("weights", what, FileNotFoundError(f"{file} does not exist"))
+
+
+def check_cached_of_hub(what: str, repository: str, filename: str | None) -> None:
+    """Raise if weights on the Hugging Face hub would have to be downloaded, though they may not be.
+
+    Older versions of timm and huggingface_hub ask the hub also if they are offline.
+
+    Args:
+        what: the weights, for the error message.
+        repository: name on the hub, with the revision after an @ if it is not the newest one.
+        filename: name of the file; None for one of the usual names.
+    """
+    if may_be_downloaded():
+        return
+    from huggingface_hub import try_to_load_from_cache
+
+    name, _, revision = repository.partition("@")
+    for file in (filename, "model.safetensors", "pytorch_model.bin"):
+        if file and isinstance(try_to_load_from_cache(name, file, revision=revision or None), str):
+            return
+    raise hub_error("weights", what, FileNotFoundError("no file of them is in the cache of the hub"))
 
 
 def are_skipped() -> bool:

@@ -186,20 +186,14 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
 
 
 def _check_address(timm: Any, name: str, weights: str) -> None:
-    """Raise if weights may not be downloaded and are not on this machine; older versions would ask for them."""
+    """Raise if weights may not be downloaded and are not on this machine."""
     config, what = timm.get_pretrained_cfg(name), f"{weights!r} of timm/{name}"
-    if config is None or pretrained.may_be_downloaded():
+    if config is None:
         return
-    if config.url and not config.hf_hub_id:
-        pretrained.check_cached(what, config.url)
     if config.hf_hub_id:
-        from huggingface_hub import try_to_load_from_cache
-
-        repository, _, revision = config.hf_hub_id.partition("@")
-        files = [name for name in (config.hf_hub_filename, "model.safetensors", "pytorch_model.bin") if name]
-        found = [try_to_load_from_cache(repository, file, revision=revision or None) for file in files]
-        if not any(isinstance(path, str) for path in found):
-            raise pretrained.hub_error("weights", what, FileNotFoundError("no file of them is in the cache of the hub"))
+        pretrained.check_cached_of_hub(what, config.hf_hub_id, config.hf_hub_filename)
+    elif config.url:
+        pretrained.check_cached(what, config.url)
 
 
 def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dict[str, Any]) -> Any:

@@ -6,13 +6,12 @@ command is in the module of the same name, which is imported after parsing.
 
 import argparse
 import json
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_retrieval.command_line import HELP_WIDTH, CommandParser
+from lightning_retrieval.command_line import CommandParser, command_parser
 
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # the same names as in `Preparation.NAMES`
 HOST_HELP = (
@@ -98,12 +97,7 @@ def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
 def make_parser(command: str) -> CommandParser:
     """The parser of a command."""
     description, example, add_options = COMMANDS[command]
-    parser = CommandParser(
-        f"lightning-retrieval {command}",
-        description=textwrap.fill(description, HELP_WIDTH),
-        epilog=f"example:\n{example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(command, description, f"example:\n{example}")
     add_options(parser)
     parser.add_argument(
         "--import_module",
