@@ -23,7 +23,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.datamodules.image_index import ImageIndex
-from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, own_generators, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
@@ -53,9 +53,9 @@ class ImageSet(Dataset[dict[str, Any]]):
             attributes. `background` is the colour behind transparent pixels (default white). If `takes_pixels` is True,
             the function takes a tensor (3, height, width) of uint8 instead of a PIL image, which is faster for JPEGs.
             `least_size` is a height and a width: a JPEG may be decoded at a reduced scale if neither the image nor its
-            box becomes smaller than this size, see `Preparation(reduced_scale=True)`. If the function draws random
-            numbers from torch, Python's `random` or NumPy, they are determined by the seed that `RetrievalDataLoader`
-            gives each index.
+            box becomes smaller than this size, see `Preparation(reduced_scale=True)`. Its random
+            numbers are determined by the seed that `RetrievalDataLoader` gives each index, whether it draws them from
+            the global generators of torch, Python and NumPy, from generators of its own, or by albumentations.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether truncated files are decoded as far as possible, with the rest grey. If False, a
@@ -100,6 +100,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.load_truncated = checked(self, load_truncated=load_truncated)
         self.boxes_before_rotation = checked(self, boxes_before_rotation=boxes_before_rotation)
         self._gives_uint8 = False
+        self._found_generators: tuple[Any, list[Any]] = (None, [])  # those of a transform
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory
 
     # Tensors of the index are properties instead of attributes, of which each spawned worker would get a copy.
@@ -167,7 +168,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         except Exception as error:  # the decoders do not document the types of their errors
             self._raise_or_count(position, error)
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
-        with seeded_item(index):
+        with seeded_item(index, self._generators(index)):
             item = self._with_images(image)
         item |= {"labels": self._target(position), "ids": torch.tensor(position)}
         for name in _FOR_RELEVANCE:
@@ -230,6 +231,12 @@ class ImageSet(Dataset[dict[str, Any]]):
         if self._gives_uint8:
             return getattr(self.transform, "to_uint8", None)
         return None
+
+    def _generators(self, index: int) -> list[Any]:
+        """The generators that the transform itself has, if the index has a seed. They are looked for once."""
+        if isinstance(index, SeededIndex) and self._found_generators[0] is not self.transform:
+            self._found_generators = self.transform, own_generators(self.transform)
+        return self._found_generators[1]
 
     def _with_images(self, image: Image.Image | Pixels) -> dict[str, Any]:
         """An item with only the transformed image."""
