@@ -9,6 +9,7 @@ import posixpath
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -687,13 +688,20 @@ def _read_parquet(
         wanted = _wanted_columns(header, required, all_columns, table_format.is_oml)
         readable = {name: named[header.index(name)] for name in wanted if header.count(name) == 1}
         content = pyarrow.parquet.read_table(path, columns=list(readable.values()))
-        for name, theirs in readable.items():
-            separator = TAG_SEPARATOR if name == "tags" else " "
-            table[name] = [as_text(value, separator) for value in content.column(theirs).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
         if is_system_error(error):
             raise
         raise InvalidValue(f"{path} must be a Parquet file, but cannot be read as one ({error})", owner) from None
+    for name, theirs in readable.items():
+        separator = TAG_SEPARATOR if name == "tags" else " "
+        column = content.column(theirs)
+        try:
+            table[name] = [as_text(value, separator) for value in column.to_pylist()]
+        except (TypeError, ValueError):  # also a date that Python does not have
+            rule = "must hold text in UTF-8, numbers, or lists of them"
+            got = f"the type {column.type} in {path}"
+            cure = "for images in a Parquet file, use HuggingFaceImages"
+            raise InvalidValue(rule, owner, theirs, got=got, cure=cure) from None
     _check_header(owner, path, named, required, wanted, table_format)
     return TableColumns(path, table, range(1, content.num_rows + 1), unit="row", owner=owner)
 
@@ -704,15 +712,23 @@ def as_text(value: Any, separator: str) -> str:
     Args:
         value: a value of a column.
         separator: stands between the elements of a list.
+
+    Raises:
+        TypeError: if the value is a mapping.
+        UnicodeDecodeError: if the value is not text in UTF-8.
     """
     if isinstance(value, (list, tuple)):
         return separator.join(as_text(element, separator) for element in value)
     if value is None:
         return ""
-    if isinstance(value, float):  # pandas stores integers with gaps as floats such as 3.0 and NaN
+    if isinstance(value, Mapping):
+        raise TypeError(f"{type(value).__name__} is not text")
+    if isinstance(value, bytes):  # Impala and older versions of Spark write text without its type
+        return value.decode().strip()
+    if isinstance(value, (float, Decimal)):  # pandas stores integers with gaps as floats such as 3.0 and NaN
         if math.isnan(value):
             return ""
-        if value.is_integer():
+        if math.isfinite(value) and value == int(value):
             return str(int(value))
     return str(value).strip()
 
