@@ -1,6 +1,7 @@
 """A dataset that decodes, crops and transforms the images of an `ImageIndex` one by one."""
 
 import copy
+import unicodedata
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
 _FOR_RELEVANCE = ("roles", "instances", "cameras", "tags")  # columns of the index that items also have
+FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")  # of the accented letters in the names of files
 PLACEHOLDER_SIZE = (224, 224)  # size of the black image that replaces an evaluation batch without a readable image
 
 
@@ -290,6 +292,9 @@ class ImageSet(Dataset[dict[str, Any]]):
             if isinstance(error, (FileNotFoundError, NotADirectoryError)):
                 kind = FileNotFoundError
                 cure = "correct `root`"
+                form = _form_of_file(self.root, self.index.paths[position])
+                if form is not None:
+                    cure = f"write its name in the Unicode form {form}, in which there is such a file"
             elif isinstance(error, PermissionError):
                 cure = "let this user read it"
             elif is_system_error(error):
@@ -305,6 +310,14 @@ class ImageSet(Dataset[dict[str, Any]]):
             warnings.warn(  # noqa: B028
                 f"ImageSet: skipped {path}, which cannot be read ({error}); skipped so far in this set: {count}."
             )
+
+
+def _form_of_file(root: Path, path: str) -> str | None:
+    """The Unicode form in which a file with the name `path` exists; None if there is no such file."""
+    for form in FORMS:
+        if (root / unicodedata.normalize(form, path)).is_file():
+            return form
+    return None
 
 
 def check_transformed(owner: str, images: Any) -> None:

@@ -7,6 +7,7 @@ import csv
 import math
 import posixpath
 import re
+import unicodedata
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from decimal import Decimal
@@ -38,6 +39,11 @@ def normalized_path(path: str) -> str:
     if not path or ".." in path.split("/"):
         return path
     return posixpath.normpath(path)
+
+
+def composed(name: str) -> str:
+    """Return the name of a class or tag in the Unicode form NFC. macOS may write é as two characters."""
+    return unicodedata.normalize("NFC", name)
 
 
 def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]:
@@ -406,6 +412,7 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
 TAG_SEPARATOR = ";"
 PARQUET_SUFFIXES = (".parquet", ".pq")
 COMMON_FORMAT = TableFormat()
+NAME_COLUMNS = frozenset(("label", "tags", "category", "camera"))  # whose texts are names, not files or free text
 
 
 @dataclass(frozen=True)
@@ -493,6 +500,8 @@ def read_table(
         table = _read_csv(owner, path, required, all_columns, table_format)
     if not table.lines:
         raise InvalidValue(f"{path} must have rows", owner, got="only the header")
+    for name in NAME_COLUMNS & table.columns.keys():
+        table.columns[name] = list(map(composed, table.columns[name]))
     if table_format.is_oml:
         _convert_oml(table)
     return table
