@@ -269,13 +269,13 @@ class RetrievalDataLoader(DataLoader[Any]):
             other epochs begin with batch 0. If `start` is not None, `load_state_dict` does not change the position.
         kwargs: other arguments of `DataLoader`: `num_workers`, `collate_fn`, `pin_memory`, `timeout`,
             `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor`, `persistent_workers`,
-            `pin_memory_device`, `in_order`.
+            `pin_memory_device`. `in_order` must be True, because the position of a resumed run counts the batches.
 
     Raises:
         TypeError: if `batch_sampler` is not a `GlobalBatchSampler`, or `epoch` or `start` is not an integer.
-        ValueError: if `dataset` does not have one item for each label of `batch_sampler`, or `epoch` or `start` is out
-            of its range; during the iteration, if a batch has fewer images than there are processes or, without
-            `collate_fn`, images of different sizes.
+        ValueError: if `dataset` does not have one item for each label of `batch_sampler`, `epoch` or `start` is out of
+            its range, or `in_order` is False; during the iteration, if a batch has fewer images than there are
+            processes or, without `collate_fn`, images of different sizes.
 
     Example:
         >>> from lightning_retrieval.datamodules import PKSampler
@@ -309,6 +309,14 @@ class RetrievalDataLoader(DataLoader[Any]):
                 got=type(batch_sampler).__name__,
             )
         _check_size(dataset, batch_sampler)
+        if not kwargs.get("in_order", True):
+            raise InvalidValue(
+                "must be True, because batches in another order are lost or repeated when a run is resumed",
+                "RetrievalDataLoader",
+                "in_order",
+                got=kwargs["in_order"],
+                cure="leave it out",
+            )
         self._fixed_start = start is not None
         self._rank_sampler = RankBatchSampler(batch_sampler, epoch=epoch, start=0 if start is None else start)
         if kwargs.get("collate_fn") is None:
