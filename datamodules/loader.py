@@ -5,8 +5,11 @@ the batch sampler here is a `DistributedSampler` that yields batches.
 """
 
 import itertools
+import multiprocessing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from lightning_retrieval.checks import (
     check_instance,
     check_integer,
     check_unmasked,
+    first_line,
     first_of,
     short_repr,
 )
@@ -202,6 +206,31 @@ def loader_settings(
         "pin_memory": pin_memory,
         "collate_fn": collate_fn,
     }
+
+
+def check_workers_can_transform(owner: str, dataset: Any) -> None:
+    """Raise if workers are new processes, to which the transform of a data set cannot be sent.
+
+    Args:
+        owner: prefix of the error message.
+        dataset: a data set whose loader has workers, perhaps of two sides. Only `transform` is checked.
+    """
+    methods = multiprocessing.get_all_start_methods()  # the default is the first
+    method = multiprocessing.get_start_method(allow_none=True) or methods[0]
+    if method == "fork":
+        return
+    sides = [side.dataset for side in getattr(dataset, "sides", {}).values()]
+    transforms = [getattr(part, "transform", None) for part in sides or [dataset]]
+    try:
+        ForkingPickler.dumps(transforms)
+    except (AttributeError, TypeError, ValueError, PicklingError) as error:
+        raise InvalidType(
+            f"must be picklable, because the workers of num_workers are started by {method!r}",
+            owner,
+            "transform",
+            got=first_line(error),
+            cure="replace a lambda or an inner function by a function or class of a module, or set num_workers=0",
+        ) from error
 
 
 def collate_images(items: Any) -> Any:
