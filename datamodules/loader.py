@@ -28,7 +28,7 @@ from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
 from lightning_retrieval.models.sides import Side
 from lightning_retrieval.ranking.relevance import NO_TAG
 
@@ -204,6 +204,7 @@ def loader_settings(
     }
 
 
+@owned_by("RetrievalDataLoader")
 def collate_images(items: Any) -> Any:
     """Check that all images have the same size, then make a batch with `default_collate`.
 
@@ -215,11 +216,11 @@ def collate_images(items: Any) -> Any:
         TypeError: if an array has another byte order than the machine.
     """
     cure = "let the transform crop or resize them to one size, or give a `collate_fn` that pads them"
-    check_image_sizes("RetrievalDataLoader", items, cure)
+    check_image_sizes(items, cure)
     for item in items:
         for name, value in _entries(item):
-            check_unmasked("RetrievalDataLoader", name, value)
-            check_byte_order("RetrievalDataLoader", name, value)
+            check_unmasked(CALLER, name, value)
+            check_byte_order(CALLER, name, value)
     if items and isinstance(items[0], Mapping):
         for name in items[0]:
             _check_lengths(name, [item.get(name) for item in items])

@@ -191,7 +191,7 @@ def adapt_head(
         embedding_dim = folder.manifest.dim
     with reported_as(OWNER):
         embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
-    labels_by_path = _labels_of_table(labels, TableFormat.checked(OWNER, columns, delimiter))
+    labels_by_path = _labels_of_table(labels, TableFormat.checked(columns, delimiter))
     rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", labels_by_path))
     is_held_out = _held_out(numbers, generator)
     trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])

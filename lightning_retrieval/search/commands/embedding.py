@@ -125,7 +125,7 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
         return images_in_folder(images)
     from lightning_retrieval.datamodules.image_table import check_values, parse_boxes, parse_images  # needs Lightning
 
-    table = read_table(images, required=("image",), owner=CALLER, table_format=table_format)
+    table = read_table(images, required=("image",), table_format=table_format)
     root = root or images.parent
     paths = parse_images(table, root)
     if "label" in table.columns:

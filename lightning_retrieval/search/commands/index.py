@@ -178,7 +178,7 @@ def index_images(
     Cost:
         A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
@@ -273,7 +273,7 @@ def index_embeddings(
         start = functools.partial(launch, fabric)
         if fabric.global_rank > 0:
             return _help(start, embeddings, output)
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
     folder = EmbeddingFolder.load(embeddings)
     manifest = folder.manifest
@@ -386,7 +386,7 @@ def read_image_rows(
     """
     if not table.is_file():
         raise MissingFile("must be a CSV or Parquet table", argument=name, got=f"{table}, which is not a file")
-    read = read_table(table, required, all_columns=all_columns, owner=CALLER, table_format=table_format)
+    read = read_table(table, required, all_columns=all_columns, table_format=table_format)
     images = parse_images(read, root)
     check_unique_images(read, images, None)
     return read, {image: row for row, image in enumerate(images)}

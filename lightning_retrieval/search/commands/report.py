@@ -166,7 +166,7 @@ def report_images(
     """
     check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
     check_output(output)
-    labelled = label_images(images, root, TableFormat.checked(CALLER, columns, delimiter))
+    labelled = label_images(images, root, TableFormat.checked(columns, delimiter))
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -284,7 +284,7 @@ def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> Label
     """The images of a table."""
     from lightning_retrieval.datamodules import image_table  # needs Lightning
 
-    table = read_table(path, required=("image", "label"), owner=CALLER, table_format=table_format)
+    table = read_table(path, required=("image", "label"), table_format=table_format)
     if "label" not in table.columns:
         rule = "must be a table with the column label"
         raise InvalidValue(rule, argument="images", got=f"{path} with tags", cure="add labels")
