@@ -103,7 +103,7 @@ class ResumableCSVLogger(CSVLogger):
     """
 
     def __init__(self, folder: str | Path, prefix: str = "") -> None:
-        path = check_path("ResumableCSVLogger", "folder", folder)
+        path = check_path("folder", folder, owner="ResumableCSVLogger")
         if path.is_file():
             raise InvalidValue("must be the path of a folder", "ResumableCSVLogger", "folder", got=f"the file {path}")
         checked(self, prefix=prefix)

@@ -263,7 +263,7 @@ class RetrievalEvaluation(Callback):
         database_augmentation: DatabaseAugmentation | None = None,
         embeddings_on_cpu: bool = False,
     ) -> None:
-        self.before_fit = check_bool("RetrievalEvaluation", "before_fit", before_fit)
+        self.before_fit = check_bool("before_fit", before_fit, owner="RetrievalEvaluation")
         try:  # so that invalid settings raise before the first epoch
             metrics = RetrievalMetrics(
                 DEFAULT_KS if ks is None else ks,

@@ -293,7 +293,7 @@ class HuggingFaceImages(ImageDataModule):
         split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
     ) -> None:
-        check_path(OWNER, "path", path)
+        check_path("path", path, owner=OWNER)
         super().__init__(path, **settings)
         self.path = path
         self.config = checked(self, config=config)
@@ -414,11 +414,11 @@ class HuggingFaceImages(ImageDataModule):
 def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str] | None:
     if split_names is None:
         return None
-    check_mapping(OWNER, "split_names", split_names)
+    check_mapping("split_names", split_names, owner=OWNER)
     if not split_names:
         raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
     for text in (*split_names, *split_names.values()):
-        check_string(OWNER, "split_names", text)
+        check_string("split_names", text, owner=OWNER)
     return dict(split_names)
 
 

@@ -297,7 +297,7 @@ def _check_classes(value: Any) -> Classes:
     if isinstance(value, str):
         rule = "must be 'deepest', 'top' or a number of folders"
         raise InvalidValue(rule, OWNER, "classes", got=short_repr(value))
-    return check_integer(OWNER, "classes", value, 1, MOST_DEPTH)
+    return check_integer("classes", value, 1, MOST_DEPTH, owner=OWNER)
 
 
 class ImageFolder(ImageDataModule):

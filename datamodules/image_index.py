@@ -21,7 +21,7 @@ from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, che
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
 from lightning_retrieval.datamodules.table_file import ListLines
 from lightning_retrieval.files import leaves_root, new_file
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.ranking.relevance import NO_TAG
@@ -44,7 +44,7 @@ def packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
     """Convert strings to `PackedStrings`; raise unless they are a sequence of strings."""
     if isinstance(strings, PackedStrings):
         return strings
-    check_strings(CALLER, name, strings)
+    check_strings(name, strings)
     return PackedStrings(strings)
 
 
@@ -180,7 +180,7 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
 
 def check_test_fraction(test_fraction: float) -> float:
     """Return `test_fraction` unchanged; raise an error unless it is between 0 and 1."""
-    fraction = check_finite_number(CALLER, "test_fraction", test_fraction)
+    fraction = check_finite_number("test_fraction", test_fraction)
     if not 0 < fraction < 1:
         raise InvalidValue("must be between 0 and 1", argument="test_fraction", got=test_fraction)
     return fraction

@@ -217,7 +217,7 @@ class ImageDataModule(RetrievalDataModule):
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
-        self.root = check_path(owner, "root", root)
+        self.root = check_path("root", root, owner=owner)
         self.transform = checked(self, transform=transform)
         self.image_size, self.resize = image_size, resize
         self.mean, self.std = mean, std
@@ -232,7 +232,7 @@ class ImageDataModule(RetrievalDataModule):
             raise InvalidValue("must be at least 0 and below 1", owner, "val_fraction", got=val_fraction)
         self.cache_dir: Path | None = None
         if cache_dir is not None:
-            self.cache_dir = check_path(owner, "cache_dir", cache_dir)
+            self.cache_dir = check_path("cache_dir", cache_dir, owner=owner)
         self._base_attributes = frozenset(vars(self))  # attributes of a subclass are part of the cache's key
 
     @abstractmethod

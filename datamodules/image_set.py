@@ -25,7 +25,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels, check_colour
 from lightning_retrieval.preparation.prepare import Size
@@ -92,10 +92,10 @@ class ImageSet(Dataset[dict[str, Any]]):
         load_truncated: bool = False,
         boxes_before_rotation: bool = False,
     ) -> None:
-        check_instance("ImageSet", "index", index, ImageIndex)
+        check_instance("index", index, ImageIndex, owner="ImageSet")
         self.index = index
-        self.root = check_path("ImageSet", "root", root)
-        self.transform = check_callable("ImageSet", "transform", transform)
+        self.root = check_path("root", root, owner="ImageSet")
+        self.transform = check_callable("transform", transform, owner="ImageSet")
         self.on_error = checked(self, on_error=on_error)
         self.load_truncated = checked(self, load_truncated=load_truncated)
         self.boxes_before_rotation = checked(self, boxes_before_rotation=boxes_before_rotation)
@@ -309,7 +309,7 @@ def check_transformed(images: Any) -> None:
         images: the return value of the transform.
     """
     if isinstance(images, Tensor):
-        check_tensor(CALLER, "transform's result", images)
+        check_tensor("transform's result", images)
         return
     raise InvalidType(
         "must return a tensor (channels, height, width)",

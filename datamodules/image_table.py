@@ -36,7 +36,7 @@ from lightning_retrieval.datamodules.table_file import (
 )
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.files import leaves_root
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box; boxes are clipped to the image
 
@@ -446,9 +446,9 @@ class ImageTable(ImageDataModule):
     ) -> None:
         super().__init__(root, **settings)
         with owned_by("ImageTable"):
-            self.table = check_path(CALLER, "table", table)
+            self.table = check_path("table", table)
             self.test_fraction = check_test_fraction(test_fraction)
-            self.split_seed = check_integer(CALLER, "split_seed", split_seed, least=0, most=None)
+            self.split_seed = check_integer("split_seed", split_seed, least=0, most=None)
             self._format = TableFormat.checked(columns, delimiter)
         self.columns, self.delimiter = columns, delimiter
 

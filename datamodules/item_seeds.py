@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_tensor, check_unmasked, is_integer
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 
 def as_array(name: str, values: Any) -> NDArray[Any]:
@@ -30,11 +30,11 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
         TypeError: if a tensor does not hold integers, or is sparse.
     """
     if isinstance(values, Tensor):
-        check_tensor(CALLER, name, values)
+        check_tensor(name, values)
         if not is_integer(values):
             raise InvalidType("must be integers", argument=name, got=str(values.dtype).removeprefix("torch."))
         values = values.detach().cpu().numpy()
-    check_unmasked(CALLER, name, values)
+    check_unmasked(name, values)
     try:
         array = np.asarray(values)
     except ValueError:
@@ -98,7 +98,7 @@ def item_generator(index: int) -> torch.Generator | None:
     """
     if isinstance(index, SeededIndex):
         return torch.Generator().manual_seed(index.seed)
-    check_integer("item_generator", "index", index, least=-LARGEST_INTEGER)
+    check_integer("index", index, least=-LARGEST_INTEGER, owner="item_generator")
     return None
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_retrieval.checks import check_string, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "tags", "category", "split", "role", "camera", "box", *SIDES)
@@ -56,7 +56,7 @@ class TableFormat:
                 character that can separate fields.
             TypeError: if an argument has the wrong type.
         """
-        separator = check_string(CALLER, "delimiter", delimiter)
+        separator = check_string("delimiter", delimiter)
         if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():
             rule = "must be one character that separates fields, such as ';' or a tab"
             raise InvalidValue(rule, argument="delimiter", got=short_repr(delimiter))

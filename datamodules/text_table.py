@@ -34,7 +34,7 @@ from lightning_retrieval.datamodules.image_table import (
 )
 from lightning_retrieval.datamodules.table_file import TableColumns, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned, owned_by
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
@@ -150,10 +150,10 @@ class TextTable(RetrievalDataModule):
     ) -> None:
         super().__init__(**settings)
         with owned_by("TextTable"):
-            self.table = check_path(CALLER, "table", table)
-            self.tokenizer = check_callable(CALLER, "tokenizer", tokenizer, may_be_none=True)
+            self.table = check_path("table", table)
+            self.tokenizer = check_callable("tokenizer", tokenizer, may_be_none=True)
             self.test_fraction = check_test_fraction(test_fraction)
-            self.split_seed = check_integer(CALLER, "split_seed", split_seed, least=0, most=None)
+            self.split_seed = check_integer("split_seed", split_seed, least=0, most=None)
             self._format = TableFormat.checked(columns, delimiter)
         self.columns, self.delimiter = columns, delimiter
 

@@ -62,9 +62,9 @@ class PascalVOC(BoxDataModule):
         self, root: str | Path, *, train_sets: Sequence[Year] = ("VOC2007",), **settings: Unpack[DetectionSettings]
     ) -> None:
         super().__init__(root, **settings)
-        check_strings("PascalVOC", "train_sets", train_sets)
+        check_strings("train_sets", train_sets, owner="PascalVOC")
         for year in train_sets:
-            check_choice("PascalVOC", "train_sets", year, tuple(TRAIN_COUNTS))
+            check_choice("train_sets", year, tuple(TRAIN_COUNTS), owner="PascalVOC")
         if len(train_sets) == 0 or len(set(train_sets)) < len(train_sets):
             raise InvalidValue("must name different years", "PascalVOC", "train_sets", got=list(train_sets))
         self.train_sets = tuple(train_sets)

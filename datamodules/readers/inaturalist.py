@@ -88,7 +88,7 @@ class INaturalist(ImageDataModule):
         super().__init__(root, **settings)
         self.levels: tuple[str, ...] | None = None
         if levels is not None:
-            check_strings("INaturalist", "levels", levels)
+            check_strings("levels", levels, owner="INaturalist")
             self.levels = _check_levels(tuple(levels))
 
     @owned

@@ -238,11 +238,11 @@ class _Revisited(ImageDataModule):
         **settings: Unpack[ReadingSettings],
     ) -> None:
         owner = type(self).__name__
-        folder = common = check_path(owner, "root", root)
+        folder = common = check_path("root", root, owner=owner)
         distractor_folder = None
         if distractors is not None:
             folder = Path(os.path.abspath(folder))
-            distractor_folder = Path(os.path.abspath(check_path(owner, "distractors", distractors)))
+            distractor_folder = Path(os.path.abspath(check_path("distractors", distractors, owner=owner)))
             common = Path(os.path.commonpath([folder, distractor_folder]))  # folder that contains all images
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folder

@@ -14,7 +14,7 @@ from lightning_retrieval.datamodules.image_index import ImageIndex, class_number
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, join_paths
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
 Size = Literal["small", "medium", "large"]
@@ -237,7 +237,7 @@ def _check_one_vehicle_each(
 def _check_sizes(sizes: Size | Sequence[Size]) -> list[Size]:
     """The names of the test sets, each once."""
     names: Sequence[str] = [sizes] if isinstance(sizes, str) else sizes
-    check_strings(CALLER, "sizes", names)
+    check_strings("sizes", names)
     if len(names) == 0:
         raise InvalidValue("must name at least one test set", argument="sizes", got=repr(sizes))
-    return [check_choice(CALLER, "sizes", name, tuple(NUM_VEHICLES)) for name in dict.fromkeys(names)]
+    return [check_choice("sizes", name, tuple(NUM_VEHICLES)) for name in dict.fromkeys(names)]

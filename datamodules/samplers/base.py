@@ -209,7 +209,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, an integer >= 0, whose batches the next iteration yields."""
-        self.epoch = check_integer(self.name, "epoch", epoch, 0)
+        self.epoch = check_integer("epoch", epoch, 0, owner=self.name)
 
     @abstractmethod
     def __len__(self) -> int:

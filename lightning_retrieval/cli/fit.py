@@ -234,7 +234,7 @@ class RetrievalCLI(LightningCLI):
         path = options.get("ckpt_path")
         try:
             if path:
-                check_path(self._owner, "--ckpt_path", path)
+                check_path("--ckpt_path", path, owner=self._owner)
             if path and Path(path).is_dir() and not is_checkpoint(Path(path)) and self.config.subcommand != "fit":
                 path = options.ckpt_path = str(find_checkpoint(Path(path)))
             check_checkpoint(path)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_matrix
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.ranking.entries import entries_of
 from lightning_retrieval.ranking.expansion import (
@@ -171,7 +171,7 @@ def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) 
 
 def _checked(name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
     """Return the result of post-processing; raise unless it has the shape, dtype and device of the rows."""
-    check_matrix(CALLER, f"{name}'s result", result)
+    check_matrix(f"{name}'s result", result)
     if result.shape != rows.shape or result.dtype != rows.dtype or result.device != rows.device:
         raise InvalidValue(
             f"`{name}'s result` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, "

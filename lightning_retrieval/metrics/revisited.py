@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned, owned_by
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.metrics.query_gallery import QueryGallery
@@ -257,7 +257,7 @@ class RevisitedMetrics(EmbeddingMetric):
         with owned_by(type(self).__name__):
             if not isinstance(ks, Sequence) or len(ks) == 0:
                 raise InvalidValue("must hold at least one k, such as (1, 10)", argument="ks", got=short_repr(ks))
-            self.ks = tuple(check_integer(CALLER, "ks", k, least=1) for k in ks)
+            self.ks = tuple(check_integer("ks", k, least=1) for k in ks)
             self.easy, self.hard, self.junk = easy, hard, junk
             self._lists = QueryLists(easy, hard, junk)
             self._lists.check()

@@ -178,11 +178,11 @@ def adapt_head(
     Cost:
         Memory for all embeddings and for the scores of one list.
     """
-    check_integer(OWNER, "batch_size", batch_size, least=4, most=LARGEST_LIST)
-    check_positive(OWNER, "lr", lr)
-    check_integer(OWNER, "max_epochs", max_epochs, least=1)
-    check_bool(OWNER, "overwrite", overwrite)
-    generator = torch.Generator().manual_seed(check_integer(OWNER, "seed", seed, least=0))
+    check_integer("batch_size", batch_size, least=4, most=LARGEST_LIST)
+    check_positive("lr", lr)
+    check_integer("max_epochs", max_epochs, least=1)
+    check_bool("overwrite", overwrite)
+    generator = torch.Generator().manual_seed(check_integer("seed", seed, least=0))
     if not output.parent.is_dir() or output.is_dir():
         raise InvalidValue("must be a file in an existing folder", argument="output", got=output)
     folder = EmbeddingFolder.load(embeddings)

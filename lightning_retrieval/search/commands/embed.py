@@ -236,12 +236,12 @@ def embed_images(
     Cost:
         Memory in each process for the embeddings of one shard and for the list of images.
     """
-    check_choice(OWNER, "file_format", file_format, FILE_FORMATS)
-    check_choice(OWNER, "dtype", dtype, DTYPES)
-    check_choice(OWNER, "precision", precision, PRECISIONS)
-    check_choice(OWNER, "side", side, SIDES)
+    check_choice("file_format", file_format, FILE_FORMATS)
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("precision", precision, PRECISIONS)
+    check_choice("side", side, SIDES)
     for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
-        check_integer(OWNER, name, number, least=1)
+        check_integer(name, number, least=1)
     check_output(output)
     table_format = TableFormat.checked(columns, delimiter)
     listed: ListedImages | ListedTexts | None = None

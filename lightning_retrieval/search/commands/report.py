@@ -19,7 +19,7 @@ from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.ranking.labels import Role
@@ -164,7 +164,7 @@ def report_images(
         Memory for the embeddings of all images, twice, for one block of scores, and for the pictures of the page. The
         time is that of four products of all embeddings with each other.
     """
-    check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
+    check_finite_number("false_match_rate", false_match_rate, least=0, most=1)
     check_output(output)
     labelled = label_images(images, root, TableFormat.checked(columns, delimiter))
     embedder = ImageEmbedder.load(

@@ -65,7 +65,7 @@ class RetrievalReport(Callback):
         self.output: Path | None = None
         if output is not None:
             with owned_by(OWNER):
-                self.output = check_suffix(check_path(OWNER, "output", output))
+                self.output = check_suffix(check_path("output", output))
         self.false_match_rate = checked(self, false_match_rate=false_match_rate)
         self._warned: set[str] = set()
 
