@@ -62,7 +62,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         if len(batch.ids) == 0:  # the remaining batches belong to other processes
             continue
         index = first + shard.index
-        lists = metrics.query_gallery(batch)
+        lists = metrics.ranking_input(batch)
         ap = query_values(lists, [_AP])["AP"]
         sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
     shard.add_up(sums)  # for each batch, all other processes have zeros, so the sum is exact

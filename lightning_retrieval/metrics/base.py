@@ -32,7 +32,7 @@ from lightning_retrieval.metrics.gathering import (
     nothing_to_compute,
 )
 from lightning_retrieval.metrics.plot import Results, plot_results
-from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processed, post_processing, query_gallery
+from lightning_retrieval.metrics.query_gallery import RankingInput, post_processed, post_processing, query_gallery
 from lightning_retrieval.ranking.labels import Role, check_roles
 from lightning_retrieval.ranking.relevance import Relevance
 
@@ -44,8 +44,8 @@ class EmbeddingMetric(Metric):
 
     With several processes, each process holds a shard of about equal size, and gathers other rows block by block.
 
-    Subclasses and callbacks may use `gather`, `query_gallery`, `must_defer_errors` and `defer_error`. A subclass whose
-    lists follow another rule may override `query_gallery`.
+    Subclasses and callbacks may use `gather`, `ranking_input`, `must_defer_errors` and `defer_error`. A subclass whose
+    lists follow another rule may override `ranking_input`.
 
     Args:
         query_expansion: maps (queries, gallery, self_index) to new queries, such as
@@ -183,7 +183,7 @@ class EmbeddingMetric(Metric):
     def gather(self) -> tuple[Images, Shard]:
         """The images of all processes, each once, and the shard of this process.
 
-        Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `query_gallery`
+        Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `ranking_input`
         distributes them.
 
         With several processes, this is a collective operation, like `compute`. Outside of `compute`, it may be called
@@ -212,7 +212,7 @@ class EmbeddingMetric(Metric):
         return collected, shard
 
     @owned
-    def query_gallery(self, images: Images, *, unit: int | None = None) -> QueryGallery:
+    def ranking_input(self, images: Images, *, unit: int | None = None) -> RankingInput:
         """Queries and gallery of these rows, ready to be ranked: in the order of their lists, and post-processed.
 
         Args:

@@ -24,7 +24,7 @@ from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import CollectedRows, Images, merge_duplicates
 from lightning_retrieval.metrics.intervals import bootstrap_intervals
-from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.metrics.query_gallery import RankingInput
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
 from lightning_retrieval.ranking.ranks import PositiveRanks
@@ -136,7 +136,7 @@ def metrics_table(
     return table
 
 
-def query_values(ranked: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
+def query_values(ranked: RankingInput, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
     """The values of each query, in the order of the queries' ids.
 
     With several processes, this is a collective operation, and each process gets the values of all queries.
@@ -376,7 +376,7 @@ class RetrievalMetrics(EmbeddingMetric):
 
     def _query_values(self, rows: Images) -> dict[str, Tensor]:
         """The results of `per_query` for these rows."""
-        lists = self.query_gallery(rows)
+        lists = self.ranking_input(rows)
         if not lists.is_empty:
             every_query_in_gallery = bool((lists.self_index >= 0).all())
             self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)

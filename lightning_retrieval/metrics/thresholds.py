@@ -152,7 +152,7 @@ def nearest_scores(metrics: EmbeddingMetric) -> NearestScores:
     """
     check_instance("metrics", metrics, EmbeddingMetric, owner="nearest_scores")
     rows, shard = metrics.gather()
-    lists = metrics.query_gallery(rows)
+    lists = metrics.ranking_input(rows)
     device = rows.ids.device
     highest = torch.zeros(2, len(lists.query_ids), dtype=torch.float64, device=float64_device(device))
     for _, block in lists.query_rows.blocks():
