@@ -74,13 +74,15 @@ class Updates:
         owner = type(self).__name__
         self.gradient_clip_val: float | None = None
         if gradient_clip_val is not None:
-            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", gradient_clip_val)
+            self.gradient_clip_val = check_positive("gradient_clip_val", gradient_clip_val, owner=owner)
         self.gradient_clip_algorithm: Literal["norm", "value"] = check_choice(
-            owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
+            "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"), owner=owner
         )
-        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
-        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
-        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
+        self.head_lr_factor = check_positive("head_lr_factor", head_lr_factor, owner=owner)
+        self.layer_decay = check_positive("layer_decay", layer_decay, least=0.01, most=1, owner=owner)
+        self.freeze_backbone_epochs = check_integer(
+            "freeze_backbone_epochs", freeze_backbone_epochs, least=0, owner=owner
+        )
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
