@@ -276,7 +276,7 @@ def _as_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "param_groups": [{**group, "fused": True} for group in state["param_groups"]]}
 
 
-def _leaves_update_open(make: Callable[..., Optimizer]) -> bool:
+def _leaves_update_open(make: Any) -> bool:
     """Whether an optimizer offers a fused loop, and the user has not chosen one or another."""
     settings: Mapping[str, Any] = {}
     if isinstance(make, functools.partial):
