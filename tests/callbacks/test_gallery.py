@@ -234,7 +234,7 @@ def test_images_that_are_unknown_or_vectors_are_not_drawn(tmp_path, shape, shuff
 
 def lists_of(metrics, chosen, k):
     rows, _ = metrics.gather()
-    return nearest_images(metrics.query_gallery(rows), chosen, k)
+    return nearest_images(metrics.ranking_input(rows), chosen, k)
 
 
 @pytest.mark.parametrize("kind", ["roles", "expanded", "instances", "cameras"])
