@@ -360,6 +360,7 @@ class RetrievalEvaluation(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._untrained = None
+        self.sets = []
         log_best(trainer, self.best)
 
     def state_dict(self) -> dict[str, Any]:

@@ -100,7 +100,9 @@ class EmbeddingMetric(Metric):
         self.relevance = relevance
         self._error: Exception | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
-        self._cached_values: dict[str, Tensor] | None = None  # result of the last `compute`, until the next `update`
+        # The values of each query in the last `compute`, by the prefix of their direction, until the next `update`.
+        self._cached_values: dict[str, dict[str, Tensor]] = {}
+        self._updates_of_values = 0  # number of updates before that `compute`: torchmetrics also sets states itself
         for name in _STATES:  # `ids`, `instances` and `cameras` stay empty unless they are given
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -131,7 +133,7 @@ class EmbeddingMetric(Metric):
                 camera are excluded from its list, as in Market-1501. If None, only the query itself is excluded. None
                 with `relevance`, which alone decides which images are in a list.
         """
-        self._cached_values = None
+        self._cached_values = {}
         try:
             self._append(embeddings, labels, roles, {"ids": ids, "instances": instances, "cameras": cameras})
         except (TypeError, ValueError) as error:
@@ -144,7 +146,7 @@ class EmbeddingMetric(Metric):
         super().reset()
         self._error = None
         self._over_processes = None
-        self._cached_values = None
+        self._cached_values = {}
 
     def sync(
         self,

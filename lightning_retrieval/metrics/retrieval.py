@@ -253,7 +253,6 @@ class RetrievalMetrics(EmbeddingMetric):
         self.alpha = checked(self, alpha=alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
         self.ranked_queries = 0  # number of queries in the longest list of the other direction
-        self._reverse_values: dict[str, Tensor] = {}  # like `_cached_values`, for the other direction
         self._means_of_values: dict[str, str] = {}  # the name of the mean of each value in the last `compute`
         self.has_one_label = False  # whether all images of the last `compute` had the same label
 
@@ -271,10 +270,11 @@ class RetrievalMetrics(EmbeddingMetric):
                 and so on. If all queries are skipped, values are NaN and a warning is issued.
         """
         collected, _ = self._gather_collected()
-        results, self._cached_values = self._of_direction(collected)
+        results, values = self._of_direction(collected)
+        self._cached_values, self._updates_of_values = {"": values}, self.update_count
         if self.reverse:
             longest = self.ranked_images
-            of_reverse, self._reverse_values = self._of_direction(_with_swapped_roles(collected))
+            of_reverse, self._cached_values[REVERSE] = self._of_direction(_with_swapped_roles(collected))
             self.ranked_images, self.ranked_queries = longest, self.ranked_images
             results |= {f"{REVERSE}{name}": value for name, value in of_reverse.items()}
         return results
@@ -317,11 +317,10 @@ class RetrievalMetrics(EmbeddingMetric):
         if check_bool("reverse", reverse, owner=type(self).__name__) and not self.reverse:
             rule = "needs metrics made with reverse=True"
             raise InvalidValue(rule, type(self).__name__, "reverse", got="reverse=False")
-        if self._cached_values is None:
+        if not self._cached_values or self._updates_of_values != self.update_count:
             self.compute()
-        if reverse:
-            return dict(self._reverse_values)
-        return dict(self._cached_values or {})
+        prefix = REVERSE if reverse else ""
+        return dict(self._cached_values[prefix])
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % interval of each mean over queries, by its name in the results of `compute`.

@@ -355,6 +355,21 @@ def test_a_picture_of_detections_has_images_boxes_and_classes(tmp_path):
     assert {name: vars(picture)[name] for name in before} == before
 
 
+def test_a_test_of_a_detector_that_an_error_ends_keeps_no_images(tmp_path):
+    picture, shown = DetectionPicture(), []
+
+    class Stops(pl.Callback):
+        def on_test_epoch_end(self, *_):
+            shown.extend(picture._shown)
+            raise RuntimeError("stopped")
+
+    data = GlyphScenes(num_classes=3, eval_size=3, eval_batch_size=3)
+    with pytest.raises(RuntimeError, match=r"^stopped$"):
+        trainer(tmp_path, picture, Stops()).test(DetectionModule(TinyFasterRCNN(3)), datamodule=data, verbose=False)
+    assert len(shown) == 3
+    assert picture._shown == []
+
+
 def test_the_detections_of_the_highest_scores_are_drawn(monkeypatch):
     picture, texts = DetectionPicture(detections=2), []
     monkeypatch.setattr(detections, "_draw_box", lambda axes, box, color, style, text: texts.append(text))
