@@ -297,8 +297,8 @@ def with_settings(text: str, settings: Mapping[str, Any], *, lower_case: bool) -
         return text
     changed = dict(content)
     normalizer = content.get("normalizer")
-    of_bert = isinstance(normalizer, dict) and normalizer.get("type") == "BertNormalizer"
-    if of_bert and "do_lower_case" in settings and settings.get("tokenizer_class") not in GENERAL_CLASSES:
+    says_case = "do_lower_case" in settings and settings.get("tokenizer_class") not in GENERAL_CLASSES
+    if says_case and isinstance(normalizer, dict) and normalizer.get("type") == "BertNormalizer":
         changed["normalizer"] = {**normalizer, "lowercase": settings["do_lower_case"] is True}
     if lower_case and "Lowercase" not in json.dumps(normalizer):
         steps = [{"type": "Lowercase"}, *filter(None, [normalizer])]
