@@ -319,9 +319,10 @@ class RetrievalMetrics(EmbeddingMetric):
             raise InvalidValue(rule, type(self).__name__, "reverse", got="reverse=False")
         if self._cached_values is None:
             self.compute()
+        values = self._cached_values or {}
         if reverse:
-            return dict(self._reverse_values)
-        return dict(self._cached_values or {})
+            values = self._reverse_values
+        return {name: of_queries.clone() for name, of_queries in values.items()}
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % interval of each mean over queries, by its name in the results of `compute`.
