@@ -135,6 +135,17 @@ def test_printed_config_can_be_read_again(tmp_path, capsys):
     assert module["chunk_size"] is None
 
 
+@pytest.mark.parametrize(
+    "name", ["25921e05", "1E5", "1.5e3", "1e-3", "+2e7", "12345678", "007", "12:30", "2025-01-02", "on"]
+)
+def test_texts_like_numbers_stay_texts_in_the_config_of_a_run(name, tmp_path, capsys):
+    """Such as the hash of a commit, or the id of a run of Weights & Biases."""
+    printed = run(capsys, "fit", "--config", EXAMPLE, f"--trainer.logger.init_args.name={name}", "--print_config")[1]
+    assert yaml.safe_load(printed)["trainer"]["logger"]["init_args"]["name"] == name
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert run(capsys, "fit", "--config", tmp_path / "printed.yaml", "--print_config")[:2] == (0, printed)
+
+
 def printed_error(capsys, config, *options, command="fit"):
     """What a command prints that ends with the exit code 2."""
     code, _, err = run(capsys, command, "--config", config, *options)
@@ -151,7 +162,39 @@ def printed_error(capsys, config, *options, command="fit"):
         ({"max_epochs:": "max_epoch:"}, ["max_epoch"]),
         ({"lightning_retrieval.datamodules.Glyphs": "lightning_retrieval.datamodules.Glyps"}, ["Glyps"]),
         ({"lightning_retrieval.Embedder": "lightning_retrieval.SmoothAPLoss"}, ["embedder", "SmoothAPLoss"]),
-        ({"tau: 0.01": "tau: cold"}, ["tau", "cold"]),
+        ({"tau: 0.01": "tau: cold"}, ["\nerror: LogRankLoss: `tau` must be a number, got cold.\n"]),
+        (
+            {"lr_scheduler_interval: step": "chunk_size: Auto"},
+            ["\nerror: RetrievalModule: `chunk_size` must be an integer, 'auto', a mapping or null, got Auto.\n"],
+        ),
+        ({"T_max: 1520": "T_max: 1.52e3"}, ["\nerror: CosineAnnealingLR: `T_max` must be an integer, got 1520.0.\n"]),
+        ({"lr: 0.006": "lr: 0,006"}, ["\nerror: AdamW: `lr` must be a number, got 0,006.\n"]),
+        (
+            {"gradient_clip_val: 1.0": "gradient_clip_val: no"},
+            ["\nerror: Updates: `gradient_clip_val` must be", "False"],
+        ),
+        ({"ks: [1, 10, 100]": "ks: 1"}, ["\nerror: RetrievalEvaluation: `ks` must be a list or null, got 1.\n"]),
+        ({"before_fit: true": "before_fit: 1"}, ["\nerror: RetrievalEvaluation: `before_fit` must be true or false"]),
+        (
+            {"name: glyphs": "name: 25921e05"},
+            ["\nerror: CSVLogger: `name` must be a text or null, got 2592100000.0; write it in quotes.\n"],
+        ),
+        (
+            {"max_epochs: 40": "max_epochs: 4e1"},
+            ["\nerror: `--trainer.max_epochs` must be an integer or null, got 40.0"],
+        ),
+        (
+            {"    optimizer:": "    optimiser:"},
+            ["RetrievalModule has no argument optimiser; did you mean optimizer?\n"],
+        ),
+        (
+            {"every_n_epochs": "every-n-epochs"},
+            ["RetrievalGallery has no argument every-n-epochs; did you mean every_n"],
+        ),
+        (
+            {"every_n_epochs: 8": "colour: 8"},
+            ["\nerror: RetrievalGallery has no argument colour; it is a RetrievalGallery, whose arguments are que"],
+        ),
         (
             {"lr_scheduler_interval: step": "chunk_size: 0"},
             ["\nerror: RetrievalModule: `chunk_size` must be", "got 0."],
