@@ -23,6 +23,7 @@ from lightning_retrieval.backend import (
     of_this_backend,
     pl,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_retrieval.callbacks.csv_logger import (
     ResumableCSVLogger,
@@ -39,7 +40,7 @@ from lightning_retrieval.checkpoints import (
     is_checkpoint,
     read_checkpoint,
 )
-from lightning_retrieval.checks import check_path, first_line
+from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
 from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, find_last_checkpoint, format_of_config
 from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
@@ -305,6 +306,12 @@ class RetrievalCLI(LightningCLI):
         settings = dict(self.model.hparams)
         settings.pop("_instantiator", None)
         described = {"class_path": settings.pop("_class_path", class_path), "init_args": settings}
+        unused = _differing_settings("", self.config[subcommand].model.as_dict(), described)
+        if unused:
+            rank_zero_warn(
+                f"{self._owner}: the model is that of the checkpoint, so what the config has instead is not used: "
+                f"{first_of(unused)}; {cls.__name__}.load_from_checkpoint(PATH, NAME=VALUE) changes it in Python."
+            )
         self.save_config_kwargs = {**self.save_config_kwargs, "model": described}
         config = self.config.clone()
         del config[subcommand]["model"]
@@ -430,6 +437,30 @@ class RetrievalCLI(LightningCLI):
         self.trainer.test(
             self.model, datamodule=self.datamodule, ckpt_path=checkpoint, verbose=False, weights_only=True
         )
+
+
+def _differing_settings(name: str, given: Any, used: Any) -> list[str]:
+    """Settings of the config's model that differ from those of the checkpoint's model.
+
+    Settings that only one of them has, or that the config leaves open, are skipped: a checkpoint has more of them.
+
+    Args:
+        name: path of the setting, such as `loss.tau`.
+        given: its value in the config.
+        used: its value in the checkpoint.
+    """
+    if isinstance(given, dict) and isinstance(used, dict):
+        differing = []
+        for key in given:
+            if key in used:
+                inner = ".".join(part for part in (name, key) if part not in ("", "init_args"))
+                differing += _differing_settings(inner, given[key], used[key])
+        return differing
+    if isinstance(given, tuple):  # a checkpoint has lists
+        given = list(given)
+    if given is None or given == used:
+        return []
+    return [f"{name} {short_repr(given)} ({short_repr(used)} in the checkpoint)"]
 
 
 def _sentence(error: BaseException) -> str | None:

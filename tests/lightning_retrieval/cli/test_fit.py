@@ -125,6 +125,15 @@ def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys,
     assert [name, trained] in [line[:2] for line in lines]
 
 
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_settings_of_the_model_that_a_checkpoint_replaces_are_named(fitted, tmp_path, command):
+    """Without a change, nothing is named: then the other tests would raise the warning."""
+    changed = ["--model.init_args.loss.init_args.tau=0.5", "--model.init_args.eval_scales=[1.0, 0.5]"]
+    named = r"loss.tau 0.5 \(0.01 in the checkpoint\), eval_scales \[1.0, 0.5\] \(\[1.0\] in the checkpoint\);"
+    with pytest.warns(UserWarning, match=f"lightning-retrieval {command}: the model is that of .*: {named}"):
+        main([command, "--config", str(write_example(tmp_path)), *SMALL, f"--ckpt_path={fitted[1]}", *changed])
+
+
 def test_printed_config_can_be_read_again(tmp_path, capsys):
     _, printed, _ = run(capsys, "fit", "--config", EXAMPLE, "--print_config")
     (tmp_path / "printed.yaml").write_text(printed)
