@@ -25,7 +25,7 @@ from lightning_retrieval.datamodules.image_index import (
 )
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "HuggingFaceImages"
@@ -293,7 +293,7 @@ class HuggingFaceImages(ImageDataModule):
         split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
     ) -> None:
-        check_path(OWNER, "path", path)
+        check_path("path", path, owner=OWNER)
         super().__init__(path, **settings)
         self.path = path
         self.config = checked(self, config=config)
@@ -307,7 +307,8 @@ class HuggingFaceImages(ImageDataModule):
         self.split_names = _checked_split_names(split_names)
         self.test_fraction = test_fraction
         if test_fraction is not None:
-            self.test_fraction = check_test_fraction(OWNER, test_fraction)
+            with owned_by(OWNER):
+                self.test_fraction = check_test_fraction(test_fraction)
         self.split_seed = checked(self, split_seed=split_seed)
 
     @cached_property
@@ -330,6 +331,7 @@ class HuggingFaceImages(ImageDataModule):
             tables[name], column = with_encoded_images(found[name], self.image_column)
         return tables, column
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the labels, and split the classes if there is one split or `test_fraction` was given."""
         labels = {}
@@ -343,7 +345,7 @@ class HuggingFaceImages(ImageDataModule):
             return self._given_splits(labels)
         classes = set[Any]().union(*labels.values())
         fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
-        of_test = split_by_class(OWNER, "test_fraction", list(classes), fraction, self.split_seed)
+        of_test = split_by_class("test_fraction", list(classes), fraction, self.split_seed)
         in_test, in_train = {}, {}
         for name, values in labels.items():
             in_test[name] = np.array([value in of_test for value in values])
@@ -412,11 +414,11 @@ class HuggingFaceImages(ImageDataModule):
 def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str] | None:
     if split_names is None:
         return None
-    check_mapping(OWNER, "split_names", split_names)
+    check_mapping("split_names", split_names, owner=OWNER)
     if not split_names:
         raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
     for text in (*split_names, *split_names.values()):
-        check_string(OWNER, "split_names", text)
+        check_string("split_names", text, owner=OWNER)
     return dict(split_names)
 
 

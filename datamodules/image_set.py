@@ -92,10 +92,10 @@ class ImageSet(Dataset[dict[str, Any]]):
         load_truncated: bool = False,
         boxes_before_rotation: bool = False,
     ) -> None:
-        check_instance("ImageSet", "index", index, ImageIndex)
+        check_instance("index", index, ImageIndex, owner="ImageSet")
         self.index = index
-        self.root = check_path("ImageSet", "root", root)
-        self.transform = check_callable("ImageSet", "transform", transform)
+        self.root = check_path("root", root, owner="ImageSet")
+        self.transform = check_callable("transform", transform, owner="ImageSet")
         self.on_error = checked(self, on_error=on_error)
         self.load_truncated = checked(self, load_truncated=load_truncated)
         self.boxes_before_rotation = checked(self, boxes_before_rotation=boxes_before_rotation)
@@ -143,6 +143,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return [self.index.paths[position] for position in self._skipped.nonzero()[:, 0].tolist()]
 
     @staticmethod
+    @owned_by("ImageSet")
     def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
         """Make a batch of the readable items. If no item of an evaluation batch is readable, use one black image.
 
@@ -152,7 +153,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         found = [item for item in items if "skipped" not in item]
         if not found:
             found = [_placeholder_of_batch(items)]
-        check_image_sizes("ImageSet", found, "use a transform that crops, or, in evaluation, eval_batch_size=1")
+        check_image_sizes(found, "use a transform that crops, or, in evaluation, eval_batch_size=1")
         batch: dict[str, Any] = default_collate(found)
         return batch
 
@@ -234,7 +235,8 @@ class ImageSet(Dataset[dict[str, Any]]):
     def _with_images(self, image: Image.Image | Pixels) -> dict[str, Any]:
         """An item with only the transformed image."""
         images = self.transformed(image)
-        check_transformed("ImageSet", images)
+        with owned_by("ImageSet"):
+            check_transformed(images)
         if self._to_uint8() is None:
             return {"images": images}
         return {"images": images, UNNORMALIZED: torch.tensor(True)}
@@ -300,20 +302,18 @@ class ImageSet(Dataset[dict[str, Any]]):
             )
 
 
-def check_transformed(owner: str, images: Any) -> None:
+def check_transformed(images: Any) -> None:
     """Raise unless a transform has returned a tensor.
 
     Args:
-        owner: prefix of the error message.
         images: the return value of the transform.
     """
     if isinstance(images, Tensor):
-        check_tensor(owner, "transform's result", images)
+        check_tensor("transform's result", images)
         return
     raise InvalidType(
         "must return a tensor (channels, height, width)",
-        owner,
-        "transform",
+        argument="transform",
         got=type(images).__name__,
         cure="end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True) of torchvision, or ToTensorV2() "
         "of albumentations",
@@ -329,14 +329,13 @@ def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
             return placeholder
     paths = first_of([item["skipped"] for item in items], 3)
     rule = f"none of the {len(items)} images of a batch could be read ({paths})"
-    raise InvalidValue(rule, "ImageSet", cure="repair or remove them first")
+    raise InvalidValue(rule, cure="repair or remove them first")
 
 
-def check_image_sizes(owner: str, items: Any, cure: str) -> None:
+def check_image_sizes(items: Any, cure: str) -> None:
     """Raise unless the images of a batch have the same size.
 
     Args:
-        owner: prefix of the error message.
         items: items of a dataset: dicts with `images`, tuples that begin with an image, or images; other items are not
             checked.
         cure: the end of the error message.
@@ -362,4 +361,4 @@ def check_image_sizes(owner: str, items: Any, cure: str) -> None:
         found[tuple(image.shape)] = which
     if len(found) > 1:
         sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
-        raise InvalidValue("images of a batch must have the same size", owner, got=sizes, cure=cure)
+        raise InvalidValue("images of a batch must have the same size", got=sizes, cure=cure)

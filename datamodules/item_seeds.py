@@ -18,11 +18,10 @@ from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_ten
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 
-def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
+def as_array(name: str, values: Any) -> NDArray[Any]:
     """Convert anything to an array; the caller checks dtype and shape.
 
     Args:
-        owner: prefix of error messages.
         name: name of the argument that holds the values.
         values: a tensor, an array, a sequence or anything else.
 
@@ -31,17 +30,17 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
         TypeError: if a tensor does not hold integers, or is sparse.
     """
     if isinstance(values, Tensor):
-        check_tensor(owner, name, values)
+        check_tensor(name, values)
         if not is_integer(values):
-            raise InvalidType("must be integers", owner, name, got=str(values.dtype).removeprefix("torch."))
+            raise InvalidType("must be integers", argument=name, got=str(values.dtype).removeprefix("torch."))
         values = values.detach().cpu().numpy()
-    check_unmasked(owner, name, values)
+    check_unmasked(name, values)
     try:
         array = np.asarray(values)
     except ValueError:
-        raise InvalidValue("must be one integer for each image", owner, name, got="rows of unequal length") from None
+        raise InvalidValue("must be one integer for each image", argument=name, got="rows of unequal length") from None
     if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
-        raise InvalidValue("must be below 2**63", owner, name, got=f"{array.max()} of uint64")
+        raise InvalidValue("must be below 2**63", argument=name, got=f"{array.max()} of uint64")
     return array
 
 
@@ -99,7 +98,7 @@ def item_generator(index: int) -> torch.Generator | None:
     """
     if isinstance(index, SeededIndex):
         return torch.Generator().manual_seed(index.seed)
-    check_integer("item_generator", "index", index, least=-LARGEST_INTEGER)
+    check_integer("index", index, least=-LARGEST_INTEGER, owner="item_generator")
     return None
 
 

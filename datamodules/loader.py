@@ -28,7 +28,7 @@ from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.models.sides import Side
 from lightning_retrieval.ranking.relevance import NO_TAG
 
@@ -72,8 +72,8 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
 
     def set_position(self, epoch: int, start: int) -> None:
         """Make iterations of `epoch` begin at batch `start`."""
-        epoch = check_integer("RetrievalDataLoader", "epoch", epoch, 0)
-        start = check_integer("RetrievalDataLoader", "start", start, 0)
+        epoch = check_integer("epoch", epoch, 0, owner="RetrievalDataLoader")
+        start = check_integer("start", start, 0, owner="RetrievalDataLoader")
         if start > len(self):
             rule = "must be at most the number of batches of an epoch"
             cure = "resume with the labels and the sampler that the position was saved with"
@@ -153,7 +153,7 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
     Relations:
         Pass the position to the loader: `RetrievalDataLoader(dataset, sampler, **resume_position(self.trainer))`.
     """
-    check_instance("resume_position", "trainer", trainer, pl.Trainer)
+    check_instance("trainer", trainer, pl.Trainer, owner="resume_position")
     epochs = trainer.fit_loop.epoch_progress.current
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     between_epochs = epochs.ready <= epochs.completed
@@ -204,6 +204,7 @@ def loader_settings(
     }
 
 
+@owned_by("RetrievalDataLoader")
 def collate_images(items: Any) -> Any:
     """Check that all images have the same size, then make a batch with `default_collate`.
 
@@ -215,11 +216,11 @@ def collate_images(items: Any) -> Any:
         TypeError: if an array has another byte order than the machine.
     """
     cure = "let the transform crop or resize them to one size, or give a `collate_fn` that pads them"
-    check_image_sizes("RetrievalDataLoader", items, cure)
+    check_image_sizes(items, cure)
     for item in items:
         for name, value in _entries(item):
-            check_unmasked("RetrievalDataLoader", name, value)
-            check_byte_order("RetrievalDataLoader", name, value)
+            check_unmasked(name, value)
+            check_byte_order(name, value)
     if items and isinstance(items[0], Mapping):
         for name in items[0]:
             _check_lengths(name, [item.get(name) for item in items])
@@ -351,7 +352,7 @@ class RetrievalDataLoader(DataLoader[Any]):
             ValueError: if several images have the same id, or the sampler was made with other labels. Other labels only
                 cause a warning if the sampler's `draws_classes` is False.
         """
-        check_bool(type(self).__name__, "gathered", gathered)
+        check_bool("gathered", gathered, owner=type(self).__name__)
         sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
         section = sampler.sections(drawn).get(side)
         if section is None or not drawn:  # a `collate_fn` of the user may have made or removed the sides

@@ -34,7 +34,7 @@ from lightning_retrieval.datamodules.image_table import (
 )
 from lightning_retrieval.datamodules.table_file import TableColumns, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
@@ -149,11 +149,12 @@ class TextTable(RetrievalDataModule):
         **settings: Unpack[RetrievalSettings],
     ) -> None:
         super().__init__(**settings)
-        self.table = check_path("TextTable", "table", table)
-        self.tokenizer = check_callable("TextTable", "tokenizer", tokenizer, may_be_none=True)
-        self.test_fraction = check_test_fraction("TextTable", test_fraction)
-        self.split_seed = check_integer("TextTable", "split_seed", split_seed, least=0, most=None)
-        self._format = TableFormat.checked("TextTable", columns, delimiter)
+        with owned_by("TextTable"):
+            self.table = check_path("table", table)
+            self.tokenizer = check_callable("tokenizer", tokenizer, may_be_none=True)
+            self.test_fraction = check_test_fraction(test_fraction)
+            self.split_seed = check_integer("split_seed", split_seed, least=0, most=None)
+            self._format = TableFormat.checked(columns, delimiter)
         self.columns, self.delimiter = columns, delimiter
 
     def prepare_data(self) -> None:
@@ -161,15 +162,16 @@ class TextTable(RetrievalDataModule):
         self.splits  # noqa: B018
 
     @cached_property
+    @owned
     def splits(self) -> dict[str, TextSet]:
         """The texts of each split."""
         if self.table.is_dir():
-            raise InvalidValue("must be a CSV or Parquet file", "TextTable", "table", got=f"the folder {self.table}")
+            raise InvalidValue("must be a CSV or Parquet file", argument="table", got=f"the folder {self.table}")
         if not self.table.is_file():
             path = self.table.absolute()
             rule = "must be a CSV or Parquet file"
-            raise MissingFile(rule, "TextTable", "table", got=f"{path}, which does not exist")
-        table = read_table(self.table, required=("text", "label"), owner="TextTable", table_format=self._format)
+            raise MissingFile(rule, argument="table", got=f"{path}, which does not exist")
+        table = read_table(self.table, required=("text", "label"), table_format=self._format)
         texts = table.columns["text"]
         table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
         table.check(find_rows(texts, is_written_missing), "`text` must not be the text of a missing value", texts)
@@ -180,7 +182,7 @@ class TextTable(RetrievalDataModule):
             labels = np.arange(len(texts))
         splits = parse_splits(table)
         if splits is None:
-            splits = draw_splits("TextTable", labels, no_distractors, self.test_fraction, self.split_seed)
+            splits = draw_splits(labels, no_distractors, self.test_fraction, self.split_seed)
         _check_no_shared_classes(table, labels, splits)
         tags, tag_names = parse_tags(table, no_distractors)
         found = {}

@@ -169,7 +169,7 @@ class TextEmbedder(nn.Module):
         self.backbone_name = checked(self, backbone=backbone)
         self.backbone_args: dict[str, Any] = {}
         if backbone_args is not None:
-            check_mapping("TextEmbedder", "backbone_args", backbone_args)
+            check_mapping("backbone_args", backbone_args, owner="TextEmbedder")
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
@@ -272,7 +272,7 @@ class TextEmbedder(nn.Module):
         is_empty = isinstance(state, Tensor) and state.numel() == 0
         if not is_empty:
             rule = f"the weights must hold no tokenizer for {self.backbone_name}"
-            raise InvalidValue(rule, "TextEmbedder", got=short_repr(state))
+            raise InvalidValue(rule, got=short_repr(state))
 
     def extra_repr(self) -> str:
         return (
@@ -334,5 +334,5 @@ class TextEmbedder(nn.Module):
         self._check_tokenizer(self._tokenizer)
         most = self._tokenizer.max_length
         if self.max_length is not None:
-            check_integer("TextEmbedder", "max_length", self.max_length, 1, most)
+            check_integer("max_length", self.max_length, 1, most, owner="TextEmbedder")
             self._tokenizer = JSONTokenizer(self._tokenizer.text, max_length=self.max_length)

@@ -112,7 +112,7 @@ class NgramTokenizer(Tokenizer):
         super().__init__(max_length)
         self.buckets = checked(self, buckets=buckets)
         self.max_n = checked(self, max_n=max_n)
-        self.min_n = check_integer(type(self).__name__, "min_n", min_n, 1, max_n)
+        self.min_n = check_integer("min_n", min_n, 1, max_n, owner=type(self).__name__)
 
     def tokens(self, text: str) -> list[int]:
         return [zlib.crc32(ngram.encode("utf-8", "surrogatepass")) % self.buckets for ngram in self._ngrams(text)]

@@ -25,13 +25,19 @@ from lightning_retrieval.backend import (
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.loader_wait import LoaderWait
-from lightning_retrieval.training.optimizers import GradientWatch, Updates, check_optimized, make_optimizer
+from lightning_retrieval.training.optimizers import (
+    GradientWatch,
+    Updates,
+    check_optimized,
+    make_optimizer,
+    match_memory_orders,
+)
 from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
@@ -81,9 +87,9 @@ class OptimizedModule(CheckpointedModule):
         if lr_scheduler is not None:
             schedulers = (LRScheduler, ReduceLROnPlateau)
             self.lr_scheduler = rebuild_factory("lr_scheduler", lr_scheduler, schedulers)
-        self.lr_scheduler_interval = check_choice(CALLER, "lr_scheduler_interval", interval, ("epoch", "step"))
-        self.lr_scheduler_frequency = check_integer(CALLER, "lr_scheduler_frequency", frequency, least=1)
-        self.lr_scheduler_monitor = check_string(CALLER, "lr_scheduler_monitor", monitor)
+        self.lr_scheduler_interval = check_choice("lr_scheduler_interval", interval, ("epoch", "step"))
+        self.lr_scheduler_frequency = check_integer("lr_scheduler_frequency", frequency, least=1)
+        self.lr_scheduler_monitor = check_string("lr_scheduler_monitor", monitor)
 
     @owned
     def _make_optimizer(self, scheduler_settings: Mapping[str, Any] = MappingProxyType({}), **rates: Any) -> Any:
@@ -93,7 +99,9 @@ class OptimizedModule(CheckpointedModule):
             scheduler_settings: further entries of Lightning's dict of the scheduler.
             rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
-        optimizer, factors = make_optimizer(self, self.optimizer, **rates)
+        # Lightning does not unscale the gradients of a fused optimizer, so that clipping would see scaled ones.
+        has_scaler = self._trainer is not None and getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        optimizer, factors = make_optimizer(self, self.optimizer, may_fuse=not has_scaler, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {
@@ -121,7 +129,8 @@ class OptimizedModule(CheckpointedModule):
             self._epoch_of_check = self.current_epoch
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Look for parameters without a gradient in the first steps of a run."""
+        """Prepare a fused step, and look for parameters without a gradient in the first steps of a run."""
+        match_memory_orders(optimizer)
         if optimizer is self.trainer.optimizers[0]:
             self._gradient_watch.see(self)
 
@@ -399,7 +408,6 @@ class ManualTraining(OptimizedModule):
                     "ReduceLROnPlateau with the interval 'epoch' needs a validation after the last batch of an "
                     f"epoch, but val_check_interval={interval!r} with "
                     f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} runs none there",
-                    type(self).__name__,
                     cure="use the interval 'step', which steps it after each validation",
                 )
 

@@ -5,10 +5,12 @@ the first block, and layer i is the i-th block. Modules after the last block bel
 et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 """
 
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,8 +19,12 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.models.timm_backbones import TimmBackbone
-from lightning_retrieval.training.full_sharding import sharded_modules
+from lightning_retrieval.training.full_sharding import is_sharded, sharded_modules
 
+# Optimizers and types of devices for which torch updates all parameters in one loop. A subclass may update them in
+# another way.
+FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+FUSED_DEVICES = ("cpu", "cuda")
 FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
 MOST_NAMES = 5  # number of parameter names that a message lists
 LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
@@ -68,13 +74,15 @@ class Updates:
         owner = type(self).__name__
         self.gradient_clip_val: float | None = None
         if gradient_clip_val is not None:
-            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", gradient_clip_val)
+            self.gradient_clip_val = check_positive("gradient_clip_val", gradient_clip_val, owner=owner)
         self.gradient_clip_algorithm: Literal["norm", "value"] = check_choice(
-            owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
+            "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"), owner=owner
         )
-        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
-        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
-        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
+        self.head_lr_factor = check_positive("head_lr_factor", head_lr_factor, owner=owner)
+        self.layer_decay = check_positive("layer_decay", layer_decay, least=0.01, most=1, owner=owner)
+        self.freeze_backbone_epochs = check_integer(
+            "freeze_backbone_epochs", freeze_backbone_epochs, least=0, owner=owner
+        )
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -191,6 +199,7 @@ def make_optimizer(
     layer_decay: float = 1.0,
     query_embedder: nn.Module | None = None,
     query_lr_factor: float = 1.0,
+    may_fuse: bool = True,
 ) -> tuple[Optimizer, list[float]]:
     """Create one optimizer for the trainable parameters of a module, and the factors of its parameter groups.
 
@@ -203,6 +212,7 @@ def make_optimizer(
         query_embedder: a second network of the module, or None. The factors of head and layers apply to its `head` and
             `backbone`, too, if it has them.
         query_lr_factor: learning rate of the second network divided by that of the first.
+        may_fuse: whether the optimizer may update its parameters in one fused loop, if its settings leave that open.
 
     Returns:
         The optimizer, and by which factor the learning rate of each of its groups was multiplied.
@@ -232,8 +242,106 @@ def make_optimizer(
         rule = f"is {head_lr_factor}, but the embedder has no `head` with parameters"
         cure = "name its last layers `head`, or keep the factor 1"
         raise InvalidValue(rule, argument="head_lr_factor", cure=cure)
-    optimizer = make([{"params": groups[place]} for place in sorted(groups)])
+    sorted_groups = [{"params": groups[place]} for place in sorted(groups)]
+    optimizer = _make_fused(make, sorted_groups, module) if may_fuse else make(sorted_groups)
     return optimizer, _multiply_rates(optimizer, places)
+
+
+def _make_fused(make: Callable[..., Optimizer], groups: list[dict[str, Any]], module: nn.Module) -> Optimizer:
+    """Create an optimizer, with a fused loop if it has one, and its settings leave open how it updates parameters.
+
+    Args:
+        make: a class of optimizers, a partial of one, or any function.
+        groups: the parameter groups.
+        module: owner of the parameters.
+    """
+    if not (_leaves_update_open(make) and _can_be_fused(module)):
+        return make(groups)
+    optimizer = make(groups, fused=True)
+    # Else Lightning refuses to clip gradients with bf16-mixed. Nothing is scaled there.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    optimizer.register_state_dict_post_hook(_leave_update_open)
+    optimizer.register_load_state_dict_pre_hook(_as_fused)
+    return optimizer
+
+
+def _leave_update_open(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Write into a file that the update is open: a run that continues from it may have a sharded network."""
+    for group in state["param_groups"]:
+        group["fused"] = None
+
+
+def _as_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Read a state as that of a fused optimizer, which has its counts of steps on the device."""
+    return {**state, "param_groups": [{**group, "fused": True} for group in state["param_groups"]]}
+
+
+def _leaves_update_open(make: Any) -> bool:
+    """Whether an optimizer offers a fused loop, and the user has not chosen one or another."""
+    settings: Mapping[str, Any] = {}
+    if isinstance(make, functools.partial):
+        make, settings = make.func, make.keywords
+    chosen = [settings.get("fused") is not None, settings.get("foreach") is not None, settings.get("differentiable")]
+    return make in FUSED_OPTIMIZERS and not any(chosen)
+
+
+def _can_be_fused(module: nn.Module) -> bool:
+    """Whether torch's fused loops update all parameters of a module: in one dense floating-point tensor each, and with
+    a dense gradient, on one device.
+    """
+    parameters = trainable_parameters(module)
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    if any(part.sparse for part in embeddings) or any(map(is_sharded, parameters)):
+        return False
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1 or devices.pop().type not in FUSED_DEVICES:
+        return False
+    return all(parameter.is_floating_point() and _is_dense(parameter) for parameter in parameters)
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Whether the values fill their memory, in any order of the dimensions; those of a slice may not."""
+    filled = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape)):
+        if size > 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The strides of the dimensions with more than one entry, which say how the values lie in memory."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
+
+
+def match_memory_orders(optimizer: Optimizer) -> None:
+    """Give gradients and states the memory order of their parameters, if an optimizer updates these in a fused loop.
+
+    The fused loops of torch read all of them in the order of their memory, and do not check that it is the same. A
+    state of a file may have another order than a parameter with channels last, and so may a gradient that a callback
+    has set; then the update would be wrong without an error.
+
+    Args:
+        optimizer: any optimizer, before its step.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            parameter.grad = _in_order_of(parameter, parameter.grad)
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    state[name] = _in_order_of(parameter, value)
+
+
+def _in_order_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The value itself if it has the memory order of the parameter, else a copy that has it."""
+    if _order(value) == _order(parameter):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _multiply_rates(optimizer: Optimizer, places: dict[nn.Parameter, "_Place"]) -> list[float]:

@@ -46,7 +46,7 @@ def test_classes_are_split_by_the_seed(tmp_path):
     drawn = np.random.default_rng(1).permutation(12)[:6]
     assert set(test_names(split_seed=1)) == {sorted(names)[i] for i in drawn}
     # The order in which the folders are found does not matter.
-    assert split_by_class("x", "fraction", names, 0.5, 3) == split_by_class("x", "fraction", names[::-1], 0.5, 3)
+    assert split_by_class("fraction", names, 0.5, 3) == split_by_class("fraction", names[::-1], 0.5, 3)
 
 
 def test_categories_are_the_folders_above_the_classes(tmp_path):

@@ -21,7 +21,7 @@ from lightning_retrieval.datamodules.image_table import check_unique_images, par
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, TableColumns, find_missing, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.search.commands.embed import launch, new_fabric
 from lightning_retrieval.search.commands.embedding import (
@@ -178,7 +178,7 @@ def index_images(
     Cost:
         A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
@@ -267,13 +267,13 @@ def index_embeddings(
         are first verified, and training uses rows from all files.
     """
     start = None
-    if check_integer(CALLER, "devices", devices, least=1) > 1:
+    if check_integer("devices", devices, least=1) > 1:
         _check_one_process(devices, store=store, update=update)
         fabric = new_fabric("cpu", devices=devices)
         start = functools.partial(launch, fabric)
         if fabric.global_rank > 0:
             return _help(start, embeddings, output)
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
     folder = EmbeddingFolder.load(embeddings)
     manifest = folder.manifest
@@ -339,7 +339,7 @@ def choose_threshold(
     if validation is None or false_match_rate is None:
         rule = "must be given with `false_match_rate`, and neither alone"
         raise InvalidValue(rule, argument="validation", cure="give both")
-    check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
+    check_finite_number("false_match_rate", false_match_rate, least=0, most=1)
     folder = EmbeddingFolder.load(validation)
     difference = model_difference(folder.manifest.about, about)
     if difference is not None:
@@ -386,7 +386,7 @@ def read_image_rows(
     """
     if not table.is_file():
         raise MissingFile("must be a CSV or Parquet table", argument=name, got=f"{table}, which is not a file")
-    read = read_table(table, required, all_columns=all_columns, owner=CALLER, table_format=table_format)
+    read = read_table(table, required, all_columns=all_columns, table_format=table_format)
     images = parse_images(read, root)
     check_unique_images(read, images, None)
     return read, {image: row for row, image in enumerate(images)}
@@ -417,7 +417,7 @@ def read_metadata(
         ValueError: if the table cannot be read or has no further column, an image is in several rows or, without
             `"keep"`, in none, no image has a row, a column has an invalid name, or `missing` is given without a table.
     """
-    check_choice(CALLER, "missing", missing, MISSING)
+    check_choice("missing", missing, MISSING)
     if table is None:
         if missing != "error":
             raise InvalidValue("must be given with `metadata`", argument="missing", got=repr(missing))
