@@ -593,9 +593,10 @@ def _suggestion(message: str) -> str | None:
     if of_nested is not None:
         return of_nested[1]
     name = UNKNOWN_CLASS.search(message)
-    meant = name and _class_meant(name[1] or name[2])
-    if meant:
-        return meant
+    if name is not None:
+        meant = _class_meant(name[1] or name[2])
+        if meant:
+            return meant
     unknown = UNKNOWN_ARGUMENT.search(message)
     if unknown is None or invalid_value(message[: unknown.start()]):
         return None

@@ -59,12 +59,12 @@ def invalid_value(message: str) -> str | None:
     nested = _NESTED.fullmatch(shown)
     if nested is not None:
         shown = nested[1]
-    cure = None
+    cure = ""
     type_of_value = _TYPE_OF_VALUE.search(about_value)
     if "a text" in types and type_of_value is not None and type_of_value[1] in ("bool", "float", "int"):
         cure = "write it in quotes"
     argument, owner = keys[-1][1], _owner(before, value[3])
-    if owner is None:
+    if not owner:
         argument = f"--{argument}"
     error = InvalidValue(f"must be {_any_of(types)}", owner, argument, got=shown[:_SHOWN], cure=cure)
     return str(error)
@@ -91,8 +91,8 @@ def _any_of(types: list[str]) -> str:
     return f"{', '.join(types[:-1])} or {types[-1]}"
 
 
-def _owner(before: str, called: str | None) -> str | None:
-    """Name of the class whose argument is invalid; None for an option of the command.
+def _owner(before: str, called: str | None) -> str:
+    """Name of the class whose argument is invalid; empty for an option of the command.
 
     Args:
         before: the message up to the value.
@@ -103,6 +103,6 @@ def _owner(before: str, called: str | None) -> str | None:
     if of_called is not None:
         paths.append(of_called[1])
     if not paths:
-        return None
+        return ""
     name: str = paths[-1].rpartition(".")[2]
     return name
