@@ -33,7 +33,7 @@ _SHOWN = 100  # number of characters of a value
 
 
 def invalid_value(message: str) -> str | None:
-    """The sentence about the innermost invalid value; None if the message is about something else, such as a class.
+    r"""The sentence about the innermost invalid value; None if the message is about something else, such as a class.
 
     Args:
         message: a message of jsonargparse.
