@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
+from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.command_line import did_you_mean, null_for_none, one_line, printable, unknown_option
 
 PROGRAM = "lightning-retrieval check"
@@ -128,4 +129,6 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the error and exit."""
-        self.exit(2, one_line(PROGRAM, unknown_option(self, message)))
+        if not self.exit_on_error:  # the parser of a class, whose name only the other parser knows
+            super().error(message, ex)
+        self.exit(2, one_line(PROGRAM, invalid_value(message) or unknown_option(self, message)))

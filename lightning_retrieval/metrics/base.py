@@ -20,7 +20,7 @@ from lightning_retrieval.checks import (
     check_integers,
     check_matrix,
 )
-from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, unshared, world_size
+from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, kept_rows, world_size
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.metrics.gathering import (
     CollectedRows,
@@ -260,7 +260,7 @@ class EmbeddingMetric(Metric):
             self._check_like_earlier_updates(embeddings, labels, optional)
         elif self.relevance is not None:
             self.relevance.lists(labels[:1], labels[:1])  # raises now, and not in `compute`, if its masks are invalid
-        kept = unshared(embeddings)
+        kept = kept_rows(embeddings)
         if self.embeddings_on_cpu:
             kept = kept.cpu()
         self.embeddings.append(kept)

@@ -319,8 +319,8 @@ class RetrievalMetrics(EmbeddingMetric):
             raise InvalidValue(rule, type(self).__name__, "reverse", got="reverse=False")
         if not self._cached_values or self._updates_of_values != self.update_count:
             self.compute()
-        prefix = REVERSE if reverse else ""
-        return dict(self._cached_values[prefix])
+        values = self._cached_values[REVERSE if reverse else ""]
+        return {name: of_queries.clone() for name, of_queries in values.items()}
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % interval of each mean over queries, by its name in the results of `compute`.

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_retrieval.checks import check_callable, check_integer, check_tensor, first_line
 from lightning_retrieval.compiled import is_compiled
+from lightning_retrieval.distributed import kept_rows
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.random_state import RandomState
 
@@ -266,7 +267,9 @@ class EmbeddedChunks:
         for chunk in chunks:
             self._states.append(RandomState())
             with torch.no_grad(), self._statistics.collected(chunk.rows):
-                parts.append(self._embedded(chunk))
+                embeddings = self._embedded(chunk)
+                check_tensor("embed's result", embeddings, owner=_OWNER)
+                parts.append(kept_rows(embeddings))
         if chunks:
             # Without this call, autocast would reuse weights that were cast without a graph, and they would get no
             # gradient.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
-from lightning_retrieval.distributed import rank, unshared
+from lightning_retrieval.distributed import kept_rows, rank
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
@@ -465,6 +465,7 @@ class RetrievalModule(ManualTraining):
         outputs = []
         if "queries" in batch:
             queries = self._embed_batch(batch["queries"], self.embed_queries, rule)
+            queries["embeddings"] = kept_rows(queries["embeddings"])  # one network may embed the candidates too
             outputs.append(rows_of_side(queries, "queries"))
         if "candidates" in batch:
             candidates = self._embed_batch(batch["candidates"], self.embed, rule)
@@ -493,8 +494,8 @@ class RetrievalModule(ManualTraining):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Do the same as `validation_step`; for a batch that is a tensor of images, return only embeddings.
 
-        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here. No output is
-        in memory that is shared with a worker, because Lightning keeps the outputs of all batches.
+        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here. Outputs
+        are copies, because Lightning keeps those of all batches.
         """
         if isinstance(batch, Tensor):
             output = {"embeddings": self.embed(batch)}
@@ -504,4 +505,4 @@ class RetrievalModule(ManualTraining):
             output = self._embed_batch(batch, self.embed)
         else:
             output = self.validation_step(batch, batch_idx, dataloader_idx)
-        return {name: unshared(values) for name, values in output.items()}
+        return {name: kept_rows(values) for name, values in output.items()}

@@ -378,6 +378,24 @@ def test_check_shows_its_first_line_before_it_imports_libraries(tmp_path):
         assert "check: loading" not in done.stderr
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--num_workers=a", "`--num_workers` must be an integer, got a."),
+        ("--test_fraction=half", "`--test_fraction` must be a number, got half."),
+        (
+            "--eval_transform=torchvision.transforms.v2.Resize --eval_transform.size=a",
+            "Resize: `size` must be an integer, a list or null, got a.",
+        ),
+    ],
+)
+def test_check_reports_an_invalid_setting_in_one_sentence(given, sentence, capsys):
+    code, _, err = run(capsys, "check", "--data=ImageFolder", "--root=photos", *given.split())
+    assert code == 2
+    assert err.splitlines()[-1] == f"lightning-retrieval check: error: {sentence} See lightning-retrieval check --help."
+
+
 def test_both_sides_of_pairs_are_counted(tmp_path, capsys):
     for side, classes in (("sketches", "abcd"), ("photos", "abcdef")):
         for label in classes:

@@ -250,7 +250,9 @@ def test_the_values_of_queries_are_freed_when_they_no_longer_hold(ends):
     x, labels, rows, _, _ = two_sides()
     metrics = RetrievalMetrics(KS, reverse=True)
     metrics.update(x, labels, **rows)
-    values = [weakref.ref(metrics.per_query(reverse=reverse)["AP"]) for reverse in (False, True)]
+    metrics.compute()
+    values = [weakref.ref(of_direction["AP"]) for of_direction in metrics._cached_values.values()]
+    assert len(values) == 2
     assert all(value() is not None for value in values)
     if ends == "reset":
         metrics.reset()
