@@ -26,7 +26,12 @@ from lightning_retrieval.checks import short_repr
 from lightning_retrieval.datamodules.image_check import Count, DataReport
 from lightning_retrieval.datamodules.image_index import digest_of_arrays
 from lightning_retrieval.datamodules.item_seeds import as_array
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
+from lightning_retrieval.datamodules.loader import (
+    RetrievalDataLoader,
+    check_workers_can_transform,
+    loader_settings,
+    training_loader,
+)
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
@@ -359,6 +364,9 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
 
     def _loader_settings(self, dataset: Any) -> dict[str, Any]:
         """The common arguments of the loaders for training and for evaluation."""
+        if self.num_workers > 0:
+            with owned_by(type(self).__name__):
+                check_workers_can_transform(dataset)
         return loader_settings(
             self.num_workers,
             pin_memory=self.pin_memory,

@@ -25,6 +25,7 @@ from lightning_retrieval.datamodules.image_index import (
 )
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.table_file import composed
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.optional_packages import optional_import
 
@@ -154,7 +155,12 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
             rule = "must not be empty in any row"
             got = f"{value!r} in row {row} of {split}, column {name!r}"
             raise InvalidValue(rule, OWNER, setting, got=got, cure="remove these rows, or give them a class")
-    return list(values)
+    return list(map(_composed, values))
+
+
+def _composed(name: Any) -> Any:
+    """A text in one Unicode form; an integer as it is."""
+    return composed(name) if isinstance(name, str) else name
 
 
 def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
@@ -180,7 +186,7 @@ def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
         found = [tag for tag in tags or () if tag is not None]
         if names is not None:
             found = [names[tag] for tag in found]
-        tags_of_rows.append([tag for tag in found if str(tag).strip()])  # an empty text is no tag
+        tags_of_rows.append([_composed(tag) for tag in found if str(tag).strip()])  # an empty text is no tag
     return tags_of_rows
 
 

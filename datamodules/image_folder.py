@@ -14,6 +14,7 @@ from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table_file import composed
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.preparation.decoding import (
     FolderEntries,
@@ -82,7 +83,7 @@ class ClassFolders:
             class_folders = []
             classes = self._read_at_any_depth(top)
         if classes:
-            return classes
+            return _by_composed_name(classes)
         cure = self._cure(top, class_folders)
         rule = f"must contain images as {self._wanted}, which {top} does not"
         raise InvalidValue(rule, "ImageFolder", "root", cure=cure)
@@ -263,6 +264,14 @@ class ClassFolders:
             if any(map(self._is_image, list_folder(inner).files)):
                 return True
         return False
+
+
+def _by_composed_name(classes: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The images of each class, whose name is in one Unicode form, also if folders have it in several."""
+    images: dict[str, list[str]] = {}
+    for name in classes:
+        images.setdefault(composed(name), []).extend(classes[name])
+    return {name: sorted(images[name]) for name in sorted(images)}
 
 
 def index_of_classes(classes: Mapping[str, Sequence[str]], categories: Sequence[str] | None) -> ImageIndex:

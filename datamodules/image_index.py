@@ -29,7 +29,7 @@ from lightning_retrieval.ranking.relevance import NO_TAG
 # The roles of an image in evaluation. A distractor is ranked, but is relevant to no query.
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
 DISTRACTOR = -1  # the label of distractors
-CACHE_VERSION = 5  # version of the file format of the cache
+CACHE_VERSION = 6  # version of the file format of the cache
 
 # Matches every path that leaves the root or is not normalized.
 _MAY_BE_INVALID = r"^/|[/.]\n?$|\./|//|\\|:|(?i:(^|/)(con|prn|aux|nul|com[0-9]|lpt[0-9]) *([./]|$))"

@@ -5,8 +5,11 @@ the batch sampler here is a `DistributedSampler` that yields batches.
 """
 
 import itertools
+import multiprocessing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from lightning_retrieval.checks import (
     check_instance,
     check_integer,
     check_unmasked,
+    first_line,
     first_of,
     short_repr,
 )
@@ -204,6 +208,29 @@ def loader_settings(
     }
 
 
+def check_workers_can_transform(dataset: Any) -> None:
+    """Raise if workers are new processes, to which the transform of a data set cannot be sent.
+
+    Args:
+        dataset: a data set whose loader has workers, perhaps of two sides. Only `transform` is checked.
+    """
+    methods = multiprocessing.get_all_start_methods()  # the default is the first
+    method = multiprocessing.get_start_method(allow_none=True) or methods[0]
+    if method == "fork":
+        return
+    sides = [side.dataset for side in getattr(dataset, "sides", {}).values()]
+    transforms = [getattr(part, "transform", None) for part in sides or [dataset]]
+    try:
+        ForkingPickler.dumps(transforms)
+    except (AttributeError, TypeError, ValueError, PicklingError) as error:
+        raise InvalidType(
+            f"must be picklable, because the workers of num_workers are started by {method!r}",
+            argument="transform",
+            got=first_line(error),
+            cure="replace a lambda or an inner function by a function or class of a module, or set num_workers=0",
+        ) from error
+
+
 @owned_by("RetrievalDataLoader")
 def collate_images(items: Any) -> Any:
     """Check that all images have the same size, then make a batch with `default_collate`.
@@ -270,13 +297,13 @@ class RetrievalDataLoader(DataLoader[Any]):
             other epochs begin with batch 0. If `start` is not None, `load_state_dict` does not change the position.
         kwargs: other arguments of `DataLoader`: `num_workers`, `collate_fn`, `pin_memory`, `timeout`,
             `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor`, `persistent_workers`,
-            `pin_memory_device`, `in_order`.
+            `pin_memory_device`. `in_order` must be True, because the position of a resumed run counts the batches.
 
     Raises:
         TypeError: if `batch_sampler` is not a `GlobalBatchSampler`, or `epoch` or `start` is not an integer.
-        ValueError: if `dataset` does not have one item for each label of `batch_sampler`, or `epoch` or `start` is out
-            of its range; during the iteration, if a batch has fewer images than there are processes or, without
-            `collate_fn`, images of different sizes.
+        ValueError: if `dataset` does not have one item for each label of `batch_sampler`, `epoch` or `start` is out of
+            its range, or `in_order` is False; during the iteration, if a batch has fewer images than there are
+            processes or, without `collate_fn`, images of different sizes.
 
     Example:
         >>> from lightning_retrieval.datamodules import PKSampler
@@ -310,6 +337,14 @@ class RetrievalDataLoader(DataLoader[Any]):
                 got=type(batch_sampler).__name__,
             )
         _check_size(dataset, batch_sampler)
+        if not kwargs.get("in_order", True):
+            raise InvalidValue(
+                "must be True, because batches in another order are lost or repeated when a run is resumed",
+                "RetrievalDataLoader",
+                "in_order",
+                got=kwargs["in_order"],
+                cure="leave it out",
+            )
         self._fixed_start = start is not None
         self._rank_sampler = RankBatchSampler(batch_sampler, epoch=epoch, start=0 if start is None else start)
         if kwargs.get("collate_fn") is None:

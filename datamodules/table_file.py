@@ -7,8 +7,10 @@ import csv
 import math
 import posixpath
 import re
+import unicodedata
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,11 @@ def normalized_path(path: str) -> str:
     if not path or ".." in path.split("/"):
         return path
     return posixpath.normpath(path)
+
+
+def composed(name: str) -> str:
+    """Return the name of a class or tag in the Unicode form NFC. macOS may write é as two characters."""
+    return unicodedata.normalize("NFC", name)
 
 
 def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]:
@@ -394,6 +401,7 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
 TAG_SEPARATOR = ";"
 PARQUET_SUFFIXES = (".parquet", ".pq")
 COMMON_FORMAT = TableFormat()
+NAME_COLUMNS = frozenset(("label", "tags", "category", "camera"))  # whose texts are names, not files or free text
 
 
 @dataclass(frozen=True)
@@ -477,6 +485,8 @@ def read_table(
         table = _read_csv(path, required, all_columns, table_format)
     if not table.lines:
         raise InvalidValue(f"{path} must have rows", got="only the header")
+    for name in NAME_COLUMNS & table.columns.keys():
+        table.columns[name] = list(map(composed, table.columns[name]))
     if table_format.is_oml:
         _convert_oml(table)
     return table
@@ -665,13 +675,20 @@ def _read_parquet(path: Path, required: Sequence[str], all_columns: bool, table_
         wanted = _wanted_columns(header, required, all_columns, table_format.is_oml)
         readable = {name: named[header.index(name)] for name in wanted if header.count(name) == 1}
         content = pyarrow.parquet.read_table(path, columns=list(readable.values()))
-        for name, theirs in readable.items():
-            separator = TAG_SEPARATOR if name == "tags" else " "
-            table[name] = [as_text(value, separator) for value in content.column(theirs).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
         if is_system_error(error):
             raise
         raise InvalidValue(f"{path} must be a Parquet file, but cannot be read as one ({error})") from None
+    for name, theirs in readable.items():
+        separator = TAG_SEPARATOR if name == "tags" else " "
+        column = content.column(theirs)
+        try:
+            table[name] = [as_text(value, separator) for value in column.to_pylist()]
+        except (TypeError, ValueError):  # also a date that Python does not have
+            rule = "must hold text in UTF-8, numbers, or lists of them"
+            got = f"the type {column.type} in {path}"
+            cure = "for images in a Parquet file, use HuggingFaceImages"
+            raise InvalidValue(rule, argument=theirs, got=got, cure=cure) from None
     _check_header(path, named, required, wanted, table_format)
     return TableColumns(path, table, range(1, content.num_rows + 1), unit="row")
 
@@ -682,15 +699,23 @@ def as_text(value: Any, separator: str) -> str:
     Args:
         value: a value of a column.
         separator: stands between the elements of a list.
+
+    Raises:
+        TypeError: if the value is a mapping.
+        UnicodeDecodeError: if the value is not text in UTF-8.
     """
     if isinstance(value, (list, tuple)):
         return separator.join(as_text(element, separator) for element in value)
     if value is None:
         return ""
-    if isinstance(value, float):  # pandas stores integers with gaps as floats such as 3.0 and NaN
+    if isinstance(value, Mapping):
+        raise TypeError(f"{type(value).__name__} is not text")
+    if isinstance(value, bytes):  # Impala and older versions of Spark write text without its type
+        return value.decode().strip()
+    if isinstance(value, (float, Decimal)):  # pandas stores integers with gaps as floats such as 3.0 and NaN
         if math.isnan(value):
             return ""
-        if value.is_integer():
+        if math.isfinite(value) and value == int(value):
             return str(int(value))
     return str(value).strip()
 

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from lightning_retrieval.checks import check_callable, check_integer, check_path
+from lightning_retrieval.checks import check_callable, check_integer, check_path, short_repr
 from lightning_retrieval.datamodules.base import RetrievalDataModule, RetrievalSettings, Unpack
+from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import (
     check_test_fraction,
     class_numbers,
@@ -220,6 +221,16 @@ class TextTable(RetrievalDataModule):
             return self._set_of_loader(self.splits[names[0]])
         return {name: self._set_of_loader(self.splits[name]) for name in names}
 
+    def check(self) -> DataReport:
+        """Count the texts, and note texts of several classes: each would be a negative of itself."""
+        report = super().check()
+        for name, split in self.splits.items():
+            ambiguous = _texts_of_several_classes(split)
+            if ambiguous and split.tags is None:
+                shown = f"{len(ambiguous):,}, such as {short_repr(ambiguous[0])}"
+                report.notes.append(f"texts of {name} with several labels: {shown}")
+        return report
+
     def _training_images(self) -> dict[str, Any]:
         texts = self.train_set.texts
         digest = digest_of_arrays({"texts": texts.data, "ends": texts.ends})
@@ -235,6 +246,16 @@ class TextTable(RetrievalDataModule):
             cure = "take a TextEmbedder, or give TextTable a `tokenizer`"
             raise InvalidValue(rule, "TextTable", got=type(side.embedder).__name__, cure=cure)
         return replace(dataset, tokenizer=side.tokenizer)
+
+
+def _texts_of_several_classes(split: TextSet) -> list[str]:
+    """The texts of a split that occur with different labels."""
+    label_of_text: dict[str, int] = {}
+    ambiguous: dict[str, None] = {}
+    for text, label in zip(split.texts, split.labels.tolist()):
+        if label_of_text.setdefault(text, label) != label:
+            ambiguous[text] = None
+    return list(ambiguous)
 
 
 def _check_no_shared_classes(table: TableColumns, labels: NDArray[Any], splits: NDArray[Any]) -> None:

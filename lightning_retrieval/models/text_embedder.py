@@ -25,7 +25,8 @@ from lightning_retrieval.ranking.rows import normalize as l2_normalize
 NGRAM_NET = "ngram_net"
 HUGGING_FACE = "hf/"
 NGRAM_SETTINGS = ("buckets", "min_n", "max_n")  # arguments of "ngram_net" that are those of the tokenizer
-# Text models that were trained without a mask, on texts padded to the full length: they pool the last token.
+# Text models that were trained without a mask, on texts in lower case that are padded to the full length. They pool the
+# last token.
 PADDED_MODELS = ("siglip_text_model", "siglip2_text_model")
 DEFAULT_LENGTH = 512  # maximum number of tokens of a model that does not name one
 
@@ -329,8 +330,11 @@ class TextEmbedder(nn.Module):
         self.backbone = HuggingFaceTextBackbone(model)
         if are_skipped():
             return
+        lower_case = self.backbone.pads_to is not None
         with hub_of(request):
-            self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), self.backbone.max_length)
+            self._tokenizer = read_hugging_face_tokenizer(
+                name, source_of(request), self.backbone.max_length, lower_case=lower_case
+            )
         self._check_tokenizer(self._tokenizer)
         most = self._tokenizer.max_length
         if self.max_length is not None:

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_retrieval.checks import check_callable, check_integer, check_tensor
+from lightning_retrieval.checks import check_callable, check_integer, check_tensor, first_line
 from lightning_retrieval.compiled import is_compiled
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.random_state import RandomState
 
 _OWNER = "chunked_backward"
+_TOO_FEW_ROWS = "Expected more than 1 value per channel when training"  # of BatchNorm
 
 
 @contextmanager
@@ -280,11 +281,23 @@ class EmbeddedChunks:
         return kept
 
     def _embedded(self, chunk: "_Chunk") -> Tensor:
-        """The embeddings of a chunk. Inputs at another position in their memory would be compiled again."""
+        """The embeddings of a chunk. Inputs at another position in their memory would be compiled again.
+
+        Raises:
+            ValueError: if the chunk has a single row, which BatchNorm in training mode does not take.
+        """
         inputs = chunk.inputs
         if self._is_compiled and inputs.storage_offset() > 0:
             inputs = inputs.clone()
-        return self._embed(inputs)
+        try:
+            return self._embed(inputs)
+        except ValueError as error:
+            if _TOO_FEW_ROWS not in str(error):
+                raise
+            rule, cure = "must take a batch of one row", "enlarge the batch, or use fewer processes"
+            if len(self._chunks) > 1:
+                rule, cure = "must take a chunk of one row", "take a `chunk_size` that leaves no such chunk"
+            raise InvalidValue(rule, _OWNER, "embed", got=f"the error {first_line(error)}", cure=cure) from error
 
     def back_propagate(self, last_backward: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Back-propagate the gradient of the embeddings, if there is one, through the chunks.

@@ -65,8 +65,8 @@ from lightning_retrieval.training.trainer_checks import (
     check_processes,
     check_relevance,
     check_schedule,
+    first_drawn,
     has_distributed_samplers,
-    has_shards,
     warn_of_equal_rates,
 )
 
@@ -379,7 +379,7 @@ class RetrievalModule(ManualTraining):
             check_processes(self)
             self._dimensions = Dimensions()
             self._equal_batches = EqualBatches(
-                not has_shards(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
+                first_drawn(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
             )
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
