@@ -14,6 +14,7 @@ from PIL import Image
 
 from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.commands.export import export_model
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
@@ -31,6 +32,13 @@ class WarningOfUser(pl.Callback):
 
     def on_train_start(self, *_):
         warnings.warn("from the code of the user", stacklevel=1)
+
+
+class InvalidRun(pl.Callback):
+    """A callback that raises an error without an owner, as those of the command line do."""
+
+    def setup(self, *_, **__):
+        raise InvalidValue("all processes must continue from the same checkpoint")
 
 
 def fit_in_a_folder(rank, world_size, folder):
@@ -51,6 +59,14 @@ def fitted(tmp_path_factory):
     assert started.wait(120) == 0, started.output()
     (checkpoint,) = folder.rglob("best.ckpt")
     return folder, checkpoint, started.output()
+
+
+@pytest.mark.refusal
+def test_an_error_of_the_run_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callback = "--trainer.callbacks+=tests.lightning_retrieval.cli.test_fit.InvalidRun"
+    with pytest.raises(ValueError, match=r"^lightning-retrieval fit: all processes must continue from the same"):
+        main(["fit", "--config", str(write_example(tmp_path)), *SMALL, *SHORT, callback])
 
 
 def test_fit_trains_and_tests(fitted):
