@@ -8,7 +8,6 @@ so that reading the weights takes no time. `search` also searches 10,000 glyphs 
 minutes on two cores.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,12 +19,11 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 from PIL import Image
-from timing import Timing, arguments, environment, report
+from timing import PROGRAM, Timing, arguments, cpu_seconds, environment, report
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 
-PROGRAM = [sys.executable, "-m", "lightning_retrieval.cli"]
 IMPORTS = [sys.executable, "-c", "import torch, torchvision, faiss, PIL.Image"]
 HELP = [
     ["--help"],
@@ -37,17 +35,6 @@ HELP = [
     ["demo", "--help"],
 ]
 IMAGES = 10000
-
-
-def cpu_seconds(command: list[str]) -> float:
-    """CPU time of a process that runs the command, in seconds."""
-    import resource
-
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def interleaved_cpu(commands: Mapping[str, list[str]], runs: int, warm_up: int) -> dict[str, Timing]:

@@ -31,7 +31,13 @@ from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.loader_wait import LoaderWait
-from lightning_retrieval.training.optimizers import GradientWatch, Updates, check_optimized, make_optimizer
+from lightning_retrieval.training.optimizers import (
+    GradientWatch,
+    Updates,
+    check_optimized,
+    make_optimizer,
+    match_memory_orders,
+)
 from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
@@ -93,7 +99,9 @@ class OptimizedModule(CheckpointedModule):
             scheduler_settings: further entries of Lightning's dict of the scheduler.
             rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
-        optimizer, factors = make_optimizer(self, self.optimizer, **rates)
+        # Lightning does not unscale the gradients of a fused optimizer, so that clipping would see scaled ones.
+        has_scaler = self._trainer is not None and getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        optimizer, factors = make_optimizer(self, self.optimizer, may_fuse=not has_scaler, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {
@@ -121,7 +129,8 @@ class OptimizedModule(CheckpointedModule):
             self._epoch_of_check = self.current_epoch
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Look for parameters without a gradient in the first steps of a run."""
+        """Prepare a fused step, and look for parameters without a gradient in the first steps of a run."""
+        match_memory_orders(optimizer)
         if optimizer is self.trainer.optimizers[0]:
             self._gradient_watch.see(self)
 

@@ -5,10 +5,12 @@ the first block, and layer i is the i-th block. Modules after the last block bel
 et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 """
 
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +21,10 @@ from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
 
+# Optimizers and types of devices for which torch updates all parameters in one loop. A subclass may update them in
+# another way.
+FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+FUSED_DEVICES = ("cpu", "cuda")
 FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
 MOST_NAMES = 5  # number of parameter names that a message lists
 LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
@@ -191,6 +197,7 @@ def make_optimizer(
     layer_decay: float = 1.0,
     query_embedder: nn.Module | None = None,
     query_lr_factor: float = 1.0,
+    may_fuse: bool = True,
 ) -> tuple[Optimizer, list[float]]:
     """Create one optimizer for the trainable parameters of a module, and the factors of its parameter groups.
 
@@ -203,6 +210,7 @@ def make_optimizer(
         query_embedder: a second network of the module, or None. The factors of head and layers apply to its `head` and
             `backbone`, too, if it has them.
         query_lr_factor: learning rate of the second network divided by that of the first.
+        may_fuse: whether the optimizer may update its parameters in one fused loop, if its settings leave that open.
 
     Returns:
         The optimizer, and by which factor the learning rate of each of its groups was multiplied.
@@ -232,8 +240,78 @@ def make_optimizer(
         rule = f"is {head_lr_factor}, but the embedder has no `head` with parameters"
         cure = "name its last layers `head`, or keep the factor 1"
         raise InvalidValue(rule, argument="head_lr_factor", cure=cure)
+    if may_fuse and _can_be_fused(make, module):
+        make = functools.partial(make, fused=True)
     optimizer = make([{"params": groups[place]} for place in sorted(groups)])
     return optimizer, _multiply_rates(optimizer, places)
+
+
+def _can_be_fused(make: Any, module: nn.Module) -> bool:
+    """Whether an optimizer can update all parameters in one loop, and its settings leave open how it updates them.
+
+    Args:
+        make: a class of optimizers, a partial of one, or any function.
+        module: owner of the parameters.
+    """
+    settings: Mapping[str, Any] = {}
+    if isinstance(make, functools.partial):
+        make, settings = make.func, make.keywords
+    is_open = settings.get("fused") is None and settings.get("foreach") is None and not settings.get("differentiable")
+    if make not in FUSED_OPTIMIZERS or not is_open:
+        return False
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    if any(part.sparse for part in embeddings):
+        return False
+    parameters = trainable_parameters(module)
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1 or devices.pop().type not in FUSED_DEVICES:
+        return False
+    return all(parameter.is_floating_point() and _is_dense(parameter) for parameter in parameters)
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Whether the values fill their memory, in any order of the dimensions; those of a slice may not."""
+    filled = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape)):
+        if size > 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The strides of the dimensions with more than one entry, which say how the values lie in memory."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
+
+
+def match_memory_orders(optimizer: Optimizer) -> None:
+    """Give gradients and states the memory order of their parameters, if an optimizer updates these in a fused loop.
+
+    The fused loops of torch read all of them in the order of their memory, and do not check that it is the same. A
+    state of a file may have another order than a parameter with channels last, and so may a gradient that a callback
+    has set; then the update would be wrong without an error.
+
+    Args:
+        optimizer: any optimizer, before its step.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            parameter.grad = _in_order_of(parameter, parameter.grad)
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    state[name] = _in_order_of(parameter, value)
+
+
+def _in_order_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The value itself if it has the memory order of the parameter, else a copy that has it."""
+    if _order(value) == _order(parameter):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _multiply_rates(optimizer: Optimizer, places: dict[nn.Parameter, "_Place"]) -> list[float]:

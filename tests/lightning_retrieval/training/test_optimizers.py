@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 import torch
 import transformers
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.plugins import MixedPrecision
 from pytorch_metric_learning.losses import ContrastiveLoss
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
@@ -488,3 +489,74 @@ def test_the_backbone_learns_after_the_first_epochs_also_in_a_resumed_run(epochs
     resumed, _ = train(4, log, *second, chunk_size=3, ckpt_path=path)
     assert_same(resumed, whole)
     assert log.changed == [False, False, True, True][epochs:]
+
+
+OPTIMIZERS = {
+    "adam": (torch.optim.Adam, True),
+    "partial": (functools.partial(torch.optim.AdamW, lr=0.01, fused=None), True),
+    "sgd": (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), True),
+    "own setting": (functools.partial(torch.optim.AdamW, fused=False), False),
+    "foreach": (functools.partial(torch.optim.AdamW, foreach=True), None),
+    "no such setting": (torch.optim.RMSprop, None),
+    "function": (lambda groups: torch.optim.AdamW(groups, lr=0.01), None),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "fused"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_parameters_are_updated_in_one_loop_if_nothing_else_is_said(optimizer, fused):
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=optimizer)
+    assert module.configure_optimizers().defaults.get("fused") is fused
+    plain = net()
+    of_plain = optimizer(plain.parameters())
+    train_plainly(plain, of_plain, batches())
+    fit(module, batches())
+    for one, other in zip(module.embedder.parameters(), plain.parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("scaler", "fused"), [(None, True), (torch.amp.GradScaler("cpu"), None)])
+def test_scaled_gradients_have_no_fused_update(scaler, fused):
+    """Lightning does not unscale them for it, so that they would be clipped before they are unscaled."""
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=torch.optim.AdamW)
+    module._trainer = trainer(plugins=MixedPrecision("16-mixed" if scaler else "bf16-mixed", "cpu", scaler))
+    assert module.configure_optimizers().defaults["fused"] is fused
+
+
+def sliced():
+    """A layer whose weight is a part of a larger tensor."""
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.randn(4, 6)[:, :4])
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Embedding(9, 4, sparse=True), sliced],
+    ids=["sparse gradients", "gaps in memory"],
+)  # fmt: skip
+def test_parameters_without_a_fused_update_get_a_plain_one(make):
+    module = RetrievalModule(make(), SmoothAPLoss(tau=0.1), optimizer=torch.optim.SGD)
+    assert not module.configure_optimizers().defaults["fused"]
+
+
+class OtherOrder(pl.Callback):
+    """Gives gradients and states of convolutions the default order of memory, as an old file or a callback may."""
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        for parameter in module.parameters():
+            parameter.grad = parameter.grad.contiguous()
+            for name, value in optimizer.state[parameter].items():
+                optimizer.state[parameter][name] = value.contiguous()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_a_fused_update_does_not_depend_on_the_order_of_memory(name):
+    def trained(fused, *callbacks):
+        torch.manual_seed(0)
+        embedder = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+        optimizer = functools.partial(getattr(torch.optim, name), lr=0.1, fused=fused)
+        module = RetrievalModule(embedder, SmoothAPLoss(tau=0.1), optimizer=optimizer)
+        data = torch.utils.data.TensorDataset(torch.randn(24, 2, 5, 5), torch.arange(24) // 2)
+        trainer(callbacks=list(callbacks), max_epochs=2).fit(module, torch.utils.data.DataLoader(data, 8))
+        return embedder[0].weight
+
+    torch.testing.assert_close(trained(True, OtherOrder()), trained(False), rtol=1e-4, atol=1e-6)
