@@ -440,6 +440,18 @@ class Manifest:
         header = {"format": self.format, "version": self.version, "sha256": _digest_of_values(values)}
         return (json.dumps({**header, **values}, indent=1) + "\n").encode()
 
+    def check_exists(self, folder: Path) -> Path:
+        """Return the path of the file; raise unless a folder has it.
+
+        Raises:
+            FileNotFoundError: if the folder has no such file.
+        """
+        path = folder / self.name
+        if not path.is_file():
+            rule = f"the {self.content} must be a folder with {self.name} in it"
+            raise MissingFile(rule, got=folder, cure=f"`lightning-retrieval {self.command}` writes one")
+        return path
+
     def read(self, folder: Path) -> dict[str, Any]:
         """The values in the file.
 
@@ -447,10 +459,7 @@ class Manifest:
             FileNotFoundError: if the folder has no such file.
             ValueError: if the file is damaged, or has another format or version.
         """
-        path = folder / self.name
-        if not path.is_file():
-            rule = f"the {self.content} must be a folder with {self.name} in it"
-            raise MissingFile(rule, got=folder, cure=f"`lightning-retrieval {self.command}` writes one")
+        path = self.check_exists(folder)
         try:
             values = dict(json.loads(path.read_bytes()))
             header = {name: values.pop(name, None) for name in ("format", "version", "sha256")}

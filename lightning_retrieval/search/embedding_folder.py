@@ -28,7 +28,6 @@ from jaxtyping import Float, Float32, Int64
 from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
-    Manifest,
     check_regular_file,
     delete_temporary_files,
     folder_lock,
@@ -41,14 +40,11 @@ from lightning_retrieval.files import (
 )
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.search.formats import EMBEDDINGS
 
 FILE_FORMATS = ("parquet", "npy")
 DTYPES = ("float32", "float16")
-MANIFEST, LOCK = "_manifest.json", "_lock"
-# Earlier versions of the library wrote manifests without a checksum.
-FORMAT = Manifest(
-    "embeddings", MANIFEST, "embed", "restore it from a copy, or give another folder", may_lack_checksum=True
-)
+MANIFEST, LOCK = EMBEDDINGS.name, "_lock"
 SHARD_SIZE = 10_000  # default number of rows of a shard
 SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
 UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # keys of the metadata of a Parquet file
@@ -262,7 +258,7 @@ class EmbeddingFolder:
             return folder
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        content = FORMAT.encode(asdict(manifest))
+        content = EMBEDDINGS.encode(asdict(manifest))
         write_verified(path / MANIFEST, lambda stream: stream.write(content))
         return folder
 
@@ -532,7 +528,7 @@ def _check_rows(rows: ShardRows) -> None:
 
 
 def _read_manifest(path: Path) -> EmbeddingManifest:
-    values = FORMAT.read(path)
+    values = EMBEDDINGS.read(path)
     try:
         manifest = EmbeddingManifest(**values)
         _check_kinds(manifest)

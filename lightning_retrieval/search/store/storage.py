@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from lightning_retrieval.files import (
     DigestStream,
-    Manifest,
     delete,
     delete_temporary_files,
     file_digest,
@@ -33,10 +32,9 @@ from lightning_retrieval.files import (
     writing,
 )
 from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.search.formats import INDEX, REBUILD
 
-MANIFEST = "manifest.json"
-REBUILD = "build the index again"
-FORMAT = Manifest("index", MANIFEST, "index", REBUILD)
+MANIFEST = INDEX.name
 ATTEMPTS = 100  # maximum number of attempts to read while other processes replace the index
 
 Writer = Callable[[DigestStream], None]
@@ -102,7 +100,7 @@ class NewVersion:
         Args:
             settings: plain values, stored in the manifest.
         """
-        content = FORMAT.encode({"files": self._fingerprints, "settings": dict(settings)})
+        content = INDEX.encode({"files": self._fingerprints, "settings": dict(settings)})
         for path in (self.inner, self._folder):
             flush(path)
         self.is_published = True  # set first, so that an interrupt cannot lead to the deletion of files in the manifest
@@ -193,7 +191,7 @@ def _check_files(folder: Path, expected: Mapping[str, Any], verify: bool) -> dic
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of an index; raise if it is damaged or not a manifest."""
-    manifest = FORMAT.read(folder)
+    manifest = INDEX.read(folder)
     is_valid = manifest.keys() == {"files", "settings"} and _lists_files(manifest["files"])
     if not is_valid or not isinstance(manifest["settings"], dict):
         raise InvalidValue(f"{folder / MANIFEST} is damaged, it does not list files and settings", cure=REBUILD)
@@ -223,7 +221,7 @@ def _may_be_replaced(folder: Path) -> bool:
         except (OSError, ValueError, RecursionError):  # the file may be the damaged manifest of an index
             has_inner = any(map(_is_inner, folder.iterdir()))
             return has_inner and not _has_other_files(folder)
-        return isinstance(content, dict) and content.get("format") == FORMAT.format
+        return isinstance(content, dict) and content.get("format") == INDEX.format
     return not _has_other_files(folder)
 
 
