@@ -15,7 +15,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -256,6 +257,21 @@ def is_allowed(path: Path) -> bool:
     """Whether a file can have this path: Windows reserves some characters, and names of devices, such as `aux.txt`."""
     relative = str(path).removeprefix(path.anchor)
     return POSIX or not (_DEVICE_OF_WINDOWS.search(relative) or _NOT_IN_NAMES_OF_WINDOWS.search(relative))
+
+
+def cure_of_other_form(missing: Iterable[str], names: Iterable[str]) -> str:
+    """What helps if paths are missing that are among the names in another Unicode form; "" if none of them is.
+
+    Programs of macOS write `ü` as two characters, and most others as one, which look the same.
+
+    Args:
+        missing: the paths.
+        names: the paths that are there.
+    """
+    unlike = {unicodedata.normalize("NFC", path) for path in missing if not path.isascii()}
+    if unlike and not unlike.isdisjoint(unicodedata.normalize("NFC", name) for name in names):
+        return "write accented letters in the same Unicode form as the names of the files (NFC or NFD)"
+    return ""
 
 
 def is_of_others(path: Path, own_format: str) -> bool:

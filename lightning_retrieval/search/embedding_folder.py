@@ -29,6 +29,7 @@ from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
     check_regular_file,
+    cure_of_other_form,
     delete_temporary_files,
     folder_lock,
     is_lock,
@@ -44,7 +45,7 @@ from lightning_retrieval.search.formats import EMBEDDINGS
 
 FILE_FORMATS = ("parquet", "npy")
 DTYPES = ("float32", "float16")
-MANIFEST, LOCK = EMBEDDINGS.name, "_lock"
+FORMAT, MANIFEST, LOCK = EMBEDDINGS, EMBEDDINGS.name, "_lock"
 SHARD_SIZE = 10_000  # default number of rows of a shard
 SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
 UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # keys of the metadata of a Parquet file
@@ -258,7 +259,7 @@ class EmbeddingFolder:
             return folder
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        content = EMBEDDINGS.encode(asdict(manifest))
+        content = FORMAT.encode(asdict(manifest))
         write_verified(path / MANIFEST, lambda stream: stream.write(content))
         return folder
 
@@ -431,7 +432,7 @@ class EmbeddingFolder:
         unlabelled = [path for path, label in zip(paths, found) if label is None]
         given, cure = name, "embed a table with the columns image and label"
         if labels is not None:
-            given, cure = "labels", "add their rows to the table"
+            given, cure = "labels", cure_of_other_form(unlabelled, labels) or "add their rows to the table"
         if unlabelled or not found:
             got = f"{self.path}, in which {len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)})"
             raise InvalidValue("must have a label for each image", argument=given, got=got, cure=cure)
@@ -528,7 +529,7 @@ def _check_rows(rows: ShardRows) -> None:
 
 
 def _read_manifest(path: Path) -> EmbeddingManifest:
-    values = EMBEDDINGS.read(path)
+    values = FORMAT.read(path)
     try:
         manifest = EmbeddingManifest(**values)
         _check_kinds(manifest)

@@ -21,6 +21,7 @@ from lightning_retrieval.datamodules.image_table import check_unique_images, par
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, TableColumns, find_missing, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.files import cure_of_other_form
 from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.search.commands.embed import launch, new_fabric
@@ -419,8 +420,8 @@ def read_metadata(
     without_row = find_missing(paths, row_of)
     if without_row and (missing == "error" or len(without_row) == len(paths)):
         got = f"{table}, in which {len(without_row)} of {len(paths)} images are missing, such as {without_row[0]!r}"
-        cure = ""
-        if len(without_row) < len(paths):
+        cure = cure_of_other_form(without_row, row_of)
+        if not cure and len(without_row) < len(paths):
             cure = "add them, or give `missing` keep, with which they have no metadata"
         raise InvalidValue("must have a row for each image of the index", argument="metadata", got=got, cure=cure)
     rows = [row_of.get(path) for path in paths]

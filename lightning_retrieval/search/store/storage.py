@@ -34,7 +34,7 @@ from lightning_retrieval.files import (
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.search.formats import INDEX, REBUILD
 
-MANIFEST = INDEX.name
+FORMAT, MANIFEST = INDEX, INDEX.name
 ATTEMPTS = 100  # maximum number of attempts to read while other processes replace the index
 
 Writer = Callable[[DigestStream], None]
@@ -100,7 +100,7 @@ class NewVersion:
         Args:
             settings: plain values, stored in the manifest.
         """
-        content = INDEX.encode({"files": self._fingerprints, "settings": dict(settings)})
+        content = FORMAT.encode({"files": self._fingerprints, "settings": dict(settings)})
         for path in (self.inner, self._folder):
             flush(path)
         self.is_published = True  # set first, so that an interrupt cannot lead to the deletion of files in the manifest
@@ -191,7 +191,7 @@ def _check_files(folder: Path, expected: Mapping[str, Any], verify: bool) -> dic
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of an index; raise if it is damaged or not a manifest."""
-    manifest = INDEX.read(folder)
+    manifest = FORMAT.read(folder)
     is_valid = manifest.keys() == {"files", "settings"} and _lists_files(manifest["files"])
     if not is_valid or not isinstance(manifest["settings"], dict):
         raise InvalidValue(f"{folder / MANIFEST} is damaged, it does not list files and settings", cure=REBUILD)
@@ -221,7 +221,7 @@ def _may_be_replaced(folder: Path) -> bool:
         except (OSError, ValueError, RecursionError):  # the file may be the damaged manifest of an index
             has_inner = any(map(_is_inner, folder.iterdir()))
             return has_inner and not _has_other_files(folder)
-        return isinstance(content, dict) and content.get("format") == INDEX.format
+        return isinstance(content, dict) and content.get("format") == FORMAT.format
     return not _has_other_files(folder)
 
 
