@@ -51,7 +51,7 @@ from lightning_retrieval.files import (
     writing,
 )
 from lightning_retrieval.first_checks import PENDING, RULE_OF_CHECKPOINT, check_model_exists
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, MissingPackage
+from lightning_retrieval.invalid import InvalidValue, MissingFile, MissingPackage
 from lightning_retrieval.optional_packages import optional_import
 
 ZIP_START = b"PK\x03\x04"
@@ -651,7 +651,7 @@ def check_checkpoint_exists(name: str, checkpoint: Any) -> None:
     is_address = isinstance(checkpoint, str) and "://" in checkpoint
     if is_stream or is_address:
         return
-    path = check_path(CALLER, name, checkpoint)
+    path = check_path(name, checkpoint)
     finish_replacement(path)
     if path.is_dir() and not is_sharded_checkpoint(path):
         raise InvalidValue("must be the path of a checkpoint", argument=name, got=f"the folder {path}")

@@ -234,7 +234,7 @@ class RetrievalCLI(LightningCLI):
         path = options.get("ckpt_path")
         try:
             if path:
-                check_path(self._owner, "--ckpt_path", path)
+                check_path("--ckpt_path", path, owner=self._owner)
             if path and Path(path).is_dir() and not is_checkpoint(Path(path)) and self.config.subcommand != "fit":
                 path = options.ckpt_path = str(find_checkpoint(Path(path)))
             check_checkpoint(path)
@@ -315,7 +315,7 @@ class RetrievalCLI(LightningCLI):
             options.ckpt_path = str(found)
         elif options.run_folder is not None and options.ckpt_path == "last":
             options.ckpt_path = None
-        trainer.callbacks.append(SameCheckpoint(self._owner, found))
+        trainer.callbacks.append(SameCheckpoint(found))
         if options.run_folder is not None:
             if trainer.is_global_zero:
                 self._delete_temporary_checkpoints(Path(trainer.logger.log_dir))
@@ -360,7 +360,8 @@ class RetrievalCLI(LightningCLI):
         """Run the subcommand; after Ctrl-C, exit with the usual code 130 instead of Lightning's code 1."""
         with self._locked_run_folder():
             try:
-                super()._run_subcommand(subcommand)
+                with owned_by(self._owner):
+                    super()._run_subcommand(subcommand)
             except SystemExit:
                 if self.trainer.interrupted:
                     sys.exit(EXIT_CODE)

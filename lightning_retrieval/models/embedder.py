@@ -249,7 +249,7 @@ class Embedder(PretrainedModule):
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set the training mode, except that a frozen batch norm stays in eval mode."""
-        super().train(check_bool("Embedder", "mode", mode))
+        super().train(check_bool("mode", mode, owner="Embedder"))
         self._freeze()
         return self
 
@@ -327,8 +327,8 @@ class Embedder(PretrainedModule):
         """Raise unless the images are a batch of floating-point numbers. The backbone checks everything else."""
         weight = next(self.parameters(), images)
         if not weight.is_meta:  # with meta tensors, only the shapes of the embeddings matter
-            check_tensor("Embedder", "images", images)
-        check_normalized("Embedder", images)
+            check_tensor("images", images, owner="Embedder")
+        check_normalized(images, owner="Embedder")
         if images.ndim < 2:
             raise InvalidValue("must be a batch (N, ...)", "Embedder", "images", got=f"shape {tuple(images.shape)}")
 
@@ -342,7 +342,7 @@ class Embedder(PretrainedModule):
         """Use a module, or build the backbone with this name; set the attributes that depend on the backbone."""
         if backbone_args is None:
             backbone_args = {}
-        check_mapping("Embedder", "backbone_args", backbone_args)
+        check_mapping("backbone_args", backbone_args, owner="Embedder")
         if not isinstance(backbone, (str, nn.Module)):
             raise InvalidType(
                 "must be the name of a model or a torch.nn.Module",

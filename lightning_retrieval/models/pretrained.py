@@ -246,7 +246,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
         path: path of the file.
         keys: entries of the file that may hold the tensors; the first existing entry is used.
     """
-    file = check_path("Embedder", "weights", path)
+    file = check_path("weights", path, owner="Embedder")
     check_weights_exist(file)
     try:
         if file.suffix == ".safetensors":
@@ -383,7 +383,7 @@ class PretrainedModule(nn.Module):
             got = f"a module ({type(self.backbone).__name__})"
             raise InvalidValue(rule, "Embedder", "backbone", got=got, cure="save its state_dict instead")
         safetensors = load_safetensors()
-        path = check_path("Embedder", "folder", folder)
+        path = check_path("folder", folder, owner="Embedder")
         if not path.is_dir() and any(map(Path.is_file, (path, *path.parents))):
             rule = "must be a folder"
             raise InvalidValue(rule, "Embedder", "folder", got=f"{path}, which is a file or is inside one")
@@ -417,7 +417,7 @@ class PretrainedModule(nn.Module):
         arguments = read_config(config)
         check_plain_data("init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
-            raise InvalidValue(f"{config} must not have `lora`", "Embedder", got=short_repr(arguments["lora"]))
+            raise InvalidValue(f"{config} must not have `lora`", got=short_repr(arguments["lora"]))
         safetensors = load_safetensors()
         tensors: Any = None
         damage: Exception | None = None
@@ -430,7 +430,7 @@ class PretrainedModule(nn.Module):
                 embedder = cls(**arguments)
         except TypeError as error:
             rule = f"{config} must hold arguments that this release of lightning-retrieval knows"
-            raise InvalidValue(rule, "Embedder", got=f"others ({first_line(error)})") from None
+            raise InvalidValue(rule, got=f"others ({first_line(error)})") from None
         _check_same_model(config, weights, arguments)
         if damage is not None:
             raise _other_tensors(weights, damage)
@@ -455,10 +455,10 @@ class PretrainedModule(nn.Module):
             ConnectionError: if the hub cannot be reached, or does not accept the files.
             ModuleNotFoundError: if huggingface_hub or safetensors is not installed.
         """
-        check_bool("Embedder", "private", private)
+        check_bool("private", private, owner="Embedder")
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            check_string("Embedder", "repo_id", repo_id)
+            check_string("repo_id", repo_id, owner="Embedder")
             hub = load_hub()
             try:
                 hub.create_repo(repo_id, private=private, exist_ok=True)
@@ -530,7 +530,7 @@ def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
     Raises:
         FileNotFoundError: if the folder lacks a file, or the hub cannot be reached or has no such model.
     """
-    folder = Path(check_path("Embedder", "name", name))
+    folder = Path(check_path("name", name, owner="Embedder"))
     if folder.is_dir():
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():

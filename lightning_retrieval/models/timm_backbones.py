@@ -172,7 +172,7 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
     if weights != pretrained.DEFAULT_WEIGHTS:
         plain_name = name.split(".")[0]
         tags = [other.split(".")[1] for other in timm.list_pretrained(f"{plain_name}.*")]
-        check_choice("Embedder", "weights", weights, (pretrained.DEFAULT_WEIGHTS, *tags))
+        check_choice("weights", weights, (pretrained.DEFAULT_WEIGHTS, *tags), owner="Embedder")
         name = f"{plain_name}.{weights}"
     is_loaded = not pretrained.are_skipped()
     if is_loaded:

@@ -44,7 +44,7 @@ def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
     weights = None
     if request.weights is not None and not has_file:
         kinds = models.get_model_weights(request.name)
-        weights = kinds[check_choice("Embedder", "weights", request.weights, tuple(kinds.__members__))]
+        weights = kinds[check_choice("weights", request.weights, tuple(kinds.__members__), owner="Embedder")]
     backbone = _without_classifier(_get_model(request, weights))
     if has_file and not are_skipped():
         load_local_file(str(request.weights), backbone, optional=CLASSIFIERS)

@@ -20,7 +20,7 @@ from PIL import Image
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.files import is_system_error, new_file, writing
 from lightning_retrieval.first_checks import check_images_exist
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import image_files
 from lightning_retrieval.preparation.pixels import MOST_PIXELS
 from lightning_retrieval.preparation.prepare import open_image, reduce_scale, upright, upright_size
@@ -67,9 +67,9 @@ def shrink_images(images: Path, output: Path, size: int, *, workers: int | None 
             folders is in the other.
         OSError: if a copy cannot be written.
     """
-    check_integer(CALLER, "size", size, 1, MOST_PIXELS)
+    check_integer("size", size, 1, MOST_PIXELS)
     if workers is not None:
-        check_integer(CALLER, "workers", workers, 1)
+        check_integer("workers", workers, 1)
     check_images_exist(images)
     _check_apart(images, output)
     paths = image_files(images).paths

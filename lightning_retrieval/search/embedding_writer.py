@@ -344,7 +344,7 @@ class EmbeddingWriter(Callback):
     ) -> None:
         self.output: Path | None = None
         if output is not None:
-            self.output = check_path(OWNER, "output", output)
+            self.output = check_path("output", output, owner=OWNER)
         self.file_format = checked(self, file_format=file_format)
         self.shard_size = checked(self, shard_size=shard_size)
         self.dtype = checked(self, dtype=dtype)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
 from lightning_retrieval.distributed import rank, unshared
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
@@ -65,8 +65,8 @@ from lightning_retrieval.training.trainer_checks import (
     check_processes,
     check_relevance,
     check_schedule,
+    first_drawn,
     has_distributed_samplers,
-    has_shards,
     warn_of_equal_rates,
 )
 
@@ -96,7 +96,8 @@ class RetrievalModule(ManualTraining):
             candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.
         optimizer: class or function that is called with the parameter groups, such as
             `functools.partial(torch.optim.SGD, lr=0.1)`. Adam, AdamW and SGD of torch get `fused=True`, an update of
-            all parameters in one loop, if neither `fused` nor `foreach` is given, but not with the precision 16-mixed.
+            all parameters in one loop, if neither `fused` nor `foreach` is given, but not with the precision 16-mixed
+            or for a sharded network.
         lr_scheduler: class or function that is called with the optimizer, or None. Rates of its own, such as `max_lr`,
             are those of parameters without a factor. A scheduler with an end needs the number of steps as an argument,
             such as `functools.partial(OneCycleLR, max_lr=0.01, total_steps=1000)`.
@@ -183,16 +184,14 @@ class RetrievalModule(ManualTraining):
             self.relevance = check_relevance(self.loss, relevance)
             self.whitening = None if whitening is None else rebuild("whitening", whitening, Whitening)
             self.eval_scales = check_scales("eval_scales", eval_scales)
-            self.eval_scales_pooling = check_choice(
-                CALLER, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING)
-            )
+            self.eval_scales_pooling = check_choice("eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
             self.chunk_size = check_chunk_size(chunk_size)
-            self.keep_graphs = check_integer(CALLER, "keep_graphs", keep_graphs, least=1)
-            self.gather: bool | GatherDtype = check_choice(CALLER, "gather", gather, tuple(GATHER_DTYPES))
+            self.keep_graphs = check_integer("keep_graphs", keep_graphs, least=1)
+            self.gather: bool | GatherDtype = check_choice("gather", gather, tuple(GATHER_DTYPES))
             self.updates = Updates() if updates is None else rebuild("updates", updates, Updates)
             self._set_frozen_backbones()
             self._fraction = 0.0  # fraction of the training that is done
-            self.seed = check_integer(CALLER, "seed", seed_or_default(seed), least=0, most=None)
+            self.seed = check_integer("seed", seed_or_default(seed), least=0, most=None)
         self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
             "queries": ChunkSizeSearch(),
             "candidates": ChunkSizeSearch(),
@@ -268,8 +267,8 @@ class RetrievalModule(ManualTraining):
                 evaluation is recorded, by the embedder's `preparation`.
             whiten: False skips the whitening, for example to get embeddings from which the whitening is learned.
         """
-        check_tensor(type(self).__name__, "images", images)
-        check_bool(type(self).__name__, "whiten", whiten)
+        check_tensor("images", images, owner=type(self).__name__)
+        check_bool("whiten", whiten, owner=type(self).__name__)
         return embed_at_scales(self, self, normalized_inputs(self, "candidates", images), whiten)
 
     def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
@@ -280,8 +279,8 @@ class RetrievalModule(ManualTraining):
                 evaluation were. `eval_scales` apply to images only.
             whiten: as for `embed`; both sides share one whitening.
         """
-        check_tensor(type(self).__name__, "inputs", inputs)
-        check_bool(type(self).__name__, "whiten", whiten)
+        check_tensor("inputs", inputs, owner=type(self).__name__)
+        check_bool("whiten", whiten, owner=type(self).__name__)
         inputs = normalized_inputs(self, "queries", inputs)
         is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
         if self.query_embedder is None and not is_overridden:
@@ -380,7 +379,7 @@ class RetrievalModule(ManualTraining):
             check_processes(self)
             self._dimensions = Dimensions()
             self._equal_batches = EqualBatches(
-                not has_shards(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
+                first_drawn(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
             )
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
@@ -439,7 +438,7 @@ class RetrievalModule(ManualTraining):
         """Prepare the module for the weights of a checkpoint, and restore the fraction of the training."""
         super().on_load_checkpoint(checkpoint)
         fraction = checkpoint.get(FRACTION, 0.0)
-        self._fraction = check_finite_number(type(self).__name__, FRACTION, fraction, least=0, most=1)
+        self._fraction = check_finite_number(FRACTION, fraction, least=0, most=1, owner=type(self).__name__)
 
     def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""

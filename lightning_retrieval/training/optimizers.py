@@ -19,7 +19,7 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.models.timm_backbones import TimmBackbone
-from lightning_retrieval.training.full_sharding import sharded_modules
+from lightning_retrieval.training.full_sharding import is_sharded, sharded_modules
 
 # Optimizers and types of devices for which torch updates all parameters in one loop. A subclass may update them in
 # another way.
@@ -74,13 +74,15 @@ class Updates:
         owner = type(self).__name__
         self.gradient_clip_val: float | None = None
         if gradient_clip_val is not None:
-            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", gradient_clip_val)
+            self.gradient_clip_val = check_positive("gradient_clip_val", gradient_clip_val, owner=owner)
         self.gradient_clip_algorithm: Literal["norm", "value"] = check_choice(
-            owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
+            "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"), owner=owner
         )
-        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
-        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
-        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
+        self.head_lr_factor = check_positive("head_lr_factor", head_lr_factor, owner=owner)
+        self.layer_decay = check_positive("layer_decay", layer_decay, least=0.01, most=1, owner=owner)
+        self.freeze_backbone_epochs = check_integer(
+            "freeze_backbone_epochs", freeze_backbone_epochs, least=0, owner=owner
+        )
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -240,29 +242,57 @@ def make_optimizer(
         rule = f"is {head_lr_factor}, but the embedder has no `head` with parameters"
         cure = "name its last layers `head`, or keep the factor 1"
         raise InvalidValue(rule, argument="head_lr_factor", cure=cure)
-    if may_fuse and _can_be_fused(make, module):
-        make = functools.partial(make, fused=True)
-    optimizer = make([{"params": groups[place]} for place in sorted(groups)])
+    sorted_groups = [{"params": groups[place]} for place in sorted(groups)]
+    optimizer = _make_fused(make, sorted_groups, module) if may_fuse else make(sorted_groups)
     return optimizer, _multiply_rates(optimizer, places)
 
 
-def _can_be_fused(make: Any, module: nn.Module) -> bool:
-    """Whether an optimizer can update all parameters in one loop, and its settings leave open how it updates them.
+def _make_fused(make: Callable[..., Optimizer], groups: list[dict[str, Any]], module: nn.Module) -> Optimizer:
+    """Create an optimizer, with a fused loop if it has one, and its settings leave open how it updates parameters.
 
     Args:
         make: a class of optimizers, a partial of one, or any function.
+        groups: the parameter groups.
         module: owner of the parameters.
     """
+    if not (_leaves_update_open(make) and _can_be_fused(module)):
+        return make(groups)
+    optimizer = make(groups, fused=True)
+    # Else Lightning refuses to clip gradients with bf16-mixed. Nothing is scaled there.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    optimizer.register_state_dict_post_hook(_leave_update_open)
+    optimizer.register_load_state_dict_pre_hook(_as_fused)
+    return optimizer
+
+
+def _leave_update_open(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Write into a file that the update is open: a run that continues from it may have a sharded network."""
+    for group in state["param_groups"]:
+        group["fused"] = None
+
+
+def _as_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Read a state as that of a fused optimizer, which has its counts of steps on the device."""
+    return {**state, "param_groups": [{**group, "fused": True} for group in state["param_groups"]]}
+
+
+def _leaves_update_open(make: Any) -> bool:
+    """Whether an optimizer offers a fused loop, and the user has not chosen one or another."""
     settings: Mapping[str, Any] = {}
     if isinstance(make, functools.partial):
         make, settings = make.func, make.keywords
-    is_open = settings.get("fused") is None and settings.get("foreach") is None and not settings.get("differentiable")
-    if make not in FUSED_OPTIMIZERS or not is_open:
-        return False
-    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    if any(part.sparse for part in embeddings):
-        return False
+    chosen = [settings.get("fused") is not None, settings.get("foreach") is not None, settings.get("differentiable")]
+    return make in FUSED_OPTIMIZERS and not any(chosen)
+
+
+def _can_be_fused(module: nn.Module) -> bool:
+    """Whether torch's fused loops update all parameters of a module: in one dense floating-point tensor each, and with
+    a dense gradient, on one device.
+    """
     parameters = trainable_parameters(module)
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    if any(part.sparse for part in embeddings) or any(map(is_sharded, parameters)):
+        return False
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1 or devices.pop().type not in FUSED_DEVICES:
         return False

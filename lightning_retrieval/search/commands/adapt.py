@@ -173,11 +173,11 @@ def adapt_head(
     Cost:
         Memory for all embeddings and for the scores of one list.
     """
-    check_integer(OWNER, "batch_size", batch_size, least=4, most=LARGEST_LIST)
-    check_positive(OWNER, "lr", lr)
-    check_integer(OWNER, "max_epochs", max_epochs, least=1)
-    check_bool(OWNER, "overwrite", overwrite)
-    generator = torch.Generator().manual_seed(check_integer(OWNER, "seed", seed, least=0))
+    check_integer("batch_size", batch_size, least=4, most=LARGEST_LIST)
+    check_positive("lr", lr)
+    check_integer("max_epochs", max_epochs, least=1)
+    check_bool("overwrite", overwrite)
+    generator = torch.Generator().manual_seed(check_integer("seed", seed, least=0))
     check_new_file(output)
     folder = EmbeddingFolder.load(embeddings)
     module = _embedding_module(folder.manifest, checkpoint, output, overwrite)
@@ -185,7 +185,7 @@ def adapt_head(
         embedding_dim = folder.manifest.dim
     with reported_as(OWNER):
         embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
-    labels_by_path = _labels_of_table(labels, TableFormat.checked(OWNER, columns, delimiter))
+    labels_by_path = _labels_of_table(labels, TableFormat.checked(columns, delimiter))
     rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", labels_by_path))
     is_held_out = _held_out(numbers, generator)
     trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])

@@ -35,7 +35,7 @@ from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
 from lightning_retrieval.first_checks import check_images_exist
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.sides import Side, side_of_module
@@ -128,7 +128,7 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
         return images_in_folder(images)
     from lightning_retrieval.datamodules.image_table import check_values, parse_boxes, parse_images  # needs Lightning
 
-    table = read_table(images, required=("image",), owner=CALLER, table_format=table_format)
+    table = read_table(images, required=("image",), table_format=table_format)
     root = root or images.parent
     paths = parse_images(table, root)
     if "label" in table.columns:
@@ -455,8 +455,8 @@ class ImageEmbedder:
             FileNotFoundError: if the checkpoint does not exist.
             ValueError: if an argument is invalid, or the transform does not fit the model.
         """
-        check_integer(CALLER, "batch_size", batch_size, least=1)
-        check_integer(CALLER, "num_workers", num_workers, least=0)
+        check_integer("batch_size", batch_size, least=1)
+        check_integer("num_workers", num_workers, least=0)
         if not isinstance(model, LoadedModel):
             model = load_model(model)
         module = model.module

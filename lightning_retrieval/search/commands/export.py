@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.files import is_of_others, new_files, writing
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation import prepare
 from lightning_retrieval.preparation.preparation import Preparation
@@ -160,7 +160,7 @@ def export_model(
         raise InvalidValue("must be a folder", argument="output", got=f"{output}, which is something else")
     _check_not_of_others(output)
     check_int8(int8, images, root)
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     listed = None
     if images is not None:
         listed = _labelled_images(images, root, table_format)

@@ -22,7 +22,7 @@ from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, TableColum
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import cure_of_other_form
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.search.commands.embed import launch, new_fabric
 from lightning_retrieval.search.commands.embedding import (
@@ -186,7 +186,7 @@ def index_images(
     Cost:
         A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
@@ -275,13 +275,13 @@ def index_embeddings(
         are first verified, and training uses rows from all files.
     """
     start = None
-    if check_integer(CALLER, "devices", devices, least=1) > 1:
+    if check_integer("devices", devices, least=1) > 1:
         check_one_process(devices, store=store, update=update)
         fabric = new_fabric("cpu", devices=devices)
         start = functools.partial(launch, fabric)
         if fabric.global_rank > 0:
             return _help(start, embeddings, output)
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
     folder = EmbeddingFolder.load(embeddings)
     manifest = folder.manifest
@@ -334,7 +334,7 @@ def choose_threshold(
     check_threshold(validation, false_match_rate)
     if validation is None or false_match_rate is None:
         return {}
-    check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
+    check_finite_number("false_match_rate", false_match_rate, least=0, most=1)
     folder = EmbeddingFolder.load(validation)
     difference = model_difference(folder.manifest.about, about)
     if difference is not None:
@@ -380,7 +380,7 @@ def read_image_rows(
         ValueError: if the table cannot be read, or an image is in several rows.
     """
     check_table_exists(name, table)
-    read = read_table(table, required, all_columns=all_columns, owner=CALLER, table_format=table_format)
+    read = read_table(table, required, all_columns=all_columns, table_format=table_format)
     images = parse_images(read, root)
     check_unique_images(read, images, None)
     return read, {image: row for row, image in enumerate(images)}
@@ -411,7 +411,7 @@ def read_metadata(
         ValueError: if the table cannot be read or has no further column, an image is in several rows or, without
             `"keep"`, in none, no image has a row, a column has an invalid name, or `missing` is given without a table.
     """
-    check_choice(CALLER, "missing", missing, MISSING)
+    check_choice("missing", missing, MISSING)
     check_missing(missing, table)
     if table is None:
         check_table_given(None, argument="metadata", columns=table_format.columns, delimiter=table_format.delimiter)

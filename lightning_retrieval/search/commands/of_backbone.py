@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.first_checks import is_local_file
-from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
+from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.models.pretrained import read_weights, without_downloads
@@ -40,7 +40,7 @@ def load_backbone(given: PretrainedBackbone) -> RetrievalNetwork:
     folder = Path(name.removeprefix(FOLDER_PREFIX))
     if name.startswith(FOLDER_PREFIX) and folder.is_dir():
         name = f"{FOLDER_PREFIX}{folder.absolute().as_posix()}"
-    with reported_as(CALLER):
+    with reported_as():
         embedder = Embedder(
             name, None, weights=weights, image_size=given.image_size, preparation=given.settings_of_preparation
         )

@@ -538,6 +538,15 @@ def test_parameters_without_a_fused_update_get_a_plain_one(make):
     assert not module.configure_optimizers().defaults["fused"]
 
 
+def test_a_file_leaves_open_how_parameters_are_updated():
+    """So one that continues on other devices, or with a sharded network, decides for itself."""
+    first, second = (RetrievalModule(net(), SmoothAPLoss()).configure_optimizers() for _ in range(2))
+    state = first.state_dict()
+    assert [group["fused"] for group in state["param_groups"]] == [None]
+    second.load_state_dict(state)
+    assert [group["fused"] for group in first.param_groups + second.param_groups] == [True, True]
+
+
 class OtherOrder(pl.Callback):
     """Gives gradients and states of convolutions the default order of memory, as an old file or a callback may."""
 
