@@ -105,6 +105,8 @@ class TableFormat:
         Args:
             header: the names in the table.
         """
+        if header and header[0].startswith("sep="):
+            return "delete this line, which only Excel reads"
         for delimiter in DELIMITERS:
             if len(header) == 1 and delimiter in header[0]:
                 return f"give `delimiter` {delimiter!r}"

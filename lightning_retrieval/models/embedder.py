@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_bool, check_mapping, check_normalized, check_tensor, short_repr
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
@@ -28,7 +29,7 @@ from lightning_retrieval.models.features import (
     check_images_fit,
     feature_shape,
 )
-from lightning_retrieval.models.pretrained import PretrainedModule, is_local_file, with_pretrained_weights
+from lightning_retrieval.models.pretrained import PretrainedModule, with_pretrained_weights
 from lightning_retrieval.preparation.of_model import merged_preparation, wanted_settings
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.ranking.rows import normalize as l2_normalize

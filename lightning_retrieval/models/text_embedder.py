@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import check_integer, check_mapping, is_traced, short_repr
 from lightning_retrieval.compiled import keep_plain_names
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import Dim, has_loaded_weights, note_loaded_weights
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
-from lightning_retrieval.models.pretrained import are_skipped, is_local_file, is_rebuilding
+from lightning_retrieval.models.pretrained import are_skipped, is_rebuilding
 from lightning_retrieval.models.tokenizers import PADDING, JSONTokenizer, NgramTokenizer, read_hugging_face_tokenizer
 from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data
 from lightning_retrieval.ranking.rows import normalize as l2_normalize

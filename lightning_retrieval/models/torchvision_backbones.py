@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_choice, first_line
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.backbone_request import (
     ALL_POOLINGS,
@@ -18,7 +19,7 @@ from lightning_retrieval.models.backbone_request import (
     unknown_name,
 )
 from lightning_retrieval.models.features import height_and_width
-from lightning_retrieval.models.pretrained import are_skipped, check_cached, hub_error, is_local_file, load_local_file
+from lightning_retrieval.models.pretrained import are_skipped, check_cached, hub_error, load_local_file
 
 POOLING_AND_CLASSIFIER = ("avgpool", "classifier", "fc")
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")

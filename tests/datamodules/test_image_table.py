@@ -587,6 +587,7 @@ def test_a_table_with_other_names_says_how_to_give_them(tmp_path):
         (("path", "class"), "with `columns`, such as 'path' for 'image'"),
         (("path", "label", "is_query"), "give `columns` 'oml'"),
         (("image;label",), "give `delimiter` ';'"),
+        (("sep=;",), "delete this line, which only Excel reads"),
         (("image\tlabel",), r"give `delimiter` '\\t'"),
     )
     for header, cure in cases:

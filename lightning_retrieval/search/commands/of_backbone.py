@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_retrieval.checks import first_line, short_repr
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import limited_to
-from lightning_retrieval.models.pretrained import is_local_file, read_weights, without_downloads
+from lightning_retrieval.models.pretrained import read_weights, without_downloads
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.timm_backbones import ENTRIES
 from lightning_retrieval.plain_data import class_path, rebuild

@@ -34,9 +34,10 @@ from lightning_retrieval.search.commands.embedding import (
 from lightning_retrieval.search.commands.of_checkpoint import shown_choice
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.report.files import check_output, table_of, write_report
+from lightning_retrieval.search.report.files import write_report
 from lightning_retrieval.search.report.findings import Findings, find_errors
 from lightning_retrieval.search.report.images import ReportedImages
+from lightning_retrieval.search.report.targets import check_output, table_of
 
 OWNER = "report_images"
 KS = (1, 5, 10)
@@ -231,7 +232,7 @@ def label_images(images: Path, root: Path | None, table_format: TableFormat) -> 
     if images.is_file():
         labelled = _of_table(images, root, table_format)
     else:
-        labelled = _of_folder(list_images(images, root))
+        labelled = _of_folder(list_images(images, root, table_format))
     check_lists(labelled, torch.arange(len(labelled.index)))
     return labelled
 

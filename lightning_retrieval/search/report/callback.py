@@ -20,9 +20,10 @@ from lightning_retrieval.files import writing
 from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.report.files import check_output, check_suffix, write_report
+from lightning_retrieval.search.report.files import write_report
 from lightning_retrieval.search.report.findings import NO_CLASS, find_errors
 from lightning_retrieval.search.report.images import ReportedImages
+from lightning_retrieval.search.report.targets import check_output, check_suffix
 
 OWNER = "RetrievalReport"
 
