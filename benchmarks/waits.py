@@ -8,7 +8,7 @@ search for one image among those of the test set. A job runs in a process of its
 other, and reads the images in the training process. The times are CPU times: of the imports and of the first step from
 the start of the process; of an epoch and of an evaluation alone; of a search from the start of a second process, which
 reads the network and the embeddings of the images that it searches. The install is the size of the package, and of all
-packages that it needs, without the development tools. Takes about ten minutes.
+packages that it needs, without the development tools. Takes about six minutes.
 """
 
 import json
@@ -285,7 +285,7 @@ def row_of(what: str, ours: list[float], peer: list[float]) -> dict[str, Any]:
 def main() -> None:
     options = arguments("What a user waits for, beside pytorch-metric-learning.")
     torch.set_num_threads(1)
-    classes, size, runs = CLASSES, PHOTOGRAPH, 5
+    classes, size, runs = CLASSES, PHOTOGRAPH, 3
     if options.quick:
         classes, size, runs = {"train": 16, "test": 2}, (120, 100), 1
     jobs = {"ours": train_ours, "peer": train_peer}
